@@ -28,6 +28,8 @@ multiprocessors to the model; shorter ones to a kernel, because each run is a co
 measured: no GPU was at hand."""
 MOST_ROWS: Final = SLOT_NBYTES // 24
 """Of one `begin`: a kernel's list of them lies in one slot."""
+PUT_NBYTES: Final = 4 << 20
+"""A kernel's list says a longer row as several (`kMaxPutNbytes` of `csrc/common/runs.h`)."""
 MOST_TOKENS: Final = SLOT_NBYTES // TOKEN_NBYTES
 """The same of `Strided`."""
 
@@ -64,7 +66,11 @@ class Copies(Launches[Work]):
         """
         if isinstance(rows, Strided):
             self.put_tokens(work, rows)
-        elif not self._has_kernels or int(rows[:, 2].sum()) >= self._engine_run_nbytes * len(rows):
+        elif (
+            not self._has_kernels
+            or int(rows[:, 2].sum()) >= self._engine_run_nbytes * len(rows)
+            or int((-(-rows[:, 2] // PUT_NBYTES)).sum()) > MOST_ROWS
+        ):
             self.copy(work, rows)
         else:
             self.put(work, _cuda.RowQueue([Piece(0, 0, 0, 0, np.ascontiguousarray(rows))], _WORLD, _WORLD), 2**62)

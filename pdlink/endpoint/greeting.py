@@ -201,7 +201,11 @@ class Greeter:
     def _connect(self, peer: Peer, transport: Transport, invite: messages.Invite) -> None:
         if invite.problem:
             raise TransportFailure(f"{peer.name} cannot invite: {printable(invite.problem, messages.MAX_TEXT)}")
-        transport.connect(peer.key, invite.invitation)
+        try:
+            transport.connect(peer.key, invite.invitation)
+        except BaseException:
+            transport.close_peer(peer.key)  # of what has begun to connect
+            raise
         peer.opened = True
         lane = transport.lane(peer.key)
         if self._require_lane is not None and lane and lane != self._require_lane:

@@ -61,7 +61,7 @@ class Outgoing(Transfer):
     _finished = False
 
     def __init__(self, sender: Sender, transfer_id: str) -> None:
-        """Raises InvalidRequest for a used id."""
+        """Raises InvalidRequest for a used id, TransferFailed if the transfer was stopped already."""
         super().__init__(sender, transfer_id)
         self.accepted = Signal()
         self._sender = sender

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pdlink.endpoint.incoming import Incoming
 from pdlink.endpoint.live import LiveTransfer
 from pdlink.endpoint.transfer import Half
-from pdlink.errors import InvalidRequest, TransferFailed
+from pdlink.errors import TransportFailure
 from pdlink.events import MessageDropped, TransferEnded, emit, listeners
 from pdlink.logs import about
 from pdlink.protocol import messages
@@ -21,12 +21,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdlink.endpoint.peer import Peer
+    from pdlink.endpoint.transfer import Common
 
 log = logging.getLogger(__name__)
 
 
 class Receiver(Half[Incoming]):
     """Every transfer this worker receives. Public methods may be called from any thread."""
+
+    def __init__(self, common: Common) -> None:
+        super().__init__(common)
+        self._unclosed: dict[Peer, list[Incoming]] = {}
+        """Ended transfers whose blocks something may still be placed in, until the fence of their session."""
 
     # -- for the worker ----------------------------------------------------------------------------------------------
 
@@ -38,11 +44,7 @@ class Receiver(Half[Incoming]):
         """
         transfer_id = transfer.transfer_id
         with self.lock:
-            reason = self._ended.get(transfer_id)
-            if reason:
-                raise TransferFailed(f"transfer {transfer_id} was stopped before it began: {reason}", reason)
-            if reason is not None or transfer_id in self._transfers:
-                raise InvalidRequest(f"transfer_id {transfer_id!r} was used before; every attempt needs a new one")
+            self._check_unused(transfer_id)
             transfer.peer = self._sessions.at(address)
             transfer.deadline_s = self.clock.awake_s() + self.timeouts.request_s
             self._transfers[transfer_id] = transfer.peer.incoming[transfer_id] = transfer
@@ -127,6 +129,8 @@ class Receiver(Half[Incoming]):
         """The peer cannot reach our pages any more."""
         for transfer in list(peer.incoming.values()):
             self.act(transfer, transfer.machine.fenced("peer_lost", self.clock.awake_s()))
+        for transfer in self._unclosed.pop(peer, ()):
+            self._work.defer(transfer.on_end)
 
     def tick(self, now: float) -> None:
         """End transfers whose time is over. now: `Clock.awake_s`, as for every deadline here."""
@@ -180,7 +184,11 @@ class Receiver(Half[Incoming]):
         del self._transfers[machine.transfer_id], peer.incoming[machine.transfer_id]
         self._ended.add(machine.transfer_id, reason, peer.name or peer.address)
         if machine.offered is not None and peer.transport is not None:
-            peer.transport.close_blocks(peer.key, machine.offered.blocks)
+            try:
+                peer.transport.close_blocks(peer.key, machine.offered.blocks)
+            except TransportFailure as failure:
+                self._unclosed.setdefault(peer, []).append(transfer)
+                self._sessions.lose(peer, str(failure))
         if listeners:
             emit(
                 TransferEnded(
@@ -194,4 +202,5 @@ class Receiver(Half[Incoming]):
                     started_s=transfer.started_s,
                 )
             )
-        self._work.defer(transfer.on_end)
+        if transfer not in self._unclosed.get(peer, ()):
+            self._work.defer(transfer.on_end)

@@ -14,7 +14,6 @@ from pdlink.endpoint.early import EarlyInterest
 from pdlink.endpoint.live import LiveTransfer
 from pdlink.endpoint.outgoing import Outgoing
 from pdlink.endpoint.transfer import Half
-from pdlink.errors import InvalidRequest
 from pdlink.events import MessageDropped, TransferEnded, emit, listeners
 from pdlink.protocol import messages
 from pdlink.protocol.actions import Action, End, Fail, Push, Send
@@ -52,16 +51,13 @@ class Sender(Half[Outgoing]):
     # -- for the worker ----------------------------------------------------------------------------------------------
 
     def announce(self, transfer: Outgoing) -> None:
-        """The request of this transfer is here; its KV will be published. Raises InvalidRequest for a used id."""
+        """The request of this transfer is here; its KV will be published.
+
+        Raises InvalidRequest for a used id, TransferFailed if the transfer was stopped already.
+        """
         transfer_id = transfer.transfer_id
         with self.lock:
-            old = self._ended.get(transfer_id)
-            if old is not None or transfer_id in self._transfers:
-                raise InvalidRequest(
-                    f"transfer_id {transfer_id!r} "
-                    + (f"has ended already: {old or 'sent'}" if old is not None else "is in use")
-                    + "; every attempt needs a new one"
-                )
+            self._check_unused(transfer_id)
             now, timeouts = self.clock.awake_s(), self.timeouts
             transfer.lease = Lease(now + timeouts.request_s, min(timeouts.other_leg_s, timeouts.lease_s), now)
             self._transfers[transfer_id] = transfer

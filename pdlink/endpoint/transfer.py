@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from pdlink.endpoint.ended import Ended
 from pdlink.endpoint.signals import Signal
-from pdlink.errors import DeadlineExceeded, TransferFailed
+from pdlink.errors import DeadlineExceeded, InvalidRequest, TransferFailed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,6 +50,15 @@ class Half(Generic[AnyTransfer]):
         self._transfers: dict[str, AnyTransfer] = {}
         """Transfers whose machine has not ended, by id."""
         self._ended = Ended()
+
+    def _check_unused(self, transfer_id: str) -> None:
+        """Raises TransferFailed if the other side, or the end of its session, has stopped this transfer before its
+        request came here; InvalidRequest if the id was used before."""
+        reason = self._ended.get(transfer_id)
+        if reason:
+            raise TransferFailed(f"transfer {transfer_id} was stopped before it began: {reason}", reason)
+        if reason is not None or transfer_id in self._transfers:
+            raise InvalidRequest(f"transfer_id {transfer_id!r} was used before; every attempt needs a new one")
 
 
 class Transfer:

@@ -8,6 +8,7 @@ the engine's stream. The forward pass never waits; it pays for one hop between t
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from pdlink.memory.buffers import Event
     from pdlink.protocol.messages import Verify
 
+log = logging.getLogger(__name__)
+
 
 class LayerOrder:
     """One per node of device memory. `when_written` may be called from any thread."""
@@ -36,7 +39,7 @@ class LayerOrder:
     def when_written(self, act: Callable[[], None], failed: Callable[[str], None]) -> None:
         """Act in the other thread as soon as all that this thread has launched by now has run; in order.
 
-        failed(reason): instead, if what was launched has failed.
+        failed(reason): instead, if what was launched has failed; also if `act` raises, of which nobody else hears.
         """
         try:
             event = self._spare.pop()
@@ -56,7 +59,11 @@ class LayerOrder:
             failed(f"what writes the layers has failed: {error}")
             return
         self._spare.append(event)
-        act()
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001  whatever the caller would have been raised
+            log.exception("what follows a launched layer has failed")
+            failed(f"what was reported of its layers cannot be handled: {type(error).__name__}: {error}")
 
 
 class LaunchedOutgoing(Outgoing):

@@ -224,7 +224,7 @@ class Node:
         blocks: where the KV of the `num_tokens` tokens will be, from token 0 on; None if they are not reserved yet:
         call `Outgoing.publish` then. num_cached_tokens: so many of the first tokens are in them already.
         Returns at once; the receiver may come before or after. Raises InvalidRequest if the id was used before, and
-        TransferFailed if this node is closed.
+        TransferFailed if the transfer was stopped already, or this node is closed.
         """
         if self._closed:
             raise self._closed_error()

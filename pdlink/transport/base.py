@@ -176,7 +176,10 @@ class Transport(ABC):
         """
 
     def close_blocks(self, peer: str, blocks: Sequence[Sequence[int]]) -> None:  # noqa: B027
-        """The reverse. When this returns, nothing of the peer is being placed there. Unknown peers are ignored."""
+        """The reverse. When this returns, nothing of the peer is being placed there. Unknown peers are ignored.
+
+        Raises TransportFailure if that cannot be said soon: then PeerClosed says it, after `close_peer`.
+        """
 
     @abstractmethod
     def invite(self, peer: str) -> bytes:

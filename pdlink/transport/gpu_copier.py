@@ -18,6 +18,7 @@ quiet).
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import threading
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 SLICE_NBYTES: Final = 256 << 20
 """Longer than a layer of any model, so that a layer is one launch. How long one takes is not measured."""
 
+log = logging.getLogger(__name__)
+
 _LOOK_S: Final = 0.25
 """Poll interval of launches in flight: after a failure no host function runs."""
 _QUIET_LOOKS_S: Final = (0.0005, 0.02)
@@ -62,6 +65,8 @@ class GpuCopier:
         self._reports: list[Occurrence] = []
         self._next_ticket = 1
         self._broken = ""
+        self._died = ""
+        """Why the thread has ended by itself."""
         self._quiet_look_s = _QUIET_LOOKS_S[0]
         self._give_up_s: float | None = None
         """Set once closing down: when to stop waiting for others."""
@@ -151,7 +156,9 @@ class GpuCopier:
             return []
         with self._lock:
             reports, self._reports = self._reports, []
-            if reports:
+            if self._died and not reports:
+                raise TransportFailure(self._died)
+            if reports and not self._died:
                 os.eventfd_read(self._told)
             return reports
 
@@ -225,6 +232,18 @@ class GpuCopier:
     # -- The thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:  # noqa: BLE001  the outermost frame: whoever polls hears of it
+            log.exception("the thread of the lane between GPUs has died")
+            with self._lock:
+                self._died = f"the thread of the lane between GPUs has died: {type(error).__name__}: {error}"
+                with contextlib.suppress(Exception):  # whatever it died of may be met again
+                    self._break(self._died)
+                self._broken = self._died
+                os.eventfd_write(self._told, 1)
+
+    def _loop(self) -> None:
         while True:
             with self._lock:
                 self._go_on(look=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,11 +23,17 @@ from pdlink.kv.layout import Piece
 from pdlink.memory.buffers import Buffer
 from pdlink.transport.base import PeerClosed, Transport
 from pdlink.transport.mapped import MappedTransport
+from pdlink.transport.staging import stager as stager_module
+from pdlink.transport.staging import wire
+from pdlink.transport.staging.line import Line
+from pdlink.transport.staging.open_blocks import OpenBlocks
+from pdlink.transport.staging.owner import Owner
 from pdlink.transport.tcp import TcpTransport
 from pdlink.transport.ucx import UcxTransport
 from tests.conformance.transports.side import Side, join, piece
 from tests.cuda.double import DoubleStaged, Kv, Reached
 from tests.cuda.fake import COMPILER, IMAGE, Fake, fake
+from tests.endpoint.conftest import until
 from tests.node.conftest import DST, LAYERS, SRC, TIMEOUTS, TOKENS, WAIT_S, layout
 
 BELOW: dict[str, Callable[[], Transport]] = {
@@ -292,3 +302,118 @@ def test_a_writer_is_held_to_the_blocks_that_it_is_offered() -> None:
     assert owner.happened == [PeerClosed("writer")]
     for side in (writer, owner):
         side.close()
+
+
+class Stranger:
+    """A peer that the owner has invited, on a plain connection: it says what it likes."""
+
+    def __init__(self, owner: Transport, name: str) -> None:
+        there = msgspec.msgpack.decode(owner.invite(name), type=wire.Invitation)
+        self.socket = socket.create_connection((there.host, there.port), timeout=WAIT_S)
+        self._inflow = wire.Inflow(wire.MAX_FRAME_NBYTES)
+        self.say(wire.Hello(there.session, there.token))
+
+    def say(self, frame: wire.Frame) -> None:
+        self.socket.sendall(wire.packed(frame))
+
+    def hear(self) -> wire.Frame | None:
+        """None if the owner hears nothing of it any more."""
+        while (frame := self._inflow.take()) is None:
+            received = self.socket.recv(65536)
+            if not received:
+                return None
+            self._inflow.add(received)
+        return frame
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize(
+    ("runs", "reason"),
+    [
+        (np.repeat(np.array([[0, 64]], "<i8"), 60_000, 0), "60000 runs"),
+        (np.repeat(np.array([[0, 1 << 16]], "<i8"), 100, 0), "larger than its slot"),
+    ],
+)
+def test_runs_of_a_part_are_counted_before_they_are_looked_up(
+    runs: Any, reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking up takes microseconds a run, and memory by their bytes; the owner's lock is held meanwhile."""
+    looked_up: list[int] = []
+
+    def require(_self: OpenBlocks, _peer: int, _region: int, offsets: Any, _nbytes: Any) -> Any:
+        looked_up.append(len(offsets))
+        return offsets * 0
+
+    monkeypatch.setattr(OpenBlocks, "require", require)
+    kv = layout(4)
+    owner = Side(DoubleStaged(TcpTransport(), slot_nbytes=1 << 20))
+    owner.add_buffer(max(kv.extent(0), 1 << 17), 0)
+    owner.transport.guard(groups_of(kv))
+    stranger = Stranger(owner.transport, "stranger")
+    with contextlib.closing(owner), contextlib.closing(stranger.socket):
+        stranger.say(wire.Ask(1))
+        grant = stranger.hear()
+        assert isinstance(grant, wire.Grant)
+        stranger.say(wire.Staged(0, grant.slots[0], ((0, runs.tobytes()),)))
+        until(lambda: reason in caplog.text, "it is refused")
+        assert sum(looked_up) <= 16
+
+
+@pytest.mark.usefixtures("double")
+def test_connection_that_fails_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, owner = (Side(DoubleStaged(TcpTransport())) for _ in range(2))
+    for seed, side in enumerate((writer, owner)):
+        side.add_buffer(4096, seed)
+    invitation = owner.transport.invite("writer")
+    writer.transport.invite("other")
+    before = len(os.listdir("/proc/self/fd"))
+
+    def dial(*_: object) -> Any:
+        raise OSError("no route")
+
+    monkeypatch.setattr(Line, "dial", dial)
+    for number in range(5):
+        with pytest.raises(TransportFailure, match="no route"):
+            writer.transport.connect(f"owner#{number}", invitation)
+        writer.wait_closed(f"owner#{number}")
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before, "every descriptor is closed")
+    for side in (writer, owner):
+        side.close()
+
+
+def test_thread_that_dies_is_told_to_who_polls_and_hangs_nobody() -> None:
+    writer, owner = (Side(DoubleStaged(TcpTransport())) for _ in range(2))
+    for seed, side in enumerate((writer, owner)):
+        side.add_buffer(1 << 16, seed)
+    join(writer, owner)
+    assert writer.wait_batch(writer.submit_block("owner", 0, 4)) == "ok"
+    stager = cast("DoubleStaged", writer.transport)._stager
+    assert stager is not None
+
+    def expire() -> None:
+        raise MemoryError("as if")
+
+    stager._expire = expire  # type: ignore[method-assign]
+    ticket = writer.submit_block("owner", 0, 4)
+    with pytest.raises(TransportFailure, match="thread of the staging lane has died: MemoryError"):
+        writer.wait_until(lambda: False, "the poll raises")
+    assert [done.status.value for done in writer.done(ticket)] == ["peer_failed"]
+    with pytest.raises(TransportFailure, match="has died"):
+        writer.submit_block("owner", 0, 4)
+    writer.transport.close_blocks("owner", [[0]])
+    writer.transport.close()
+    owner.transport.close()
+
+
+@pytest.mark.usefixtures("double")
+def test_closing_blocks_does_not_wait_for_ever_for_the_gpu(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, owner = sides
+    staged = cast("DoubleStaged", owner.transport)
+    staged.guard(groups_of(layout(4)))
+    staged.invite("another")
+    monkeypatch.setattr(stager_module, "PLACED_WAIT_S", 0.01)
+    monkeypatch.setattr(Owner, "places", lambda *_: True)
+    with pytest.raises(TransportFailure, match="still copies into closed blocks"):
+        staged.close_blocks("writer", [[0]])

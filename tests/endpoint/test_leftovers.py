@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import zmq
 
-from pdlink.errors import InvalidRequest
+from pdlink.errors import TransferFailed
 from pdlink.events import PeerChanged
 from pdlink.protocol import messages
 from pdlink.protocol.deadlines import Deadlines
@@ -64,7 +64,7 @@ def test_offers_that_came_early_go_with_the_session_of_their_receiver(pair: Pair
     assert handler.wait() == ["failed peer_lost: shutdown", "released"]
     until(lambda: not pair.prefill.endpoint.peers(), "the session has ended")
     assert pair.sender_state("early") == 0
-    with pytest.raises(InvalidRequest, match="has ended already"):
+    with pytest.raises(TransferFailed, match="was stopped before it began"):
         pair.prefill.sender.announce("t", lambda _: None, lambda: None)
 
 

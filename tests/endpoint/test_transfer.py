@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from pdlink.errors import InvalidRequest, TransferFailed
-from pdlink.events import LayerLanded, LayerWritten, MessageDropped, TransferEnded
+from pdlink.errors import InvalidRequest, TransferFailed, TransportFailure
+from pdlink.events import LayerLanded, LayerWritten, MessageDropped, PeerChanged, TransferEnded
 from pdlink.protocol import messages
 
 from .conftest import Pair, until
@@ -230,7 +230,7 @@ def test_transfer_id_is_good_for_one_attempt(pair: Pair) -> None:
     """sglang#40125: a repeated id must be refused and leave the first one alone."""
     pair.announce("t")
     handler = pair.expect("t")
-    with pytest.raises(InvalidRequest, match="is in use"):
+    with pytest.raises(InvalidRequest, match="was used before"):
         pair.announce("t")
     with pytest.raises(InvalidRequest, match="was used before"):
         pair.expect("t")
@@ -238,7 +238,7 @@ def test_transfer_id_is_good_for_one_attempt(pair: Pair) -> None:
     pair.compute("t", SRC, TOKENS)
     assert handler.wait() == ["ready 42", "released"]
     until(pair.idle, "both sides are done")
-    with pytest.raises(InvalidRequest, match="has ended already"):
+    with pytest.raises(InvalidRequest, match="was used before"):
         pair.announce("t")
 
 
@@ -254,7 +254,7 @@ def test_receiver_that_gave_up_early_refuses_the_request_that_comes_later(pair: 
     pair.decode.receiver.cancel("t", "client left")
     assert handler.wait() == ["failed client left", "released"]
     until(lambda: pair.sender_state("early") == 0, "the sender has forgotten it")
-    with pytest.raises(InvalidRequest, match="client left"):
+    with pytest.raises(TransferFailed, match="client left"):
         pair.announce("t")
 
 
@@ -268,3 +268,28 @@ def test_news_about_unknown_transfers_is_counted_and_dropped(pair: Pair) -> None
     until(lambda: sum(isinstance(event, MessageDropped) for event in pair.events) == 100, "all are dropped")
     pair.decode.receiver.cancel("t", "enough")
     handler.wait()
+
+
+def test_blocks_that_cannot_be_closed_wait_for_the_fence_of_their_session(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something may still be placed in them: the request goes on, the session does not."""
+
+    def close_blocks(*_: object) -> None:
+        raise TransportFailure("the GPU still copies")
+
+    monkeypatch.setattr(pair.decode.transport, "close_blocks", close_blocks)
+    pair.announce("t")
+    handler = pair.expect("t")
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
+    until(lambda: pair.sender_state("writing") == 1, "the offer has come")
+    close_peer, closing = pair.decode.transport.close_peer, list[str]()
+    monkeypatch.setattr(pair.decode.transport, "close_peer", closing.append)
+    pair.compute("t", SRC, TOKENS)
+    until(lambda: handler.calls == ["ready 42"] and bool(closing), "its KV is here, and its session ends")
+    until(lambda: pair.decode.endpoint.num_closing() == 1, "the fence is waited for")
+    assert not handler.changed.is_set()
+    close_peer(closing[0])
+    assert handler.wait() == ["ready 42", "released"]
+    lost = [event.reason for event in pair.events if isinstance(event, PeerChanged) and event.state == "lost"]
+    assert "the GPU still copies" in lost

@@ -240,3 +240,22 @@ def test_a_transfer_that_is_cancelled_before_its_offer_has_left_offers_nothing(
     assert reached.wait(WAIT_S)
     assert decode.report().receiving.get("offered", 0) == 0
     decode._order.close()
+
+
+def test_an_error_behind_a_launched_layer_fails_its_transfer(held: tuple[Gpu, LayerOrder]) -> None:
+    """The caller has gone on by then: an error that nobody hears of would leave the transfer to its deadline."""
+    gpu, order = held
+    failures: list[str] = []
+    failed = threading.Event()
+
+    def fail(reason: str) -> None:
+        failures.append(reason)
+        failed.set()
+
+    def act() -> None:
+        raise IndexError("layer 7 of 2")
+
+    order.when_written(act, fail)
+    gpu.reach()
+    assert failed.wait(WAIT_S)
+    assert failures == ["what was reported of its layers cannot be handled: IndexError: layer 7 of 2"]

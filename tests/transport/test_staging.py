@@ -6,7 +6,8 @@ import contextlib
 import errno
 import select
 import socket
-from typing import TYPE_CHECKING, Any, cast
+import threading
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,14 +18,12 @@ from pdlink.kv.layout import KVLayout, Piece, paged_layout
 from pdlink.transport.edge import listening
 from pdlink.transport.staging.credit import Credit
 from pdlink.transport.staging.door import MAX_WAITING, Door
+from pdlink.transport.staging.line import Line
 from pdlink.transport.staging.open_blocks import OpenBlocks
 from pdlink.transport.staging.parts import Cutter
 from pdlink.transport.staging.peers import Peer, Writing
 from pdlink.transport.staging.wire import Ask, Grant, Inflow, Invitation, Placed, packed
 from pdlink.transport.staging.writer import Writer
-
-if TYPE_CHECKING:
-    from pdlink.transport.staging.line import Line
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -205,3 +204,22 @@ def test_an_owner_cannot_make_a_writer_keep_more_grants_than_it_has_slots() -> N
     for frame in (Placed(9), Ask(1)):
         with pytest.raises(ProtocolError):
             writer.on_frame(peer, writing, frame)
+
+
+def test_a_line_reads_a_bounded_part_of_a_flood_at_a_time() -> None:
+    """Its owner's lock is free in between: with a peer that sends without end nobody else would get it."""
+    near, far = socket.socketpair()
+    with contextlib.closing(far), contextlib.closing(select.epoll()) as epoll:
+        line = Line(near, epoll, known=True)
+        flood, count = packed(Ask(1)), 20_000
+        sender = threading.Thread(target=far.sendall, args=(flood * count,))
+        sender.start()
+        came = 0
+        while came < count:
+            assert epoll.poll(5)
+            some = len(list(line.frames()))
+            assert some * len(flood) <= (1 << 15) + len(flood)
+            came += some
+        sender.join()
+        assert came == count
+        line.close()

@@ -90,25 +90,27 @@ class Owner:
 
     def _rows_in(self, peer: Peer, frame: wire.Staged) -> tuple[Rows, Ints | None]:
         """The copies of a part, and the blocks that it touches. Raises ProtocolError for one that it may not."""
-        rows, blocks = [], []
+        num_rows = sum(len(packed) for _, packed in frame.pieces) // 16
+        if not 0 < num_rows <= wire.MAX_ROWS:  # before any of them is looked up
+            raise ProtocolError(f"a part has {num_rows} runs; 1 to {wire.MAX_ROWS} are expected")
+        rows, blocks, left_nbytes = [], [], self._slots.nbytes
         for region, packed in frame.pieces:
-            if region >= len(self._regions) or len(packed) % 16:
-                raise ProtocolError(
-                    f"region: got {region} and {len(packed)} bytes of runs; limit {len(self._regions)}"
-                )
+            if region >= len(self._regions):
+                raise ProtocolError(f"a part is for region {region}; there are {len(self._regions)}")
+            if len(packed) % 16:
+                raise ProtocolError(f"runs have {len(packed)} bytes; a multiple of 16 is expected")
             runs = np.frombuffer(packed, "<i8").reshape(-1, 2)
             offsets, nbytes = runs[:, 0], runs[:, 1]
             address, size = self._regions[region]
             if ((offsets < 0) | (nbytes <= 0) | (nbytes > size) | (offsets > size - nbytes)).any():
-                raise ProtocolError(f"a run is outside region {region}; limit {size} bytes")
+                raise ProtocolError(f"a run is outside region {region}, which has {size} bytes")
+            left_nbytes -= int(np.minimum(nbytes, self._slots.nbytes + 1).sum())
+            if left_nbytes < 0:
+                raise ProtocolError(f"a part is larger than its slot of {self._slots.nbytes} bytes")
             if self.guard is not None:
                 blocks.append(self.guard.require(peer.number, region, offsets, nbytes))
             rows.append(np.stack([np.zeros_like(offsets), offsets + address, nbytes], axis=1).astype(np.int64))
-        whole = np.concatenate(rows) if rows else np.zeros((0, 3), np.int64)
-        if not 0 < len(whole) <= wire.MAX_ROWS or int(whole[:, 2].sum()) > self._slots.nbytes:
-            raise ProtocolError(
-                f"a part: got {len(whole)} runs; limit {wire.MAX_ROWS} and {self._slots.nbytes} bytes"
-            )
+        whole = np.concatenate(rows)
         whole[:, 0] = self._slots.device_ptr(self._slots.count + frame.slot) + starts(whole[:, 2])
         return whole, np.concatenate(blocks) if blocks else None
 

@@ -52,6 +52,8 @@ log = logging.getLogger(__name__)
 
 CLOSE_WAIT_S: Final = 10.0
 """How long a writer waits for an owner to end the connection."""
+PLACED_WAIT_S: Final = 0.5
+"""How long `close_blocks` waits, in the endpoint's loop, for a copy of some megabytes."""
 _LOOK_S: Final = 0.25
 """Poll interval of the GPU's work: after a failure no host function runs."""
 
@@ -85,6 +87,8 @@ class Stager:
         self._give_up_s: float | None = None
         self._stopped = False
         """Nothing more will be placed."""
+        self._died = ""
+        """Why the thread has ended by itself."""
         self._thread: threading.Thread | None = None
         with contextlib.ExitStack() as made:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -123,7 +127,12 @@ class Stager:
             peer = self._peer_for(name)
             if peer.writing is not None:
                 raise ValueError(f"peer name {name} is used twice")
-            line = Line.dial(there.host, there.port, self._epoll)
+            try:
+                line = Line.dial(there.host, there.port, self._epoll)
+            except BaseException:
+                self._begin_closing(peer)
+                self._kick()
+                raise
             peer.writing = Writing(line, there)
             self._lines[line.fd] = peer
             line.send(wire.Hello(there.session, there.token))
@@ -161,12 +170,17 @@ class Stager:
                 self._owner.guard.open(peer.number, blocks)
 
     def close_blocks(self, name: str, blocks: Sequence[Sequence[int]]) -> None:
-        """Waits for what is being placed there."""
+        """Waits for what is being placed there. Raises TransportFailure if that takes too long."""
         with self._lock:
             peer = self._peers.get(name)
             if self._owner.guard is not None and peer is not None:
                 numbers = self._owner.guard.close(peer.number, blocks)
-                self._placed.wait_for(lambda: self._stopped or self._broken or not self._owner.places(peer, numbers))
+
+                def quiet() -> bool:
+                    return self._stopped or bool(self._broken) or not self._owner.places(peer, numbers)
+
+                if not self._placed.wait_for(quiet, PLACED_WAIT_S):
+                    raise TransportFailure(f"the GPU still copies into closed blocks after {PLACED_WAIT_S} s")
 
     def connected(self, name: str) -> bool:
         with self._lock:
@@ -187,7 +201,9 @@ class Stager:
             return []
         with self._lock:
             reports, self._reports = self._reports, []
-            if reports:
+            if self._died and not reports:
+                raise TransportFailure(self._died)
+            if reports and not self._died:
                 os.eventfd_read(self._told)
             return reports
 
@@ -267,6 +283,20 @@ class Stager:
     # -- The thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:  # noqa: BLE001  the outermost frame: whoever polls hears of it
+            log.exception("the thread of the staging lane has died")
+            with self._lock:
+                self._died = f"the thread of the staging lane has died: {type(error).__name__}: {error}"
+                self._stopped = True
+                with contextlib.suppress(Exception):  # whatever it died of may be met again
+                    self._break(self._died)
+                self._broken = self._died
+                self._placed.notify_all()
+                os.eventfd_write(self._told, 1)
+
+    def _loop(self) -> None:
         while True:
             with self._lock:
                 self._go_on()
