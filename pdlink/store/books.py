@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class Books:
     """The caller holds `lock`, but for `tell`, `listen` and `check`, which take it."""
 
-    def __init__(self, catalog: Catalog, ingestion: Ingestion, epoch_s: float) -> None:
+    def __init__(self, catalog: Catalog, ingestion: Ingestion, epoch_s: Callable[[], float]) -> None:
         """ingestion: which records go below; hears what goes. epoch_s: what the catalog's clock lacks to the one that
-        all hosts share."""
+        all hosts share. It changes when that one is set."""
         self.lock = threading.Lock()
         """Held for decisions only: nobody copies, hashes or waits under it."""
         self.catalog, self.ingestion = catalog, ingestion
@@ -45,6 +45,8 @@ class Books:
         self.num_dropped = 0
         """Records that were evicted while a tier was still to have them, since the last flush."""
         self._epoch_s = epoch_s
+        self._ends_at_s: dict[bytes, float] = {}
+        """When records are found no more, by the clock that all hosts share; of those that were asked for."""
         self._uncounted: list[Change] = []
         """Changes that no metric has heard of."""
         self._dropped: Counter[str] = Counter()
@@ -66,17 +68,23 @@ class Books:
         summed, checked: of the records. expires_at_s: by the clock that all hosts share, if sooner than was asked.
         preimages: of the keys, for listeners.
         """
-        readable = self.catalog.commit(slots, expires_at_s - self._epoch_s)
+        readable = self.catalog.commit(slots, expires_at_s - self._epoch_s())
         self._note(preimages or {})
+        for slot in slots:
+            if slot.key not in readable and slot.key not in self.shapes:  # it was removed while it was sealed
+                self._ends_at_s.pop(slot.key, None)
         self.shapes.update(dict.fromkeys(readable, shape))
         self.summed.update(readable if summed else ())
         self.unchecked.update(() if checked else readable)
         return readable
 
     def expires_at_s(self, key: bytes) -> float:
-        """Of a readable record, by the clock that all hosts share: the same whenever it is asked, because two tiers
-        may get a copy of its header at the same time."""
-        return round(self.catalog.expires_s(key) + self._epoch_s, 3)
+        """Of a record, by the clock that all hosts share: the same whenever it is asked, because two tiers may get a
+        copy of its header at the same time."""
+        expires_s = self.catalog.expires_s(key)
+        if expires_s == inf:
+            return inf
+        return self._ends_at_s.setdefault(key, round(expires_s + self._epoch_s(), 3))
 
     # --- Without the lock
 
@@ -113,6 +121,7 @@ class Books:
             assert self.shapes.keys() == readable, "shapes of other records than are readable"
             assert self.summed <= readable
             assert self.unchecked <= readable
+            assert self._ends_at_s.keys() <= readable
 
     def _note(self, preimages: Mapping[bytes, Preimage | None]) -> None:
         for change in self.catalog.changes():
@@ -123,6 +132,7 @@ class Books:
                 self.summed.discard(change.key)
                 self.unchecked.discard(change.key)
                 self.shapes.pop(change.key, None)
+                self._ends_at_s.pop(change.key, None)
                 for tier, debts in self.debts.items():
                     if change.key in debts:
                         del debts[change.key]

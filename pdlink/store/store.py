@@ -107,7 +107,7 @@ class Store(AnyStore):
             tenant_quota_nbytes=tenant_quota_nbytes,
             life=secrets.randbelow(MAX_LIFE),
         )
-        self._books = Books(self._catalog, make_ingestion(ingestion), time.time() - clock())
+        self._books = Books(self._catalog, make_ingestion(ingestion), lambda: time.time() - clock())
         self._lock = self._books.lock
         self._cleared = Cleared(cleared)
         self._given_tiers = tiers

@@ -19,7 +19,7 @@ KEY = b"%032d" % 7
 def opened() -> Books:
     catalog = Catalog(make_policy("lru"))
     catalog.resize(4 * SHAPE.nbytes)
-    return Books(catalog, make_ingestion("all"), 0.0)
+    return Books(catalog, make_ingestion("all"), lambda: 0.0)
 
 
 def keep(books: Books, *, summed: bool = False, preimage: Preimage | None = None) -> None:

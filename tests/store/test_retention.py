@@ -134,3 +134,17 @@ def test_requests_less_urgent_than_the_limit_are_not_stored() -> None:
 def test_retention_outside_its_limits_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(msgspec.ValidationError):
         request(kv_retention=wrong)
+
+
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0])
+def test_the_time_to_live_survives_a_step_of_the_wall_clock(step_s: float) -> None:
+    """Set by NTP after the start, or after a suspension: what is stored from then on lives as long as it should."""
+    tier, real = StubTier(), time.time
+    with Pages(tiers=[tier], ttl_s=100.0) as pages, patch.object(time, "time", lambda: real() + step_s):
+        pages.stored()
+        assert pages.cache.flush(WAIT_S)
+        pages.cache.clear(places=["memory"])
+        assert pages.cache.retrieve(PROMPT, pages.table(1)) == 96
+        pages.cache.clear(places=["memory"])
+        with patch.object(time, "time", lambda: real() + step_s + 101.0):
+            assert pages.cache.retrieve(PROMPT, pages.table(1)) == 0
