@@ -61,8 +61,8 @@ class SharedDir:
         """Reserved by puts under way; written or begun since the last count."""
         self._unique, self._numbers = os.urandom(8).hex(), itertools.count()
         try:
-            self._root.mkdir(exist_ok=True)
-            self._temporary.mkdir(exist_ok=True)
+            self._root.mkdir(mode=0o700, exist_ok=True)
+            self._temporary.mkdir(mode=0o700, exist_ok=True)
             self._remove_leftovers()
             if capacity_nbytes:
                 self._count_and_evict(0)
@@ -120,7 +120,7 @@ class SharedDir:
         written, temporary = False, self._temporary / f"{self._unique}-{os.getpid()}-{next(self._numbers)}"
         try:
             _write(temporary, memoryview(envelope(key, record)), record)
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
             temporary.rename(path)
             written = True
         except OSError as error:
@@ -236,7 +236,7 @@ def _read(file: int, into: memoryview) -> bool:
 
 
 def _write(path: Path, *pieces: memoryview) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         for piece in pieces:
             left = piece

@@ -198,3 +198,14 @@ def test_a_directory_that_is_not_mounted_is_a_wrong_setting(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="mount or create it"):
         SharedDir(tmp_path / "missing", "model")
     assert not (tmp_path / "missing").exists()
+
+
+def test_files_and_directories_are_for_their_user_only(tmp_path: Path) -> None:
+    old = os.umask(0o022)
+    try:
+        assert SharedDir(tmp_path, "model").put(key(1), record(1))
+    finally:
+        os.umask(old)
+    made = list((tmp_path / "model").rglob("*"))
+    assert {path.stat().st_mode & 0o777 for path in made if path.is_file()} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in [tmp_path / "model", *made] if path.is_dir()} == {0o700}
