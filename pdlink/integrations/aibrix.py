@@ -169,11 +169,18 @@ class KVCacheManager:
         if not acquired.is_ok():
             return Status(acquired.error_code, cast("Exception | None", acquired.value))
         _, mine = cast("tuple[int, KVCacheHandle]", acquired.value)
-        copied = 0
-        for theirs, block in zip(kv_tensors.to_tensors(), mine.to_tensors(), strict=False):
-            theirs.copy_(block.view(theirs.shape))
-            copied += self.block_size
-        return Status(StatusCodes.OK, copied) if mine.release() else Status(StatusCodes.NOT_FOUND)
+
+        def do() -> Status[int]:
+            copied, stood = 0, False
+            try:
+                for theirs, block in zip(kv_tensors.to_tensors(), mine.to_tensors(), strict=False):
+                    theirs.copy_(block.view(theirs.shape))
+                    copied += self.block_size
+            finally:
+                stood = mine.release()
+            return Status(StatusCodes.OK, copied) if stood else Status(StatusCodes.NOT_FOUND)
+
+        return _answered(do)
 
     def put(self, prefix: Sequence[int] | None, query: Sequence[int], kv_tensors: Any) -> Status[int]:
         """Keep the query's blocks: those of `allocate_for`, or copies of others; how many tokens are here now."""

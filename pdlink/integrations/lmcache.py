@@ -64,7 +64,21 @@ class LMCacheEngine:
         yield from loading
         yield _loaded(tokens, mask, loaded)
 
-    def lookup(self, tokens: Tokens, *, lookup_id: str = "", pin: bool = False, **_: object) -> int:
+    def lookup(
+        self,
+        tokens: Tokens,
+        search_range: Sequence[str] | None = None,
+        *,
+        lookup_id: str = "",
+        pin: bool = False,
+        **_: object,
+    ) -> int:
+        """search_range: None; this cache looks in all its places."""
+        if search_range is not None:
+            raise InvalidRequest(
+                f"search_range: got {search_range!r}, and this cache looks in all of {', '.join(self.cache.places)}; "
+                "leave it out"
+            )
         if pin and not lookup_id:
             raise InvalidRequest("lookup_id: got none; expected a name where pin is set; pass the request's id")
         return self.cache.lookup(tokens, pin=pin, lookup_id=lookup_id).num_tokens

@@ -99,3 +99,14 @@ def test_keys_of_chunks_name_what_is_before_and_after(manager: KVCacheManager) -
     assert keys[-1][2] is None
     assert manager.block_size == manager.chunk_size == CHUNK
     assert manager.feature.zero_copy
+
+
+def test_a_get_into_wrong_tensors_gives_its_lease_back(manager: KVCacheManager) -> None:
+    class Short:
+        def to_tensors(self) -> list[torch.Tensor]:
+            return [torch.zeros(3)]
+
+    manager.put(None, PROMPT, Theirs(6, 1))
+    with pytest.raises(RuntimeError, match="shape"):
+        manager.get(None, PROMPT, Short())
+    assert manager.cache._store._catalog.num_leases == 0

@@ -47,6 +47,8 @@ def test_pins_of_a_lookup_need_a_name_and_are_given_back() -> None:
         pages.stored()
         with pytest.raises(InvalidRequest, match="lookup_id: got none"):
             engine.lookup(PROMPT, pin=True)
+        with pytest.raises(InvalidRequest, match="search_range: got 'nonsense'"):
+            engine.lookup(PROMPT, "nonsense")
         assert engine.lookup(PROMPT, lookup_id="r", pin=True) == 96
         assert pages.cache._store._catalog.num_leases == 1
         engine.lookup_unpin("r")

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _PART_NBYTES = 8 << 20
 """Of an upload, of which several travel at once, and least length of what a download gives at a time."""
+_CLIENT_SETTINGS = frozenset(("allow_http", "allow_invalid_certificates", "proxy_url", "user_agent"))
+"""Of obstore's connections; it panics where it finds one among a bucket's settings."""
 _NUM_ASKERS = 32
 """A bucket answers after 10 ms and more, however many ask."""
 
@@ -141,6 +143,8 @@ def bucket_of(url: str, timeout_s: float) -> ObjectStore:
     parts = urlsplit(url)
     config = dict(parse_qsl(parts.query))
     client = {"timeout": f"{timeout_s}s", "connect_timeout": f"{timeout_s}s"}
+    for name in _CLIENT_SETTINGS & config.keys():
+        client[name] = config.pop(name)
     if config.get("endpoint", "").startswith("http:"):
         client["allow_http"] = "true"
     retry = {"max_retries": 2, "retry_timeout": timedelta(seconds=timeout_s)}
@@ -148,7 +152,9 @@ def bucket_of(url: str, timeout_s: float) -> ObjectStore:
         return obstore.store.from_url(
             parts._replace(query="").geturl(), config=config, client_options=client, retry_config=retry
         )
-    except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # which is none of Python's
+            raise
         raise ConfigError(
             "tiers.remote_url: got a bucket that cannot be used; expected what obstore takes; correct it"
         ) from error

@@ -42,7 +42,7 @@ def test_a_server_by_url(tmp_path: Path) -> None:
 def test_a_bucket_by_url() -> None:
     """Of which nobody answers."""
     pytest.importorskip("obstore")
-    here = "endpoint=http://127.0.0.1:9&region=x&access_key_id=x&secret_access_key=x"
+    here = "endpoint=http://127.0.0.1:9&region=x&access_key_id=x&secret_access_key=x&allow_http=true"
     tier = open_tier(f"s3://bucket/prefix?{here}&timeout_s=5", "n")
     for verb in (lambda: tier.contains([key(1)]), lambda: read(tier, key(1)), lambda: tier.put(key(1), record(1))):
         with pytest.raises(OSError, match="object store"):
@@ -63,6 +63,7 @@ def test_a_tier_of_someone_elses_by_its_path() -> None:
         ("/mnt/shared", "expected file"),
         ("ftp://bucket", "got a URL of 'ftp'; expected file"),
         ("s3://bucket?nonsense=1&secret_access_key=hunter2", "expected what obstore takes"),
+        ("s3://bucket?default_content_type=x&secret_access_key=hunter2", "expected what obstore takes"),
         ("s3://bucket?timeout_s=x", "timeout_s"),
         ("file://host/path", "file:///DIRECTORY"),
         ("file:///tmp?size=3", "file:///DIRECTORY"),
