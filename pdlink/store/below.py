@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,6 +15,7 @@ import numpy as np
 
 from pdlink.store.guard import GuardedTier
 from pdlink.store.interface import PlaceState
+from pdlink.store.line import Line
 from pdlink.store.record import Miss, expiry, is_hashed, pack, seal, unseal
 from pdlink.store.tiers.base import ListingTier, ReadOnly
 
@@ -81,10 +85,11 @@ class Below:
             for tier, name, codec in zip(tiers, names, codecs, strict=True)
         ]
         self._deadline_s, self._clock = deadline_s, clock
+        self._noting = Line("pdlink-store-note")
 
     def close(self) -> None:
         """End the threads, as far as the tiers let them within one deadline for all."""
-        lines = [line for tier in self.tiers for line in tier.lines]
+        lines = [self._noting, *(line for tier in self.tiers for line in tier.lines)]
         for line in lines:
             line.end()
         deadline_s = time.monotonic() + self._deadline_s
@@ -211,17 +216,22 @@ class Below:
         return tier.call("put", partial(tier.tier.put, key, stored.data), False, len(stored))
 
     def note_clear(self, keys: Sequence[bytes] | None, places: Sequence[str] | None) -> tuple[bytes, bool]:
-        """Note that these records, or all, are to go from the tiers of these names, or from all. Waits for a disk.
+        """Note that these records, or all, are to go from the tiers of these names, or from all. Waits for a disk, no
+        longer than the deadline.
 
         Gives what names the clear, for `doom`, and whether it is noted.
         """
-        tiers = [tier for tier in self._in(places) if not isinstance(tier.tier, ReadOnly)]
-        return self._cleared.add([tier.medium for tier in tiers], keys)
+        media = [tier.medium for tier in self._in(places) if not isinstance(tier.tier, ReadOnly)]
+        try:
+            return self._noting.submit(partial(self._cleared.add, media, keys)).result(self._deadline_s)
+        except (TimeoutError, CancelledError):
+            log.error("a clear could not be noted within %.1f s: what tiers have is found again", self._deadline_s)
+            return os.urandom(8), False
 
     def keys_ending(self, ending: bytes, places: Sequence[str] | None) -> tuple[list[bytes], bool]:
         """Keys in the tiers of these names, or in all, that end so; and whether all those tiers could say it.
 
-        Waits for the tiers, in this thread.
+        Waits for the tiers, for each no longer than the deadline.
         """
         found, whole = list[bytes](), True
         for tier in self._in(places):
@@ -229,7 +239,9 @@ class Below:
                 continue
             known: list[bytes] | None = None
             if isinstance(tier.tier, ListingTier):
-                known = tier.call("list", partial(tier.tier.keys_ending, ending), None)
+                listed = partial(tier.call, "list", partial(tier.tier.keys_ending, ending), known)
+                with suppress(TimeoutError, CancelledError):
+                    known = tier.askers.submit(listed).result(self._deadline_s)
             if known is None:
                 log.warning("tier %s does not say what it has: what is cleared may be found there again", tier.name)
                 whole = False
@@ -273,6 +285,7 @@ class Below:
                 None,
                 answers=guarded.answers,
                 forgets=guarded.forgets,
+                problem=guarded.problem,
             )
             for guarded in self.tiers
         ]

@@ -26,6 +26,8 @@ _T = TypeVar("_T")
 _FORGET = ("remove", "clear", "settle", "list")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 """After a record that a tier did not take, before it is offered another one."""
+_REFUSALS = 3
+"""In a row, before operators are told."""
 _READERS = 2
 """Threads that read from one tier; two keep a disk busy with records of a megabyte and more."""
 
@@ -57,6 +59,7 @@ class GuardedTier:
         """By their keys the serials of their slots, unless they were cleared since; the store's lock guards it."""
         self.refuses = False
         """Whether it did not take the last record that it was offered. The store's lock guards this and the next."""
+        self._refusals, self._told = 0, ""
         self.try_again_s = self._pause_s = 0.0
         """When to offer it one again, and how long the pause before that is."""
         self.medium: str = getattr(tier, "medium", tier.name)
@@ -78,7 +81,19 @@ class GuardedTier:
         elif not self.refuses or now_s >= self.try_again_s:
             self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s or _FIRST_PAUSE_S)
             self.try_again_s = now_s + self._pause_s
-        self.refuses = not taken
+        self.refuses, self._refusals = not taken, 0 if taken else self._refusals + 1
+        if self.problem != self._told:
+            self._told = self.problem
+            if self._told:
+                log.warning("tier %s: %s", self.name, self._told)
+            else:
+                log.warning("tier %s takes records again", self.name)
+
+    @property
+    def problem(self) -> str:
+        """Why it keeps less than its settings say; empty while it does not."""
+        known: str = getattr(self.tier, "problem", "")
+        return known or ("it takes no records" if self._refusals >= _REFUSALS else "")
 
     @property
     def available(self) -> bool:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
+import pytest
+
 from pdlink.events import WriteDropped, listen
+from pdlink.store.policies.registry import make_policy
+from pdlink.store.store import Store
 
 from .process import until
-from .stubs import WAIT_S, StubTier
+from .stubs import SHAPE, WAIT_S, StubTier
 from .test_store import KEYS, Clock, fetch, opened, put, read
 
 NUM_SLOTS = 8
@@ -121,3 +127,60 @@ def test_what_is_owed_is_written_when_the_store_closes() -> None:
         put(store, KEYS[:NUM_SLOTS])
         tier.going.set()
     assert len(tier.records) == NUM_SLOTS
+
+
+def test_a_tier_that_takes_no_records_is_told_once_and_so_is_its_return(caplog: pytest.LogCaptureFixture) -> None:
+    tier, clock = Refusing(), Clock()
+    with opened(NUM_SLOTS, [tier], clock) as store:
+        put(store, KEYS[:NUM_SLOTS])
+        for number in range(1, 5):
+            until(lambda number=number: tier.calls.count("put") >= number, "it is offered one")  # type: ignore[misc]
+            clock.now_s += 40
+        until(lambda: store.state().places[1].problem, "operators see it")
+        assert len([one for one in caplog.records if "takes no records" in one.message]) == 1
+        tier.full = False
+        clock.now_s += 40
+        until(lambda: len(tier.records) == NUM_SLOTS, "it has all")
+        assert store.state().places[1].problem == ""
+        until(lambda: "takes records again" in caplog.text, "its return is told")
+
+
+def test_a_clear_does_not_wait_for_a_disk_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not noted then, and says so."""
+    thaw = threading.Event()
+    store = Store(NUM_SLOTS * SHAPE.nbytes, make_policy("lru"), [StubTier()], tier_deadline_s=0.2)
+    store.open()
+    try:
+        put(store, KEYS[:2])
+        monkeypatch.setattr(store._cleared, "add", lambda *_: (thaw.wait(WAIT_S), (b"late", True))[1])
+        assert store.clear().durable is False
+        assert store.lookup(KEYS, 1.0).keys == ()
+    finally:
+        thaw.set()
+        store.close()
+
+
+class Hanging(StubTier):
+    """Does not come back from a listing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thaw = threading.Event()
+
+    def keys_ending(self, ending: bytes) -> list[bytes]:
+        self.thaw.wait(WAIT_S)
+        return []
+
+
+def test_a_clear_by_ending_does_not_wait_for_a_tier_that_hangs() -> None:
+    tier = Hanging()
+    store = Store(NUM_SLOTS * SHAPE.nbytes, make_policy("lru"), [tier], tier_deadline_s=0.2)
+    store.open()
+    try:
+        put(store, KEYS[:2])
+        cleared = store.clear(ending=KEYS[0][-4:])
+        assert cleared.records == 1
+        assert not cleared.durable
+    finally:
+        tier.thaw.set()
+        store.close()

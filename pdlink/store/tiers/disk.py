@@ -65,10 +65,10 @@ class Disk:
         segment_nbytes = self._segment_pages * PAGE_NBYTES
         self._max_segments = (capacity_nbytes - PAGE_NBYTES) // (segment_nbytes + self._segment_pages * ENTRY_NBYTES)
         directory = root / namespace
-        self.medium = f"disk {directory.absolute()}"
+        self._directory, self.medium = directory, f"disk {directory.absolute()}"
         with contextlib.ExitStack() as stack:
             try:
-                directory.mkdir(parents=True, exist_ok=True)
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
                 lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 stack.callback(os.close, lock)
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,6 +98,7 @@ class Disk:
         self._announcer: Announcer[RecordChange] = Announcer()
         self._unstruck: dict[bytes, list[bytes]] = {}
         """Entries that stand in the journal and are not in the index: of records that could not be read."""
+        self._ungrown = self._unwritten = ""
         self.nbytes = 0
         """Of whole pages of records that are here."""
         segment_nbytes = self._segment_pages * PAGE_NBYTES
@@ -122,6 +123,11 @@ class Disk:
         full = [segment for segment in used if segment is not self._active]
         last = -1 if self._active is None else self._active.index  # they are filled in turn: the one behind is oldest
         self._full = FullSegments(sorted(full, key=lambda segment: (segment.index < last, segment.index)))
+
+    @property
+    def problem(self) -> str:
+        """As `Tier` says."""
+        return self._unwritten or self._ungrown
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:
@@ -165,10 +171,12 @@ class Disk:
             try:
                 digest = self._write(page, key, record)
                 with self._lock:
+                    self._unwritten = ""
                     return segment.epoch == epoch and self._list(segment, key, Place(page, len(record), 0, 0, digest))
             except OSError as error:
                 if error.errno not in _NO_ROOM:
                     raise
+                self._unwritten = f"{self._directory} takes no more: {error.strerror}"
                 return False
             finally:
                 with self._lock:
@@ -258,7 +266,9 @@ class Disk:
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
+            self._ungrown = f"{self._directory} has room for {index} of {self._max_segments} parts: {error.strerror}"
             return None
+        self._ungrown = ""
         self._journal.forget(index)
         self._segments.append(Segment(index))
         return self._segments[-1]

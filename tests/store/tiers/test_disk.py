@@ -505,3 +505,31 @@ def test_a_segment_that_is_read_far_more_than_others_stays(tmp_path: Path) -> No
         assert taken is not None
         assert taken is not hot, number
         full.add(taken)
+
+
+def test_a_file_system_that_is_too_small_is_told_and_forgotten_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = disk(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
+        assert not tier.put(key(0), record(0))
+        assert "has room for 0 of 3 parts: No space left" in tier.problem
+    assert tier.put(key(0), record(0))
+    assert tier.problem == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", failing(errno.ENOSPC))
+        assert not tier.put(key(1), record(1))
+        assert "takes no more: No space left" in tier.problem
+    assert tier.put(key(1), record(1))
+    assert tier.problem == ""
+
+
+def test_what_a_disk_makes_is_for_its_user_only(tmp_path: Path) -> None:
+    old = os.umask(0o022)
+    try:
+        disk(tmp_path).close()
+    finally:
+        os.umask(old)
+    assert (tmp_path / "model").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()} == {0o600}
