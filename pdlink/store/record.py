@@ -68,6 +68,12 @@ class Group(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """How parts, tokens and heads of a layer nest, outermost first; the head vector is innermost."""
 
 
+@lru_cache(256)
+def _payload_nbytes(shape: RecordShape) -> int:
+    """Asked for with every record."""
+    return sum(shape._group_nbytes(group) for group in shape.groups)
+
+
 class RecordShape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What the records of a model look like. Part of the namespace of their keys, so that one key has one shape."""
 
@@ -90,7 +96,7 @@ class RecordShape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     @property
     def payload_nbytes(self) -> int:
-        return sum(self._group_nbytes(group) for group in self.groups)
+        return _payload_nbytes(self)
 
     @property
     def nbytes(self) -> int:

@@ -85,10 +85,9 @@ def span(
         raise InvalidRequest(
             f"blocks: got {len(blocks)}; expected {needed} or more, for tokens [{offset}, {end}); pass all of them"
         )
-    used = tuple(int(block) for block in blocks[begin // block_tokens - offset // block_tokens : max(0, needed)])
-    for block in used:
-        if not 0 <= block < layout.num_blocks:
-            raise InvalidRequest(f"blocks: got {block}; expected [0, {layout.num_blocks}); correct the table")
-    if distinct and len(set(used)) < len(used):
+    used = np.asarray(blocks[begin // block_tokens - offset // block_tokens : max(0, needed)], dtype=np.int64)
+    if (wrong := used[(used < 0) | (used >= layout.num_blocks)]).size:
+        raise InvalidRequest(f"blocks: got {wrong[0]}; expected [0, {layout.num_blocks}); correct the table")
+    if distinct and len(np.unique(used)) < len(used):
         raise InvalidRequest("blocks: got one block twice; expected distinct ones, or KV is overwritten; correct it")
-    return Span(keys[begin // chunk_tokens :], begin // chunk_tokens, Blocks(used, begin))
+    return Span(keys[begin // chunk_tokens :], begin // chunk_tokens, Blocks(tuple(used.tolist()), begin))
