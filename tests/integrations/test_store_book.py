@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 
 import pytest
@@ -77,6 +78,15 @@ def test_all_ranks_must_have_what_is_loaded() -> None:
     store.looked([Looked("r", 1, 48)])
     assert book.missing("r", 0) == (None, False)
     store.looked([Looked("r", 1, 16)])
+    assert book.missing("r", 0) == (16, True)
+
+
+@pytest.mark.parametrize("ends", list(itertools.permutations([48, 16, 32])))
+def test_the_least_that_any_rank_has_is_loaded_whoever_answers_first(ends: tuple[int, ...]) -> None:
+    book, store = books(num_ranks=3)
+    book.missing("r", 0)
+    for end in ends:
+        store.looked([Looked("r", 1, end)])
     assert book.missing("r", 0) == (16, True)
 
 

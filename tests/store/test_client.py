@@ -19,7 +19,7 @@ import pytest
 from pdlink.errors import ConfigError
 from pdlink.store import greeting, wire
 from pdlink.store.interface import MEMORY, Found
-from pdlink.store.link import Link
+from pdlink.store.link import Link, RemoteFetch
 from pdlink.store.record import Group, RecordShape
 from pdlink.store.server.listener import Listener
 from pdlink.store.slots import Share, Slot
@@ -779,6 +779,25 @@ def test_slots_are_checked_against_the_shape_that_was_asked_for(tmp_path: Path) 
         assert isinstance(small[0], Slot)
         assert two.reserve(KEYS[:1], large, share=Share(1, 2, 2)) == ()
         one.abandon(small)
+
+
+def test_a_link_is_lost_when_a_store_that_owes_an_answer_gives_no_sign_of_life() -> None:
+    """Nobody asks it anything else, so nothing but its silence says so."""
+    mine, theirs = socket.socketpair()
+    welcome = wire.Welcome(wire.VERSION, b"life", 1 << 20, 1 << 20, (MEMORY,), False)
+    with theirs:
+        link = Link(mine, wire.Frames(wire.REPLIES), 0.1, welcome)
+        begun = RemoteFetch(link, 1, KEYS[:1], SHAPE.nbytes)
+        link.begin(begun, wire.Fetch(1, tuple(KEYS[:1]), (0,), SHAPE, "request"))
+        heard = list[str]()
+        thread = threading.Thread(target=lambda: heard.append(link.hear()), daemon=True)
+        thread.start()
+        thread.join(WAIT_S)
+        link.lose("the test is over")
+        thread.join(WAIT_S)
+        link.close()
+    assert heard == ["no sign of life within 0.1 s"]
+    assert begun.done.result(0) == ()
 
 
 def test_a_client_that_keeps_its_reservations_leaves_room_for_others(tmp_path: Path) -> None:
