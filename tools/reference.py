@@ -123,7 +123,7 @@ def _named(kind: Any) -> str:
         return f"list of {_named(args[0])}"
     if origin is dict:
         return f"mapping of {_named(args[0])} to {_named(args[1])}"
-    return {"str": "text", "int": "integer", "float": "number", "bool": "true or false"}.get(
+    return {"str": "text", "int": "integer", "float": "number", "bool": "boolean"}.get(
         getattr(kind, "__name__", ""), getattr(kind, "__name__", str(kind))
     )
 
@@ -207,7 +207,7 @@ def cli() -> str:
         for option in _options(each):
             takers.setdefault(option, []).append(each.prog)
     common = {option for option, names in takers.items() if len(names) > 2 and option[0].startswith("-")}
-    lines = ["# Command line", MADE_BY, ""]
+    lines, epilogs = ["# Command line", MADE_BY, ""], set[str | None]()
     for each, text in commands:
         lines += [f"## {each.prog}", ""]
         if not each.description and text:
@@ -229,7 +229,9 @@ def cli() -> str:
                 "Also " + ", ".join(f"`{option}`" for option in shared if not option.startswith("--log-")) + "."
             ]
             lines = lines[:-1] if lines[-1] == "Also ." else [*lines, ""]
-        lines += _shown(each.epilog)
+        if each.epilog not in epilogs:
+            lines += _shown(each.epilog)
+        epilogs.add(each.epilog)
         if each is parser:
             lines += ["## Options of several commands", ""]
             lines += _table([option for option in takers if option in common])
@@ -351,11 +353,11 @@ def metrics() -> str:
             f"`{label}`" + (f": {', '.join(values)}" if values else "") for label, values in metric.known.items()
         )
         parts[title].append(
-            f"| `{name}` | {metric.kind} | {_cell(labels)} | {', '.join(named)} | {_cell(metric.text)} |"
+            f"| `{name}` | {metric.kind} of {', '.join(named)} | {_cell(labels)} | {_cell(metric.text)} |"
         )
     lines = []
     for title, rows in parts.items():
-        lines += ["", f"### {title}", "", "| name | type | labels | in | meaning |", "|---|---|---|---|---|", *rows]
+        lines += ["", f"### {title}", "", "| name | what it is | labels | meaning |", "|---|---|---|---|", *rows]
     return _within("docs/monitoring.md", lines[1:])
 
 
