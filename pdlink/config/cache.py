@@ -15,8 +15,7 @@ class CacheConfig(Section):
     num_blocks: int = Field(default=1024, ge=2)
     """Blocks in the pool."""
     memory_fraction: float | None = Field(default=None, gt=0, lt=1)
-    """With `engine.device` on a GPU: share of its whole memory that the pool takes, instead of `num_blocks`. Workers
-    on one GPU share it: their fractions, and what their models need, must fit together."""
+    """With `engine.device` on a GPU: share of its memory that the pool takes, instead of `num_blocks`."""
     order: str = "LPBTH"
     """Order of the axes layer, part (K/V), block, token, head in memory; see `pdlink.kv.layout.paged_layout`."""
     share_prefixes: bool = True

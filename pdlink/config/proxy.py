@@ -83,12 +83,8 @@ class ProxyConfig(Section):
     data_parallel, kv_events, cell. It is watched: what it lists replaces what it listed before. In place of those
     settings."""
     discover: tuple[str, ...] = ()
-    """Where workers are found, besides `prefill`, `decode` and `both`: "file:PATH", a directory with one JSON file a
-    worker, or a file as `workers_file`; "dns:prefill=HOST:PORT,decode=HOST:PORT", all addresses of a name;
-    "kubernetes:prefill=SERVICE,decode=SERVICE", their EndpointSlices, with port=NAME, control=NAME (dialect vllm:
-    what names of the connectors' ports begin with), data_parallel=N, cell=NAME and namespace=NAME if need be;
-    "register:tcp://HOST:PORT", where workers with `join.proxies` dial this proxy. With `processes`, each listens at a
-    port of its own, from PORT on. A source that is down keeps what it listed last."""
+    """Further sources of workers: file:PATH, dns:..., kubernetes:..., register:tcp://HOST:PORT; see docs/deploy.md. A
+    source that is down keeps what it listed last."""
     key_file: str | None = None
     """This proxy's key pair, made by `pdlink keygen NAME`, for workers that register; as `security.key_file` of a
     worker."""
@@ -117,16 +113,13 @@ class ProxyConfig(Section):
     "tcp://HOST:5557", or "tcp://HOST:5557,tcp://HOST:5558" with its replay endpoint; a list if there are several. For
     --kv-events-config of vLLM and SGLang; workers of pdlink's own engine say it themselves."""
     tokenize_wait_s: float = Field(default=0.05, ge=0, le=5)
-    """Longest wait of a request whose prompt is text for its token ids, with which it is looked up in KV events. The
-    workers are asked (POST /tokenize), and only where it pays: see docs/router.md. 0 never asks."""
+    """Longest wait for the token ids of a text, with which it is looked up in KV events. 0 never asks."""
     tokenizers: dict[str, str] = {}
     """By model, a file as tokenizer.json of Hugging Face's tokenizers: then texts are tokenised here, in a thread.
     Chats still ask the workers, which know the template."""
     policy: str | dict[Literal["prefill", "decode"], str] = DEFAULT_POLICIES
-    """How workers are chosen, for both legs or each: `round_robin`; `least_loaded` (fewest tokens to do);
-    `power_of_two` (the less loaded of two, for many routers); `consistent_hash` (equal beginnings of prompts to one
-    worker); `session` (by header X-Session-Id or `user`); `prefix` (where most of the prompt was sent before); `cost`
-    (where the first token is expected soonest); or `path.to.module:Class`, a policy of your own."""
+    """How workers are chosen, for both legs or each: `round_robin`, `least_loaded`, `power_of_two`,
+    `consistent_hash`, `session`, `prefix`, `cost` (docs/router.md); or `path.to.module:Class`."""
     processes: int = Field(default=1, ge=1, le=64)
     """Processes that serve the port together: routers that share nothing else. Each gets an equal part of
     `queue_size`, `max_connections`, `rate_limit` and `rate_limits`, rounded up, and counts in `routers`. The kernel
@@ -135,40 +128,36 @@ class ProxyConfig(Section):
     """Proxies before these workers. With several, `least_loaded`, `prefix` and `cost` choose among two workers drawn
     by chance and the one that the beginning of the prompt draws: with a view of all, proxies send to the same one."""
     decode_alone_tokens: int = Field(default=0, ge=0)
-    """Prompts of which the decode worker lacks at most so many tokens are computed there, without a prefill leg: so
-    short, a transfer costs more than it saves. What the worker has is known where it publishes it (`kv_events`)."""
+    """Prompts of which the decode worker lacks at most so many tokens are computed there, without a prefill leg: a
+    transfer would cost more than it saves."""
     decode_alone_idle_tokens: int = Field(default=0, ge=0)
     """The same for a decode worker that has nothing else to do."""
     retries: int = Field(default=1, ge=0)
     """New attempts, each with a new transfer id and other workers where there are some, before the first token."""
     hedge_factor: float = Field(default=0, ge=0)
-    """Start a second attempt beside the first, with other workers and its own transfer id, when prefill has not
-    answered after this many times what its measured pace let expect; the first answer wins. Takes from the same
-    budget as `retries`. 0 never does: it doubles the work of those requests."""
+    """Start a second attempt at another pair when prefill has not answered after this many times its expected time;
+    the first answer wins. 0 never does."""
     hedge_after_s: Seconds = 1.0
     """Never earlier than this."""
     eject_share: float = Field(default=0.34, ge=0, le=1)
-    """Share of a pool that may be left out because its legs fail or are slow far beyond those of its peers, for
-    pauses that grow; of two or three workers one may be. 0 leaves none out."""
+    """Share of a pool that may be left out for failing or being slow far beyond its peers; of two or three workers
+    one may be. 0 leaves none out."""
     recover_streams: int = Field(default=3, ge=0)
-    """How often a stream whose decode worker died goes on at another one: all of pdlink's own workers, greedy ones
-    (temperature 0) of vLLM's and SGLang's, and drawn ones that these repeat (docs/router.md). Greedy answers stay the
-    same, up to what the batch changes in any engine; drawn ones of pdlink's workers go on with the same seed, but may
-    draw other tokens than an undisturbed worker. 0 ends such streams with an error."""
+    """How often a stream whose decode worker died goes on at another one, where its answer can be repeated
+    (docs/router.md). 0 ends such streams with an error."""
     queue_size: int = Field(default=1024, ge=0)
     """Requests that may wait for a worker; more are answered 429. 0 never waits."""
     queue_timeout_s: Seconds = 60.0
     """Longest wait while every decode worker is full, by its own account of free blocks, or every prefill worker by
     `prefill_queue_tokens`."""
     prefill_queue_tokens: int = Field(default=0, ge=0)
-    """Tokens of prompts to compute with which a prefill worker gets no more requests: they wait here, where `shares`
-    and priorities count, and not in its line. An idle one gets any. What it computes in a few seconds keeps it busy.
-    0 sets no limit."""
+    """A prefill worker with so many tokens of prompts to compute gets no more requests: they wait here, where
+    `shares` and priorities count. 0 sets no limit."""
     no_worker_timeout_s: float = Field(default=2.0, ge=0)
     """Longest wait while there is no healthy worker, as in a rolling update; then the answer is 503."""
     shares: dict[str, Annotated[float, Field(gt=0)]] = Field(default={}, repr=False)
-    """Weights of those who wait, by API key or model; both count, and 1 for others. Each pair of key and model gets
-    tokens in proportion to its weight."""
+    """Weights of those who wait, by API key or model; 1 for others. Each pair of key and model gets tokens in
+    proportion."""
     route_s: float = Field(default=0, ge=0)
     """How long a decision of POST /route counts in the load of its workers if no end is reported; 0 answers none."""
     route_key_file: str | None = None
@@ -180,8 +169,7 @@ class ProxyConfig(Section):
     rate_limits: dict[str, RateLimit] = Field(default={}, repr=False)
     """By API key, in place of `rate_limit`."""
     on_no_prefill: Literal["fail", "decode_only"] = "decode_only"
-    """What to do when no prefill worker is healthy, or a request has lost its own and there is no other: let decode
-    compute the prompt (counted), or answer an error. `fail` is for decode pools that prompts must not slow down."""
+    """When no prefill worker is healthy: let decode compute the prompt (counted), or answer an error."""
     health_interval_s: Seconds = 0.5
     """Time between two looks at a worker's /health."""
     connect_timeout_s: Seconds = 2.0
@@ -193,8 +181,8 @@ class ProxyConfig(Section):
     request_timeout_s: Seconds = 1200.0
     """One request, all its attempts together; above the workers' `timeouts.request_s`."""
     kv_header_grace_s: float = Field(default=0.05, ge=0, le=1)
-    """How long prefill's first token of a stream waits for decode to say in its headers whether it has the KV. After
-    that the client's X-Pdlink-KV is `transferring`, and the stream's last comment tells. 0 never waits."""
+    """How long prefill's first token of a stream waits for decode to say whether it has the KV. After that
+    X-Pdlink-KV is `transferring`, and the stream's last comment tells."""
     max_body_nbytes: int = Field(default=16 * 2**20, ge=1)
     """Largest body of a client's request; pdlink's own workers read 16 MiB."""
     max_connections: int = Field(default=0, ge=0)

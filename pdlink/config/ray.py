@@ -28,8 +28,7 @@ class RayConfig(Section):
     place_timeout_s: Seconds = 30.0
     """Longest wait for room when the deployment starts. What no node can ever hold is refused at once."""
     lost_after_s: Seconds = 3.0
-    """A worker is started on another node when its actor has not answered for so long: its node has died, or hangs.
-    Ray's own health checks take 15 s for the one and a minute for the other."""
+    """Silence of an actor after which its worker is started on another node."""
 
 
 class RayUpConfig(UpConfig):

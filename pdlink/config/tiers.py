@@ -24,8 +24,8 @@ class TiersConfig(Section):
     """Where a worker keeps the KV of prompts when the blocks of its pool are needed for others."""
 
     store: str | None = None
-    """Unix socket of a `pdlink store` process on this host, which keeps KV for all its workers: its `socket`. None
-    keeps it in the worker. What says how it is kept is then set there, not here."""
+    """Unix socket of a `pdlink store` process on this host, which keeps KV for all its workers. None keeps it in the
+    worker."""
     store_timeout_s: Seconds = 1.0
     """Longest wait for an answer of that process; then everything is a miss until it is back."""
     max_local_cpu_size: float = Field(default=1.0, ge=0)
@@ -43,9 +43,8 @@ class TiersConfig(Section):
     max_local_disk_size: float | None = Field(default=None, gt=0)
     """Space for all that is in it, in GiB; records of models that no worker runs any more go first."""
     state_dir: str | None = None
-    """Directory for what a store must know after a restart and is no KV: what was cleared while a tier was away,
-    where there is no `local_disk`. Stores of one user may share it. None is $XDG_STATE_HOME/pdlink, or
-    ~/.local/state/pdlink."""
+    """Directory for what was cleared while a tier was away, where there is no `local_disk`. None is
+    $XDG_STATE_HOME/pdlink, or ~/.local/state/pdlink."""
     remote_url: str | tuple[str, ...] | None = None
     """A tier below memory that others may share, or several, asked in this order: file:///DIRECTORY[?max_size=GIB], redis://[USER:PASSWORD@]HOST[:PORT]
     and its kin, s3://BUCKET and its kin, or path.to.module:name (`pdlink.store.tiers.opening`)."""
@@ -56,9 +55,8 @@ class TiersConfig(Section):
     """Where stores of other nodes ask this one, on the host of `listen.control`; 0 takes a free one, which is
     printed. None is 0 where there are `peers`, and else lends to nobody."""
     ingestion: Literal["all", "hot", "second_sight", "evicted"] = "all"
-    """Which records go on to the tiers below memory: all; hot, used twice while in memory; second_sight, wanted a
-    second time, which spares a disk most of its writes and starves no tier; or evicted, when memory wants their room,
-    so that what is in memory alone ends with the process."""
+    """Which records go to the tiers below memory: all; hot, used twice while in memory; second_sight, wanted a second
+    time; evicted, when memory needs their room."""
     verify: bool = False
     """Check records when they are read from memory, too, by a checksum made when they are stored. What is read
     from below memory is always checked."""
@@ -70,12 +68,10 @@ class TiersConfig(Section):
     priority_limit: int | None = None
     """Keep the KV of requests up to this `priority` only (lower is more urgent)."""
     codec: dict[str, Literal["raw", "zstd", "lz4", "fp8"]] = {}
-    """How records are packed in a tier below memory, by its name: {disk: lz4, valkey: zstd}; raw where none is given.
-    zstd and lz4 need `pip install 'pdlink[store]'`. fp8 packs only what workers with `lossy: fp8` keep; the rest is
-    raw there."""
+    """How records are packed in a tier, by its name: {disk: lz4, valkey: zstd}; raw where none is given. fp8 packs
+    only what workers with `lossy: fp8` keep."""
     lossy: Literal["fp8"] | None = None
-    """KV may come back changed a little by this codec, where a tier packs by it: within a sixteenth of each value. It
-    is kept apart from the KV of workers that want it exact. None: what is loaded is what was stored."""
+    """KV may come back changed by this codec, within a sixteenth of each value. It is kept apart from exact KV."""
     chunk_size: int = Field(default=256, ge=1)
     """Tokens per record. A prompt is found again in whole chunks; shorter ones cost more look-ups."""
     load_if_faster: bool = True

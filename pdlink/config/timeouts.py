@@ -17,8 +17,7 @@ class TimeoutConfig(Section):
     """A peer that has not been heard for this long is lost. Other deadlines follow from it: a heartbeat every twelfth
     of it, 5/3 of it for a handshake, 10/3 for a promise about memory (lease)."""
     other_leg_s: Seconds = 10.0
-    """How long a leg whose transfer the other leg has not begun waits for it, at most for a lease. Both leave the
-    proxy at once, so what counts is how unlike the two servers' queues in front of the engine are."""
+    """How long a leg whose transfer the other leg has not begun waits for it, at most for a lease."""
     request_s: Seconds = 600.0
     """One request on one worker."""
     idle_s: float = Field(default=600.0, ge=0)

@@ -49,7 +49,7 @@ class TransportConfig(Section):
     """Of `kind: tcp`."""
     verify: Literal["off", "sample", "all"] = "off"
     """Checksums of what decode receives, compared before a request may use it: of every pushed layer, of one in
-    eight, or none. A difference fails the transfer. Costs one more read of the bytes on each side."""
+    eight, or none."""
     batch_timeout_s: Seconds = 10.0
     """What was handed to the transport and has not landed by then fails the peer. UCX itself never reports a stalled
     one."""

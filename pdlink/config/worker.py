@@ -60,9 +60,7 @@ class WorkerConfig(Section):
     on_transfer_failure: Literal["recompute", "fail"] = "recompute"
     """What decode does when the KV does not arrive: compute the prompt itself, or answer 502."""
     timeline: str | None = None
-    """File that a trace of the last transfers is written to at exit, for ui.perfetto.dev; or its events, for
-    programs, if the name ends in .json. {name} in it is the worker's name. None writes none; `pdlink timeline` asks
-    for the same while the worker runs."""
+    """File for a trace of the last transfers at exit, for ui.perfetto.dev; {name} is the worker's name."""
     simulate_layer_s: float = Field(default=0.0, ge=0)
     """Extra seconds per layer of every prefill step; makes a small model as slow as a large one in demonstrations."""
     sleep: SleepConfig = SleepConfig()

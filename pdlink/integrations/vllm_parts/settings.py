@@ -35,16 +35,14 @@ class ConnectorSettings(BaseModel):
     port + s, and each further data-parallel engine behind the same HTTP port on the ports after those of the engine
     before; the proxy tells them to decode servers, so prefill servers need a port."""
     shards: int | None = Field(default=None, ge=1, le=1024)
-    """Parts, by heads, in which the KV of a stage travels. None: one for each of this server's tensor parallel
-    ranks, which is right where both servers have as many. Otherwise the larger number of ranks, on both servers: set,
-    it has the insides of recurrent states described, which both sides have to do alike. Ranks that share tokens out
-    (decode context parallel) count as one."""
+    """Parts, by heads, in which the KV of a stage travels. None: one for each tensor parallel rank. With other
+    numbers of ranks: the larger one, on both servers."""
     stages: int | None = Field(default=None, ge=1, le=1024)
-    """Parts, by layers, in which the KV travels. None: one for each of this server's pipeline stages, which is right
-    where both servers have as many. Otherwise the larger number of stages, on both servers."""
+    """Parts, by layers, in which the KV travels. None: one for each pipeline stage. With other numbers of stages: the
+    larger one, on both servers."""
     context_shards: int | None = Field(default=None, ge=1, le=1024)
-    """Parts, by tokens, in which each shard's heads travel. None: one for each of this server's decode context
-    parallel ranks. A server without such ranks sets the number of its peer's."""
+    """Parts, by tokens. None: one for each decode context parallel rank. A server without such ranks sets its peer's
+    number."""
     context_interleave: int | None = Field(default=None, ge=1)
     """Tokens that each of these parts gets at a time, as `--cp-kv-cache-interleave-size` of the server with decode
     context parallel ranks says. None: as this server has it, 1 without such ranks."""
