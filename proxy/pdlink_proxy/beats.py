@@ -35,7 +35,8 @@ class Beats:
         for worker in self._pools.at(url):
             worker.beats = True
             known = worker.health
-            if known is None or known.epoch != health.epoch or worker.state not in _SETTLED:
+            theirs = (health.name, health.epoch)
+            if known is None or (known.name, known.epoch) != theirs or worker.state not in _SETTLED:
                 worker.poke.set()
                 continue
             worker.heard(health, faults_when_asked=worker.faults)
@@ -63,6 +64,10 @@ class Beats:
         """Its connection has ended: ask at once."""
         for worker in self._pools.at(url):
             worker.poke.set()
+
+    def named(self, url: str) -> str:
+        """By which name the worker there has answered our probe; empty if it has not."""
+        return next((worker.health.name for worker in self._pools.at(url) if worker.health is not None), "")
 
     def well(self, url: str) -> bool:
         """Whether it answers our probe."""

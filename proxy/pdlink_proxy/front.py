@@ -19,6 +19,7 @@ from aiohttp.tcp_helpers import tcp_keepalive, tcp_nodelay
 from pdlink._http import plain_request
 
 from .client_answer import ClientAnswer
+from .few_lines import http_logger
 from .openai import CHAT, COMPLETIONS
 
 if TYPE_CHECKING:
@@ -262,5 +263,6 @@ class FrontRunner(web.AppRunner):
     async def _make_server(self) -> web.Server:
         from .app import ROUTER
 
+        self._kwargs.setdefault("logger", http_logger())
         inner = await super()._make_server()
         return Doors(inner, self.app[ROUTER], self._kwargs.get("keepalive_timeout", 75.0))

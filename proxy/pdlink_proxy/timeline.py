@@ -18,6 +18,7 @@ from .openai import error_body
 from .records import MAX_RECORDS
 from .spans import request_spans
 from .upstream import Asking, ask
+from .worker import State
 
 if TYPE_CHECKING:
     from pdlink.observe.trace import Laid
@@ -42,7 +43,7 @@ def add_timeline(app: web.Application, router: Router) -> None:
         kept = router.recorded(await router.beside(records=True))
         records = [each for each in kept if asked is None or asked in (each.request_id, *_transfers(each))]
         only = None if asked is None else {asked, *(name for each in records for name in _transfers(each))}
-        both_sides = {worker.url: worker for worker in router.pools.all}
+        both_sides = {worker.url: worker for worker in router.pools.all if worker.state is not State.UNREACHABLE}
         answers = await asyncio.gather(*(_ask(router, worker) for worker in both_sides.values()))
         workers = [answer for answer in answers if not isinstance(answer, str)]
         requests = [Request(_transfers(each), request_spans(each, new_span_id())) for each in records]

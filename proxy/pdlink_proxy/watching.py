@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from .worker import Worker
 
 
+LEAST_S = 0.1
+"""Between two looks at one server."""
+
+
 async def watch(
     pools: Pools,
     workers: Sequence[Worker],
@@ -34,9 +38,10 @@ async def watch(
     """Poll a server's health, every interval and when poked, until cancelled; call `heard` after each look. workers:
     the server, or the engines behind its URL.
 
-    A worker whose beats come, and that is well, is asked when poked only.
+    A worker whose beats come, and that is well, is asked when poked only; and none more often than once in `LEAST_S`:
+    whoever announces a worker could have it asked all the time.
     """
-    first = workers[0]
+    first, least_s = workers[0], min(LEAST_S, interval_s)
     for each in workers:
         each.poke = first.poke
     while True:
@@ -63,5 +68,6 @@ async def watch(
             told = first.beats and first.state in (State.OK, State.DRAINING, State.OTHER_ROLE)
             async with asyncio.timeout(None if told else interval_s):
                 await first.poke.wait()
+                await asyncio.sleep(least_s - (time.monotonic() - asked_s))
         except TimeoutError:
             continue

@@ -307,6 +307,9 @@ class Noted:
     def well(self, _url: str) -> bool:
         return False
 
+    def named(self, _url: str) -> str:
+        return ""
+
 
 @contextlib.asynccontextmanager
 async def followed(

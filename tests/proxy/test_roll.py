@@ -9,7 +9,18 @@ import pytest
 from pdlink.errors import ProtocolError
 from pdlink.protocol import presence
 from pdlink_proxy.dialects import Health
-from pdlink_proxy.discovery.roll import COMINGS, COMINGS_S, FIRST_PAUSE_S, FORGET_S, Life, Roll
+from pdlink_proxy.discovery.roll import (
+    COMINGS,
+    COMINGS_S,
+    FIRST_PAUSE_S,
+    FORGET_S,
+    MAX_LIVES,
+    MAX_LIVES_OF_KEY,
+    MAX_UNPROVEN,
+    PROVE_S,
+    Life,
+    Roll,
+)
 
 
 class Hall:
@@ -19,19 +30,41 @@ class Hall:
         self.roll = Roll()
         self.now_s = 1000.0
         self.well: set[str] = set()
+        self.names: dict[str, str] = {}
 
     def beat(
-        self, name: str, epoch: str = "e1", *, age_s: float = 5.0, port: int = 1, role: str = "prefill", **more: Any
+        self,
+        name: str,
+        epoch: str = "e1",
+        *,
+        age_s: float = 5.0,
+        port: int = 1,
+        role: str = "prefill",
+        at: str = "",
+        key: str = "",
+        **more: Any,
     ) -> Life | None:
-        beat = presence.Beat(presence.VERSION, f"http://{name}:{port}", b"", 1.0, age_s, **more)
+        """at: its host, if that is not its name."""
+        beat = presence.Beat(presence.VERSION, f"http://{at or name}:{port}", b"", 1.0, age_s, **more)
         health = Health("ok", name, epoch, role, "m", "tcp://127.0.0.1:1")
-        return self.roll.beat(beat, health, now_s=self.now_s, awake_s=self.now_s)
+        return self.roll.beat(beat, health, now_s=self.now_s, awake_s=self.now_s, key=key)
 
     def after(self, wait_s: float) -> list[str]:
         """Time goes on; the names of those that have fallen silent."""
         self.now_s += wait_s
-        fallen = self.roll.expire(now_s=self.now_s, awake_s=self.now_s, well=lambda url: url in self.well)
+        fallen = self.roll.expire(
+            now_s=self.now_s,
+            awake_s=self.now_s,
+            well=lambda url: url in self.well,
+            named=lambda url: self.names.get(url, ""),
+        )
         return [life.name for life in fallen]
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Numbers of prefill and decode workers."""
+        members = self.roll.members()
+        return len(members.prefill), len(members.decode)
 
     @property
     def urls(self) -> list[str]:
@@ -111,14 +144,107 @@ def test_a_beat_that_comes_late_makes_no_life_younger() -> None:
     assert hall.urls == ["http://a:2"]
 
 
-def test_of_two_names_at_one_url_the_younger_counts() -> None:
+def test_who_announces_the_url_of_another_does_not_take_it() -> None:
+    """Neither the role nor the cell of the worker there, also where the announced one is younger."""
     hall = Hall()
-    hall.beat("a", age_s=500.0)
-    beat = presence.Beat(presence.VERSION, "http://a:1", b"", 1.0, 5.0)
-    health = Health("ok", "b", "e2", "decode", "m", "tcp://127.0.0.1:1")
-    hall.roll.beat(beat, health, now_s=hall.now_s, awake_s=hall.now_s)
-    members = hall.roll.members()
-    assert (len(members.prefill), len(members.decode)) == (0, 1)
+    hall.beat("a", age_s=500.0, key="k1")
+    life = hall.beat("b", age_s=5.0, key="k2", at="a", role="decode")
+    assert life is not None
+    assert hall.sides == (1, 0)
+    assert "b at http://a:1: a is there" in hall.roll.left_out()
+    assert not hall.roll.counts(life), "its beats are not taken for the worker's"
+
+
+def test_a_younger_worker_takes_the_url_of_another_of_its_key() -> None:
+    hall = Hall()
+    hall.beat("a", age_s=500.0, key="k1")
+    hall.beat("b", age_s=5.0, key="k1", at="a", role="decode")
+    assert hall.sides == (0, 1)
+
+
+def test_a_url_whose_worker_is_silent_is_another_ones_until_its_beats_come_again() -> None:
+    hall = Hall()
+    hall.beat("a", age_s=500.0, key="k1")
+    hall.beat("b", key="k2", at="a", role="decode")
+    for _ in range(4):
+        hall.after(1.0)
+        hall.beat("b", age_s=5.0 + hall.now_s - 1000.0, key="k2", at="a", role="decode")
+    assert (hall.sides, hall.roll.changed) == ((0, 1), True)
+    hall.roll.changed = False
+    hall.beat("a", age_s=504.0, key="k1")
+    assert (hall.sides, hall.roll.changed) == ((1, 0), True)
+
+
+def test_the_older_one_at_a_url_comes_back_when_the_younger_one_falls_silent() -> None:
+    hall = Hall()
+    hall.beat("a", age_s=500.0, key="k1")
+    hall.beat("b", age_s=5.0, key="k1", at="a", role="decode")
+    hall.roll.changed = False
+    for _ in range(4):
+        hall.after(1.0)
+        hall.beat("a", age_s=500.0 + hall.now_s - 1000.0, key="k1")
+    assert (hall.sides, hall.roll.changed) == ((1, 0), True)
+
+
+def test_a_url_is_of_the_worker_that_answers_the_probe_there() -> None:
+    """After a restart of the proxy the liar may have come first."""
+    hall = Hall()
+    hall.beat("b", key="k2", at="a", role="decode")
+    hall.beat("a", key="k1")
+    assert hall.sides == (0, 1)
+    hall.names["http://a:1"] = "a"
+    hall.roll.changed = False
+    hall.after(0.1)
+    assert (hall.sides, hall.roll.changed) == ((1, 0), True)
+
+
+def test_what_comes_with_one_key_is_bounded_and_leaves_others_their_room() -> None:
+    hall = Hall()
+    hall.well = {f"http://n{number}:1" for number in range(MAX_LIVES_OF_KEY)}
+    for number in range(MAX_LIVES_OF_KEY):
+        assert not hall.roll.room(f"n{number}", "e1", "k1", hall.now_s)
+        hall.beat(f"n{number}", key="k1")
+        if number % MAX_UNPROVEN == MAX_UNPROVEN - 1:
+            hall.after(0.0)
+    assert "its key has" in hall.roll.room("more", "e1", "k1", hall.now_s)
+    assert not hall.roll.room("n0", "e1", "k1", hall.now_s), "it is here"
+    assert not hall.roll.room("more", "e1", "k2", hall.now_s)
+
+
+def test_workers_that_no_probe_finds_are_bounded_and_make_room_for_others() -> None:
+    hall = Hall()
+    for number in range(MAX_UNPROVEN):
+        assert not hall.roll.room(f"n{number}", "e1", "", hall.now_s)
+        hall.beat(f"n{number}")
+    assert "no probe has found" in hall.roll.room("honest", "e1", "", hall.now_s)
+    hall.well = {"http://n0:1"}
+    hall.after(0.1)
+    assert not hall.roll.room("honest", "e1", "", hall.now_s), "one of them was found"
+    hall.beat("honest")
+    assert hall.roll.room("other", "e1", "", hall.now_s)
+    hall.now_s += PROVE_S
+    assert not hall.roll.room("other", "e1", "", hall.now_s)
+    assert "http://n1:1" not in hall.urls
+
+
+def test_lives_of_one_name_are_bounded_and_silent_ones_make_room() -> None:
+    hall = Hall()
+    for number in range(MAX_LIVES):
+        hall.beat("a", f"e{number}")
+    assert "lives here" in hall.roll.room("a", "more", "", hall.now_s)
+    hall.after(3.1)
+    assert not hall.roll.room("a", "more", "", hall.now_s)
+    assert len(hall.roll) == MAX_LIVES - 1
+
+
+def test_a_beat_that_comes_late_makes_its_life_no_younger() -> None:
+    """It was sent when this life was 501 s old, and the proxy reads it 1,000 s later."""
+    hall = Hall()
+    life = hall.beat("a", "e-old", age_s=500.0)
+    hall.now_s += 1000.0
+    assert hall.beat("a", "e-old", age_s=501.0) is life
+    assert life is not None
+    assert life.started_s == 500.0
 
 
 def test_a_worker_that_dies_again_and_again_is_left_out_for_growing_pauses() -> None:

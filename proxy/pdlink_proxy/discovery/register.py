@@ -21,6 +21,7 @@ from pdlink.protocol.auth import ControlAddress, is_worker_name, name_problem
 
 from ..dialects.own import read_health
 from ..engines import is_base_url
+from ..few_lines import FewLines
 from ..upstream import printable
 from .base import ROLES, SourceDown
 from .roll import Roll
@@ -48,6 +49,7 @@ TELL_SHARE = 5.0
 _LONGEST_GAP_S = 0.25
 """Of a turn, that counts as time in which this process was awake."""
 _MAX_SHOWN = 8
+_MAX_REASON_CHARS = 300
 
 
 class Hearing(Protocol):
@@ -59,6 +61,7 @@ class Hearing(Protocol):
     def silent(self, url: str, why: str) -> None: ...
     def suspect(self, url: str) -> None: ...
     def well(self, url: str) -> bool: ...
+    def named(self, url: str) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,7 @@ class RegisterSource:
         self._expire_s = 0.0
         self._lines: dict[int, _Line] = {}
         """By descriptor."""
+        self._lines_of_refused = FewLines()
         self._refused: dict[str, None] = {}
         """Why beats were not taken in, the latest last; each is logged once."""
         self.address = ""
@@ -179,9 +183,10 @@ class RegisterSource:
         if now_s < self._expire_s:
             return
         self._expire_s = now_s + EXPIRE_S
-        for life in self.roll.expire(now_s=now_s, awake_s=awake_s, well=self._hearing.well):
-            log.warning("worker %s at %s sends no beats", life.name, life.url)
+        hearing = self._hearing
+        for life in self.roll.expire(now_s=now_s, awake_s=awake_s, well=hearing.well, named=hearing.named):
             if self.roll.counts(life):
+                log.warning("worker %s at %s sends no beats", life.name, life.url)
                 missed_s = presence.MISSED_BEATS * life.beat_s
                 self._hearing.silent(life.url, f"no beat within {missed_s:g} s")
 
@@ -206,11 +211,12 @@ class RegisterSource:
                 return
             health, known = read, line.life if line is not None else None
             if known is None or (known.name, known.epoch, known.url) != (health.name, health.epoch, beat.url):
-                problem = _problem(beat, health, credentials, arrival.public_key)
+                problem = self._problem_of(beat, health, known, arrival.public_key, now_s)
                 if problem is not None:
                     self._refuse(problem)
                     return
-        life = self.roll.beat(beat, health, now_s=now_s, awake_s=awake_s)
+        key = arrival.public_key if credentials is not None else ""
+        life = self.roll.beat(beat, health, now_s=now_s, awake_s=awake_s, key=key)
         if life is None:
             self._lines.pop(arrival.fd, None)
             return
@@ -230,10 +236,22 @@ class RegisterSource:
         if line is not None and self.roll.counts(line.life):
             self._hearing.suspect(line.life.url)
 
+    def _problem_of(
+        self, beat: Beat, health: Health, known: Life | None, public_key: str, now_s: float
+    ) -> str | None:
+        """Why this worker may not join. known: the one that the connection spoke for."""
+        if known is not None and known.name != health.name:
+            return f"name: got {health.name!r} on the connection of {known.name}; a worker has one of its own"
+        problem = _problem(beat, health, self._credentials, public_key)
+        if problem is not None or beat.leaves:
+            return problem
+        key = public_key if self._credentials is not None else ""
+        return self.roll.room(health.name, health.epoch, key, now_s) or None
+
     def _refuse(self, why: str) -> None:
-        why = printable(why)
-        if why not in self._refused:
-            log.warning("register: a beat is not taken in: %s", why)
+        why = printable(why)[:_MAX_REASON_CHARS]
+        if why not in self._refused and (more := self._lines_of_refused.admits(time.monotonic())) is not None:
+            log.warning("register: a beat is not taken in: %s%s", why, more)
         self._refused.pop(why, None)
         self._refused[why] = None
         while len(self._refused) > _MAX_SHOWN:

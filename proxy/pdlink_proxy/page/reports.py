@@ -12,6 +12,7 @@ from pdlink.observe.timeline import Ended  # noqa: TC001  msgspec reads the anno
 
 from ..http_connection import HttpError
 from ..upstream import Asking, ask
+from ..worker import State
 
 if TYPE_CHECKING:
     from ..shared import Shared
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 _FRESH_S = 0.8
 """A report is not asked for again before."""
 _TIMEOUT_S = 1.0
+_ALL_S = 2.0
+"""For the reports of all together."""
 _MAX_AT_ONCE = 32
+_ANSWERING = (State.OK, State.DRAINING, State.FAILED, State.WRONG_ROLE, State.OTHER_ROLE)
 
 
 class Live(msgspec.Struct, frozen=True):
@@ -72,9 +76,15 @@ class Reports:
         async with self._lock:  # two people who look cost the workers as much as one
             if time.monotonic() - self._asked_s >= _FRESH_S:
                 slots = asyncio.Semaphore(_MAX_AT_ONCE)
-                workers = {worker.url: worker for worker in self._shared.pools.all}
-                answers = await asyncio.gather(*(self._ask(worker, slots) for worker in workers.values()))
-                self._found = {url: answer for url, answer in zip(workers, answers, strict=True) if answer}
+                # Others would only be waited for.
+                workers = {worker.url: worker for worker in self._shared.pools.all if worker.state in _ANSWERING}
+                asked = {url: asyncio.create_task(self._ask(worker, slots)) for url, worker in workers.items()}
+                if asked:
+                    await asyncio.wait(asked.values(), timeout=_ALL_S)
+                answers = {url: task.result() if task.done() else None for url, task in asked.items()}
+                for task in asked.values():
+                    task.cancel()
+                self._found = {url: answer for url, answer in answers.items() if answer is not None}
                 self._asked_s, self.at_s = time.monotonic(), time.time()
             return self._found
 

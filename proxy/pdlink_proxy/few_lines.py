@@ -1,0 +1,53 @@
+"""Lines of the log that strangers cause: short, and few of them.
+
+Whoever reaches a port may send it anything. A line each, or a traceback, lets him fill a disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from .upstream import printable
+
+LINES = 10
+WINDOW_S = 10.0
+"""At most so many lines in so long; how many more there were stands in the first line after it."""
+_MAX_CHARS = 200
+
+
+class FewLines(logging.Filter):
+    """Of one logger, or of one place that logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since_s = float("-inf")
+        self._num = 0
+
+    def admits(self, now_s: float) -> str | None:
+        """What to write behind the line; None: leave it out."""
+        left_out = 0
+        if now_s - self._since_s >= WINDOW_S:
+            left_out, self._since_s, self._num = max(0, self._num - LINES), now_s, 0
+        self._num += 1
+        if self._num > LINES:
+            return None
+        return f" ({left_out} such lines were left out)" if left_out else ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """An exception becomes its name: its text and its traceback may quote what was sent."""
+        more = self.admits(time.monotonic())
+        if more is None:
+            return False
+        text, error = record.getMessage(), record.exc_info[1] if record.exc_info else None
+        what = f"{text}: {type(error).__name__}" if error is not None else text
+        record.msg, record.args, record.exc_info = printable(what)[:_MAX_CHARS] + more, (), None
+        return True
+
+
+def http_logger() -> logging.Logger:
+    """For aiohttp's server: what clients send that is no HTTP."""
+    logger = logging.getLogger("pdlink.proxy.http")
+    if not any(isinstance(each, FewLines) for each in logger.filters):
+        logger.addFilter(FewLines())
+    return logger
