@@ -73,9 +73,10 @@ class Nursery:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
-    def spawn(self, arguments: Sequence[str], link: socket.socket) -> Forked:
+    def spawn(self, arguments: Sequence[str], link: socket.socket, module: str = "pdlink") -> Forked:
         """As `pdlink.fleet.child.spawn`."""
-        return self.fork("pdlink.cli", "main", arguments, [0, 1, 2], link=link.fileno(), imports=_WORKERS)
+        program = "pdlink.cli" if module == "pdlink" else module
+        return self.fork(program, "main", arguments, [0, 1, 2], link=link.fileno(), imports=_WORKERS)
 
     def fork(
         self,

@@ -9,7 +9,6 @@ ignored is a setting that lies.
 from __future__ import annotations
 
 from pdlink.config.cache import CacheConfig
-from pdlink.config.chaos import ChaosConfig
 from pdlink.config.engine import EngineConfig
 from pdlink.config.join import JoinConfig
 from pdlink.config.kv_events import KVEventsConfig
@@ -40,7 +39,6 @@ from pdlink.config.worker import WorkerConfig
 __all__ = [
     "ENVIRONMENT_PREFIX",
     "CacheConfig",
-    "ChaosConfig",
     "EngineConfig",
     "JoinConfig",
     "KVEventsConfig",

@@ -7,7 +7,6 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from pdlink.config.cache import CacheConfig
-from pdlink.config.chaos import ChaosConfig
 from pdlink.config.engine import EngineConfig
 from pdlink.config.join import JoinConfig
 from pdlink.config.kv_events import KVEventsConfig
@@ -65,8 +64,6 @@ class WorkerConfig(Section):
     """Extra seconds per layer of every prefill step; makes a small model as slow as a large one in demonstrations."""
     sleep: SleepConfig = SleepConfig()
     """Sleep in place of computing."""
-    chaos: ChaosConfig = ChaosConfig()
-    """For tests only; see `pdlink chaos`."""
 
     @model_validator(mode="after")
     def _used(self) -> WorkerConfig:

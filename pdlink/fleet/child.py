@@ -96,6 +96,8 @@ class Child:
     process: subprocess.Popen[bytes]
     link: socket.socket
     facts: dict[str, Any]
+    module: str = "pdlink"
+    """The program."""
     doing: str = "starting Python"
     warnings: list[str] = field(default_factory=list)
     _unsent: bytes = b""
@@ -144,7 +146,7 @@ class Child:
     def again(self) -> None:
         """Start it again, on the same ports."""
         self.link.close()
-        started = start(self.label, self.role, listening_on(self.settings, self.facts))
+        started = start(self.label, self.role, listening_on(self.settings, self.facts), self.module)
         self.process, self.link, self.doing = started.process, started.link, started.doing
         self._unsent, self._heard, self._closed_s = started._unsent, b"", None
 
@@ -194,16 +196,17 @@ def listening_on(settings: dict[str, Any], facts: dict[str, Any]) -> dict[str, A
     return {**settings, "listen": listen.model_dump()}
 
 
-def start(label: str, role: str, settings: dict[str, Any]) -> Child:
-    """Start one child. Call `look` or `wait_ready` until it is ready."""
+def start(label: str, role: str, settings: dict[str, Any], module: str = "pdlink") -> Child:
+    """Start one child. Call `look` or `wait_ready` until it is ready. module: a program that takes pdlink's words."""
     ours, theirs = socket.socketpair()
     try:
         with theirs:
-            process = spawn([role, "--label", label], theirs)
+            process = spawn([role, "--label", label], theirs, module)
     except OSError:
         ours.close()
         raise
-    child = Child(label, role, settings, process, ours, {}, _unsent=json.dumps(settings).encode() + b"\n")
+    text = json.dumps(settings).encode() + b"\n"
+    child = Child(label, role, settings, process, ours, {}, module, _unsent=text)
     child._send()
     return child
 
@@ -215,10 +218,10 @@ def _readable(link: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-def spawn(arguments: Sequence[str], link: socket.socket) -> subprocess.Popen[bytes]:
-    """Run `pdlink` with these arguments, as a child with this end of a link."""
+def spawn(arguments: Sequence[str], link: socket.socket, module: str) -> subprocess.Popen[bytes]:
+    """Run a module with these arguments, as a child with this end of a link."""
     return subprocess.Popen(
-        [sys.executable, "-m", "pdlink", *arguments, "--parent-fd", str(link.fileno())],
+        [sys.executable, "-m", module, *arguments, "--parent-fd", str(link.fileno())],
         pass_fds=[link.fileno()],
         start_new_session=True,  # Ctrl-C reaches this process only, so that the children drain in order
     )

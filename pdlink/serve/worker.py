@@ -22,7 +22,6 @@ from pdlink.errors import ConfigError, Draining, EngineFailure, InvalidRequest, 
 from pdlink.events import FallbackUsed, RequestEnded, emit
 from pdlink.memory.blocks import BlockPool
 from pdlink.memory.buffers import available_nbytes
-from pdlink.node import tamper
 from pdlink.node.node import Node, end_process
 from pdlink.node.port import EnginePort
 from pdlink.protocol.deadlines import Deadlines
@@ -80,6 +79,9 @@ def _num_blocks(config: WorkerConfig, model: LoadedModel) -> int:
 class Worker:
     """One worker. `open` acquires, `drain` and `close` end; also the engine's listener."""
 
+    make_node = staticmethod(Node)
+    """A laboratory puts one in its place whose links have faults."""
+
     def __init__(self, config: WorkerConfig, name: str, credentials: Credentials | None = None) -> None:
         """credentials: what the settings in `config.security` name, read; None where they name none."""
         self.config, self.name = config, name
@@ -131,7 +133,7 @@ class Worker:
         )
         if self.peers is not None and self.source is not None and isinstance(self.source.store, Store):
             self.peers.open(self.source.store)
-        self.node = Node(
+        self.node = self.make_node(
             self.name,
             self.cache.layout,
             [self.cache.buffer],
@@ -147,10 +149,8 @@ class Worker:
             deadlines=deadlines,
             credentials=self._credentials,
             insecure=config.security.insecure,
-            channel=tamper.channels(config.chaos),
             on_death=end_process,
         )
-        tamper.slow_down(self.node.endpoint.transports, config.chaos)
         self.port = (
             Untiered(self.node, lambda: self.engine, self._prompt_tokens)
             if self.source is None

@@ -53,7 +53,7 @@ class Started:
         self.script = OBEDIENT
         self.settings: list[tuple[str, dict[str, Any]]] = []
 
-    def __call__(self, label: str, role: str, settings: dict[str, Any]) -> Child:
+    def __call__(self, label: str, role: str, settings: dict[str, Any], module: str = "pdlink") -> Child:
         self.settings.append((label, settings))
         ours, theirs = socket.socketpair()
         port = port_given(settings) or 10_000 + len(self.settings)
@@ -63,7 +63,7 @@ class Started:
         shell = subprocess.Popen(["sh", "-c", self.script])
         if "trap" in self.script:
             wait_for_trap(shell.pid)
-        return Child(label, role, settings, shell, ours, {})
+        return Child(label, role, settings, shell, ours, {}, module)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ async def test_what_is_killed_comes_back_on_its_ports(local: LocalDeployment, st
     assert local.states()["decode-1"] == "up"
     assert local.url_of("decode-1") == url
     label, settings = started.settings[-1]
-    assert (label, f"http://127.0.0.1:{settings['port']}") == ("decode-1", url)
+    assert (label, f"http://127.0.0.1:{port_given(settings)}") == ("decode-1", url)
     assert local.findings == []
     assert local.done == {"kill": 1}
 

@@ -111,7 +111,7 @@ def test_flags_reach_the_workers_it_starts(
 ) -> None:
     started: list[WorkerConfig] = []
 
-    async def run_local(_: object, prefill: WorkerConfig, decode: WorkerConfig, *counts: int) -> report.Verdict:
+    async def run_local(_: object, prefill: WorkerConfig, decode: WorkerConfig, *more: object) -> report.Verdict:
         started.extend([prefill, decode])
         return report.Verdict("command", 0, 1.0)
 

@@ -56,7 +56,7 @@ def moments(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """When children end, one after the other; those for which there is none live."""
     left: list[str] = []
 
-    def spawn(_: Sequence[str], link: socket.socket) -> subprocess.Popen[bytes]:
+    def spawn(_: Sequence[str], link: socket.socket, module: str) -> subprocess.Popen[bytes]:
         moment = left.pop(0) if left else "never"
         command = [sys.executable, "-S", "-c", CHILD, str(link.fileno()), moment]
         return subprocess.Popen(command, pass_fds=[link.fileno()], start_new_session=True)

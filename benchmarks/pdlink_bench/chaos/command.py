@@ -15,6 +15,7 @@ from pdlink.errors import ConfigError
 from pdlink_bench.chaos import report
 from pdlink_bench.chaos.run import Plan, run_local, run_remote
 from pdlink_bench.chaos.schedule import Kind
+from pdlink_bench.chaos.tamper import LinkFaults
 
 if TYPE_CHECKING:
     import argparse
@@ -56,7 +57,7 @@ STEADY: dict[Kind, tuple[str, float]] = {
     Kind.LATE: ("delay_s", 0.02),
     Kind.SLOW: ("link_nbytes_per_s", 8 * 2**20),
 }
-"""Setting of `chaos` and its value, for permanent kinds. A link of 8 MiB a second takes half a second
+"""Field of `LinkFaults` and its value, for permanent kinds. A link of 8 MiB a second takes half a second
 for the longest prompt of the load."""
 
 FULL_BLOCKS = 192
@@ -125,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
         verdict = asyncio.run(run_remote(plan, args.url.rstrip("/"), args.deadline))
     else:
         prefill, decode = (_worker(args, role) for role in ("prefill", "decode"))
-        verdict = asyncio.run(run_local(plan, prefill, decode, args.prefill, args.decode))
+        verdict = asyncio.run(run_local(plan, prefill, decode, args.prefill, args.decode, _faults(args)))
     Console(stderr=args.json == "-").print(report.final(verdict))
     if args.json is not None:
         text = json.dumps(verdict.json(), indent=1)
@@ -156,13 +157,20 @@ def _worker(args: argparse.Namespace, role: str) -> WorkerConfig:
     flags |= {f"timeouts.{key}": value for key, value in TIMEOUTS.items()}
     kinds = _kinds(args.faults)
     blocks = FULL_BLOCKS if args.blocks is None and Kind.FULL in kinds else args.blocks
-    flags |= {"cache.num_blocks": blocks, "chaos.seed": args.seed}
-    given = {"drop": args.drop, "duplicate": args.duplicate, "delay_s": args.delay}
-    given["link_nbytes_per_s"] = None if args.link is None else args.link * 2**20
-    for kind, (setting, usual) in STEADY.items():
-        value = given[setting] if given[setting] is not None else usual
-        flags[f"chaos.{setting}"] = value if kind in kinds or given[setting] is not None else 0.0
+    flags |= {"cache.num_blocks": blocks}
     if role == "prefill":
         flags["simulate_layer_s"] = PREFILL_LAYER_S
     flags = {key: value for key, value in flags.items() if value is not None}
     return load(WorkerConfig, flags=flags | parse_assignments(args.set))
+
+
+def _faults(args: argparse.Namespace) -> LinkFaults:
+    """Of all links, for as long as the deployment runs."""
+    kinds = _kinds(args.faults)
+    given = {"drop": args.drop, "duplicate": args.duplicate, "delay_s": args.delay}
+    given["link_nbytes_per_s"] = None if args.link is None else args.link * 2**20
+    found: dict[str, float] = {}
+    for kind, (setting, usual) in STEADY.items():
+        value = given[setting] if given[setting] is not None else usual
+        found[setting] = value if kind in kinds or given[setting] is not None else 0.0
+    return LinkFaults(seed=args.seed, **found)

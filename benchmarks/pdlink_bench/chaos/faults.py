@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 import signal
 import subprocess
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pdlink import logs
@@ -20,10 +22,12 @@ from pdlink.fleet.child import Child, ChildFailed, start, stop
 from pdlink.fleet.post import delay_s
 from pdlink_bench.chaos.ledger import Process, port_of, process
 from pdlink_bench.chaos.schedule import PROXY, Fault, Kind
+from pdlink_bench.chaos.tamper import FAULTS, LinkFaults
 
 if TYPE_CHECKING:
     from pdlink.config import WorkerConfig
 
+WORKER = "pdlink_bench.chaos.worker"
 READY_S = 120.0
 _TICK_S = 0.1
 _MAX_STARTS = 5
@@ -45,7 +49,16 @@ class _Slot:
 class LocalDeployment:
     """Workers and a proxy as child processes. `open` acquires, `close` ends every one of them."""
 
-    def __init__(self, prefill: WorkerConfig, decode: WorkerConfig, num_prefill: int, num_decode: int) -> None:
+    def __init__(
+        self,
+        prefill: WorkerConfig,
+        decode: WorkerConfig,
+        num_prefill: int,
+        num_decode: int,
+        faults: LinkFaults = LinkFaults(),  # noqa: B008  (frozen)
+    ) -> None:
+        """faults: of the links of all workers."""
+        os.environ[FAULTS] = json.dumps(asdict(faults))
         self._settings = {
             f"{config.role}-{index}": config.model_dump(mode="json") | {"name": f"{config.role}-{index}"}
             for config, count in ((prefill, num_prefill), (decode, num_decode))
@@ -93,7 +106,7 @@ class LocalDeployment:
     async def open(self) -> None:
         """Start everything. Raises ChildFailed."""
         for label, settings in self._settings.items():
-            self._slots[label] = _Slot(start(label, settings["role"], {**settings, **self._logs()}))
+            self._slots[label] = _Slot(start(label, settings["role"], {**settings, **self._logs()}, WORKER))
         for slot in self._slots.values():
             await asyncio.to_thread(slot.child.wait_ready, READY_S)
         prefill, decode = (

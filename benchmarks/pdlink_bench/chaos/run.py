@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from pdlink.config import WorkerConfig
+    from pdlink_bench.chaos.tamper import LinkFaults
 
 _ANSWER_S = 60.0
 _LOOK_S = 0.5
@@ -50,11 +51,11 @@ class Plan:
 
 
 async def run_local(
-    plan: Plan, prefill: WorkerConfig, decode: WorkerConfig, num_prefill: int, num_decode: int
+    plan: Plan, prefill: WorkerConfig, decode: WorkerConfig, num_prefill: int, num_decode: int, faults: LinkFaults
 ) -> report.Verdict:
     """Start a deployment, inject faults, judge it, end it. Raises ChildFailed, NoAnswers before the first fault."""
     before = ledger.segments()
-    local = LocalDeployment(prefill, decode, num_prefill, num_decode)
+    local = LocalDeployment(prefill, decode, num_prefill, num_decode, faults)
     try:
         await local.open()
         async with _session() as session:

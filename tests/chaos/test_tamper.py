@@ -9,14 +9,12 @@ from contextlib import closing
 
 import pytest
 
-from pdlink.config import ChaosConfig
 from pdlink.endpoint.channel import Channel, Received
-from pdlink.node.tamper import SlowLink, TamperedChannel, channels, slow_down
 from pdlink.protocol.deadlines import Deadlines
 from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Status
+from pdlink_bench.chaos.tamper import LinkFaults, SlowLink, TamperedChannel, channels, slow_down
+from tests.endpoint.conftest import Pair, until
 from tests.loopback import LoopbackHub, LoopbackTransport
-
-from .conftest import Pair, until
 
 WAIT_S = 10.0
 COUNT = 200
@@ -31,9 +29,9 @@ def listener() -> Iterator[tuple[Channel, str]]:
         yield channel, f"tcp://127.0.0.1:{channel.bind('127.0.0.1', 0)}"
 
 
-def delivered(listener: Channel, address: str, chaos: ChaosConfig, *, enough: int) -> list[int]:
+def delivered(listener: Channel, address: str, faults: LinkFaults, *, enough: int) -> list[int]:
     """The numbers that arrive when 0..COUNT-1 and then, surely, a last one is sent; at least `enough`."""
-    sender, run = TamperedChannel(chaos, "dialer@1"), b"%d/" % next(RUNS)
+    sender, run = TamperedChannel(faults, "dialer@1"), b"%d/" % next(RUNS)
     with closing(sender):
         sender.bind("127.0.0.1", 0)
         route = sender.dial(address)
@@ -50,7 +48,7 @@ def delivered(listener: Channel, address: str, chaos: ChaosConfig, *, enough: in
 
 
 def test_lost_frames_never_arrive_and_the_seed_says_which(listener: tuple[Channel, str]) -> None:
-    chaos = ChaosConfig(seed=5, drop=0.3)
+    chaos = LinkFaults(seed=5, drop=0.3)
     chance_of_all = int(COUNT * 0.5)
     first = delivered(*listener, chaos, enough=chance_of_all)
     second = delivered(*listener, chaos, enough=chance_of_all)
@@ -60,20 +58,20 @@ def test_lost_frames_never_arrive_and_the_seed_says_which(listener: tuple[Channe
 
 
 def test_repeated_frames_come_twice_and_nothing_is_lost(listener: tuple[Channel, str]) -> None:
-    found = delivered(*listener, ChaosConfig(seed=6, duplicate=0.5), enough=COUNT + COUNT // 4)
+    found = delivered(*listener, LinkFaults(seed=6, duplicate=0.5), enough=COUNT + COUNT // 4)
     assert set(found) == set(range(COUNT))
     assert len(found) > COUNT
     assert max(found.count(number) for number in set(found)) == 2
 
 
 def test_late_frames_keep_their_order(listener: tuple[Channel, str]) -> None:
-    assert delivered(*listener, ChaosConfig(seed=7, delay_s=0.02), enough=COUNT) == list(range(COUNT))
+    assert delivered(*listener, LinkFaults(seed=7, delay_s=0.02), enough=COUNT) == list(range(COUNT))
 
 
 def test_what_is_held_leaves_before_the_connection_is_closed(listener: tuple[Channel, str]) -> None:
     """The last word of a session, *bye*, is not lost because it was to be late."""
     channel, address = listener
-    sender = TamperedChannel(ChaosConfig(seed=8, delay_s=60.0), "dialer@1")
+    sender = TamperedChannel(LinkFaults(seed=8, delay_s=60.0), "dialer@1")
     with closing(sender):
         sender.bind("127.0.0.1", 0)
         route = sender.dial(address)
@@ -88,7 +86,7 @@ def test_what_is_held_leaves_before_the_connection_is_closed(listener: tuple[Cha
 
 def test_a_route_that_is_gone_is_told_at_the_next_frame(listener: tuple[Channel, str]) -> None:
     channel, _ = listener
-    sender = TamperedChannel(ChaosConfig(seed=9, delay_s=0.001), "dialer@1")
+    sender = TamperedChannel(LinkFaults(seed=9, delay_s=0.001), "dialer@1")
     with closing(sender):
         sender.bind("127.0.0.1", 0)
         nobody = b"nobody".hex()
@@ -100,10 +98,10 @@ def test_a_route_that_is_gone_is_told_at_the_next_frame(listener: tuple[Channel,
 
 
 def test_nothing_is_tampered_with_unless_asked_for() -> None:
-    assert not ChaosConfig().enabled
-    assert ChaosConfig(drop=0.1).enabled
-    assert ChaosConfig(duplicate=0.1).enabled
-    assert ChaosConfig(delay_s=0.1).enabled
+    assert not LinkFaults().of_frames
+    assert LinkFaults(drop=0.1).of_frames
+    assert LinkFaults(duplicate=0.1).of_frames
+    assert LinkFaults(delay_s=0.1).of_frames
 
 
 def test_whatever_is_lost_repeated_or_late_no_transfer_waits_for_its_deadline() -> None:
@@ -111,7 +109,7 @@ def test_whatever_is_lost_repeated_or_late_no_transfer_waits_for_its_deadline() 
     timeouts = Deadlines(
         heartbeat_s=0.05, peer_s=6 * WAIT_S, connect_s=0.5, lease_s=7 * WAIT_S, request_s=10 * WAIT_S
     )
-    pair = Pair(timeouts, channel=channels(ChaosConfig(seed=3, drop=0.1, duplicate=0.2, delay_s=0.005)))
+    pair = Pair(timeouts, channel=channels(LinkFaults(seed=3, drop=0.1, duplicate=0.2, delay_s=0.005)))
     outcomes = []
     for number in range(25):
         name = f"t-{number}"
@@ -170,7 +168,7 @@ def test_transfer_over_a_slow_link_is_ready_when_the_link_has_carried_it() -> No
     nbytes = 21 * 3 * 2 * 2 * 16
     """Tokens, layers, K and V, heads, bytes of a head."""
     pair = Pair()
-    slow_down(pair.prefill.endpoint.transports, ChaosConfig(link_nbytes_per_s=nbytes / 0.3))
+    slow_down(pair.prefill.endpoint.transports, LinkFaults(link_nbytes_per_s=nbytes / 0.3))
     try:
         log, handler = pair.announce("t"), pair.expect("t")
         began_s = time.monotonic()

@@ -13,6 +13,7 @@ import math
 import random
 import time
 from collections import deque
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,11 +23,13 @@ from pdlink.transport.base import BatchDone, Status
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from pdlink.config import ChaosConfig
     from pdlink.endpoint.channel import Arrival
     from pdlink.transport.base import Occurrence, Transport
 
 log = logging.getLogger(__name__)
+
+FAULTS = "LINK_FAULTS"
+"""Variable of a process that has such links: a JSON object of `LinkFaults`. (Those named PDLINK_ are settings.)"""
 
 _COPY_S = 0.05
 """A repeated frame comes up to this much later, so that others overtake it."""
@@ -35,26 +38,47 @@ _FULL_S = 0.005
 """Pause after a full queue."""
 
 
-def channels(chaos: ChaosConfig) -> Callable[[str], Channel]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFaults:
+    """What a worker sends to others is lost, repeated or late."""
+
+    seed: int = 0
+    """With the worker's name it decides which frames are hit."""
+    drop: float = 0.0
+    """Share of control frames that are lost, below 1."""
+    duplicate: float = 0.0
+    """Share of control frames that are sent twice, the second time late."""
+    delay_s: float = 0.0
+    """Most seconds a control frame is late; the order of a connection stays."""
+    link_nbytes_per_s: float = 0.0
+    """KV is reported as sent no faster than this, over each transport; 0 slows nothing."""
+
+    @property
+    def of_frames(self) -> bool:
+        """Whether anything is to happen to control frames."""
+        return bool(self.drop or self.duplicate or self.delay_s)
+
+
+def channels(faults: LinkFaults) -> Callable[[str], Channel]:
     """What `Node(channel=...)` takes: plain channels, unless something is to happen to control frames."""
-    return partial(TamperedChannel, chaos) if chaos.enabled else Channel
+    return partial(TamperedChannel, faults) if faults.of_frames else Channel
 
 
-def slow_down(transports: Iterable[Transport], chaos: ChaosConfig) -> None:
+def slow_down(transports: Iterable[Transport], faults: LinkFaults) -> None:
     """Let each transport report its batches no sooner than the configured link would have carried them."""
-    if chaos.link_nbytes_per_s:
+    if faults.link_nbytes_per_s:
         for transport in transports:
-            SlowLink(chaos.link_nbytes_per_s).carry(transport)
+            SlowLink(faults.link_nbytes_per_s).carry(transport)
 
 
 class TamperedChannel(Channel):
     """A `Channel` with seeded faults of outgoing frames. Delays keep the order of a route, copies do not."""
 
-    def __init__(self, chaos: ChaosConfig, identity: str) -> None:
+    def __init__(self, faults: LinkFaults, identity: str) -> None:
         """Every worker draws its own faults from the seed, by the name in its identity."""
         super().__init__(identity)
-        self._chaos = chaos
-        self._chance = random.Random(f"{chaos.seed}/{identity.partition('@')[0]}")
+        self._faults = faults
+        self._chance = random.Random(f"{faults.seed}/{identity.partition('@')[0]}")
         self._held: list[tuple[float, int, str, bytes]] = []
         """Heap of (due, number, route, frame)."""
         self._num_held = 0
@@ -66,13 +90,13 @@ class TamperedChannel(Channel):
     def send(self, route: str, frame: bytes) -> bool:
         if route in self._broken:
             return False
-        if self._chance.random() < self._chaos.drop:
+        if self._chance.random() < self._faults.drop:
             log.info("chaos: a frame of %d bytes on %s is lost", len(frame), route)
             return True
-        due_s = max(time.monotonic() + self._chance.random() * self._chaos.delay_s, self._last_due_s.get(route, 0.0))
-        if self._chance.random() < self._chaos.duplicate:
-            self._hold(due_s + self._chance.random() * max(_COPY_S, self._chaos.delay_s), route, frame)
-        if self._chaos.delay_s == 0.0:
+        due_s = max(time.monotonic() + self._chance.random() * self._faults.delay_s, self._last_due_s.get(route, 0.0))
+        if self._chance.random() < self._faults.duplicate:
+            self._hold(due_s + self._chance.random() * max(_COPY_S, self._faults.delay_s), route, frame)
+        if self._faults.delay_s == 0.0:
             self._flush()  # frames that found a full queue go first
             if time.monotonic() >= self._full_until_s:
                 try:
