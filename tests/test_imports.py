@@ -6,6 +6,7 @@ import ast
 import functools
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,16 @@ def test_parts_import_only_what_the_architecture_allows() -> None:
             if wrong:
                 too_much.append(f"{path.relative_to(ROOT)} imports {name}")
     assert not too_much
+
+
+def test_modules_of_the_endpoint_import_each_other_in_one_direction() -> None:
+    """Also for types. So each can be read with those below it alone."""
+    below = {
+        f"pdlink.endpoint.{path.stem}": {name for name in imports(path) if name.startswith("pdlink.endpoint.")}
+        for part, path in FILES
+        if part == "endpoint" and path.stem != "__init__"
+    }
+    TopologicalSorter(below).prepare()
 
 
 def test_every_part_has_its_rule() -> None:

@@ -24,9 +24,9 @@ from pdlink.transport.base import Status
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pdlink.endpoint.half import Common
     from pdlink.endpoint.outgoing import Outgoing
     from pdlink.endpoint.sharing import Sharing
-    from pdlink.endpoint.transfer import Common
     from pdlink.endpoint.verifying import Verifier
     from pdlink.kv.plan import Plan, Template
     from pdlink.protocol.actions import Action, Push
@@ -211,8 +211,8 @@ class DataPath:
         self._act(transfer, machine.lost(push.push_id, f"push refused: {error}"))
         assert peer is not None
         self._sessions.lose(peer, str(error))
-        for other in list(peer.outgoing.values()):  # now, or all its other pushes would fail one by one
-            self._act(other, other.machine.stop(str(error)))
+        for other in list(peer.transfers.values()):  # now, or all its other pushes would fail one by one
+            other.cancel(str(error))
 
     def _compute_checksums(self, verifier: Verifier, transfer: Outgoing, push: Push) -> None:
         """Until they are there the push counts as in flight: its blocks are read, and *done* waits for it."""

@@ -24,13 +24,13 @@ from pdlink.endpoint import liveness
 from pdlink.endpoint.blame import Blame
 from pdlink.endpoint.channel import Channel, Disconnected, Received, Refused
 from pdlink.endpoint.clock import AwakeClock, RecentMaximum
+from pdlink.endpoint.half import Common
 from pdlink.endpoint.peer import Local
 from pdlink.endpoint.receiver import Receiver
 from pdlink.endpoint.reports import Reports
 from pdlink.endpoint.sender import Sender
 from pdlink.endpoint.sessions import Fenced, Lost, Sessions
 from pdlink.endpoint.sharing import Sharing
-from pdlink.endpoint.transfer import Common
 from pdlink.endpoint.verifying import Verifier
 from pdlink.endpoint.work import Work
 from pdlink.errors import ConfigError, PdlinkError

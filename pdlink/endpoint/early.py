@@ -85,7 +85,8 @@ class EarlyInterest:
         blocks = tuple(array("q", table) for table in given)
         since_s = old.since_s if old is not None else now
         kept = replace(offer, blocks=()) if offer is not None else None
-        self._entries[transfer_id] = peer.early[transfer_id] = Early(peer, since_s, kept, blocks)
+        self._entries[transfer_id] = Early(peer, since_s, kept, blocks)
+        peer.early[transfer_id] = None
         peer.early_nbytes += added
         self.nbytes += added
         return ""

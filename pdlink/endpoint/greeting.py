@@ -16,7 +16,7 @@ message shows by silence: the session ends after `connect_s`.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pdlink.endpoint.channel import Refused
 from pdlink.endpoint.peer import Peer, PeerState
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from pdlink.endpoint.clock import Clock
     from pdlink.endpoint.known import KnownPeers
     from pdlink.endpoint.peer import Local
-    from pdlink.endpoint.sessions import Sessions
     from pdlink.protocol.messages import Envelope, Identity
     from pdlink.transport.base import Transport
 
@@ -44,12 +43,27 @@ MAX_HANDSHAKES = 1_000
 """Accepted connections in the handshake; further ones are dropped and must try again."""
 
 
+class Calls(Protocol):
+    """What a greeter asks of `Sessions`, which says what each does."""
+
+    @property
+    def by_route(self) -> dict[str, Peer]: ...
+    @property
+    def closing(self) -> Mapping[str, Peer]: ...
+    def next_number(self) -> int: ...
+    def answers(self, peer: Peer) -> bool: ...
+    def post(self, peer: Peer, *bodies: messages.Body) -> None: ...
+    def become_ready(self, peer: Peer) -> None: ...
+    def shut(self, peer: Peer) -> None: ...
+    def lose(self, peer: Peer, reason: str) -> None: ...
+
+
 class Greeter:
     """Answers handshake messages for one endpoint."""
 
     def __init__(
         self,
-        sessions: Sessions,
+        sessions: Calls,
         known: KnownPeers,
         local: Local,
         clock: Clock,

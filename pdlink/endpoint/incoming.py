@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pdlink.endpoint.signals import Signal, call_all
-from pdlink.endpoint.transfer import Transfer
+from pdlink.endpoint.transfer import Port, Transfer
 from pdlink.errors import InvalidRequest
 from pdlink.kv.sources import TokenRange
 from pdlink.protocol.receiving import Receiving
@@ -16,9 +16,16 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     from pdlink.endpoint.peer import Peer
-    from pdlink.endpoint.receiver import Receiver
     from pdlink.kv.groups import AnyTables, Tables
+    from pdlink.protocol.actions import Action
     from pdlink.protocol.messages import Verify
+
+
+class ReceiverPort(Port, Protocol):
+    """`Receiver`, which says what each does."""
+
+    def expect(self, transfer: Incoming, address: str) -> None: ...
+    def act(self, transfer: Incoming, actions: Sequence[Action]) -> None: ...
 
 
 class Incoming(Transfer):
@@ -48,7 +55,7 @@ class Incoming(Transfer):
     """Set when all offered tokens of a layer are here, or never will be; made when somebody waits."""
 
     def __init__(
-        self, receiver: Receiver, transfer_id: str, peer: str, *, verify: Verify = "off", by_layer: bool = True
+        self, receiver: ReceiverPort, transfer_id: str, peer: str, *, verify: Verify = "off", by_layer: bool = True
     ) -> None:
         """Raises InvalidRequest for a used id, TransferFailed if the transfer was stopped already or its peer is in
         back-off."""

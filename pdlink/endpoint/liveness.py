@@ -37,7 +37,7 @@ def idle_for_s(peer: Peer, awake_s: float) -> float:
     flight any more. `Sessions.at` is called under the same lock as this, so no request finds a session that is about
     to end: it has the old one, with its transfer in it, or opens another.
     """
-    if not peer.dialed or peer.incoming or peer.outbox or peer.queued:
+    if not peer.dialed or peer.transfers or peer.outbox or peer.queued:
         peer.idle_since_s = None
     elif peer.idle_since_s is None:
         peer.idle_since_s = awake_s

@@ -6,25 +6,35 @@ the transport has room. It never waits for a peer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pdlink.endpoint.signals import Signal
-from pdlink.endpoint.transfer import Transfer
+from pdlink.endpoint.transfer import Port, Transfer
 from pdlink.events import LayerWritten, emit, listeners
 from pdlink.protocol.sending import Sending
 from pdlink.protocol.states import SENDER_ENDS
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
     from types import TracebackType
 
     from pdlink.endpoint.order import Backlog
     from pdlink.endpoint.peer import Peer
-    from pdlink.endpoint.sender import Sender
     from pdlink.kv.groups import AnyTables
     from pdlink.kv.plan import Plan
+    from pdlink.protocol.actions import Action
     from pdlink.protocol.leases import Lease
     from pdlink.protocol.messages import Checksum
+
+
+class SenderPort(Port, Protocol):
+    """`Sender`, which says what each does."""
+
+    @property
+    def cut_at_nbytes(self) -> int: ...
+    def announce(self, transfer: Outgoing) -> None: ...
+    def act(self, transfer: Outgoing, actions: Sequence[Action]) -> None: ...
+    def wait_idle(self, transfer: Outgoing, timeout_s: float) -> bool: ...
 
 
 class Outgoing(Transfer):
@@ -60,7 +70,7 @@ class Outgoing(Transfer):
     _failure = "its KV was not sent"
     _finished = False
 
-    def __init__(self, sender: Sender, transfer_id: str) -> None:
+    def __init__(self, sender: SenderPort, transfer_id: str) -> None:
         """Raises InvalidRequest for a used id, TransferFailed if the transfer was stopped already."""
         super().__init__(sender, transfer_id)
         self.accepted = Signal()

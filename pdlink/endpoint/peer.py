@@ -12,10 +12,8 @@ from pdlink.protocol.messages import Bye, Refuse
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdlink.endpoint.early import Early
-    from pdlink.endpoint.incoming import Incoming
     from pdlink.endpoint.order import Flow
-    from pdlink.endpoint.outgoing import Outgoing
+    from pdlink.endpoint.transfer import Transfer
     from pdlink.kv.plan import Template
     from pdlink.protocol.auth import Credentials
     from pdlink.protocol.messages import Body, Envelope, Identity
@@ -98,12 +96,10 @@ class Peer:
     """Frames taken in this session; the number that their next one must have."""
     flow: Flow[Any] | None = None
     """Its place in the order of the transport; only on the sending side, from the first push on."""
-    outgoing: dict[str, Outgoing] = field(default_factory=dict)
-    """Live transfers to it, by id."""
-    incoming: dict[str, Incoming] = field(default_factory=dict)
-    """Live transfers from it, by id."""
-    early: dict[str, Early] = field(default_factory=dict)
-    """Its interest in transfers whose request has not come here yet, by id."""
+    transfers: dict[str, Transfer] = field(default_factory=dict)
+    """Live ones by id: from it if we dialed, else to it."""
+    early: dict[str, None] = field(default_factory=dict)
+    """Ids of transfers that it has shown interest in and whose request has not come here yet."""
     early_nbytes: int = 0
 
     def introduce(self, name: str, epoch: str, identity: Identity) -> None:

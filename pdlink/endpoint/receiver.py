@@ -7,9 +7,9 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
+from pdlink.endpoint.half import Half
 from pdlink.endpoint.incoming import Incoming
 from pdlink.endpoint.live import LiveTransfer
-from pdlink.endpoint.transfer import Half
 from pdlink.errors import TransportFailure
 from pdlink.events import MessageDropped, TransferEnded, emit, listeners
 from pdlink.logs import about
@@ -20,8 +20,8 @@ from pdlink.protocol.states import ReceiverState
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdlink.endpoint.half import Common
     from pdlink.endpoint.peer import Peer
-    from pdlink.endpoint.transfer import Common
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Receiver(Half[Incoming]):
             self._check_unused(transfer_id)
             transfer.peer = self._sessions.at(address)
             transfer.deadline_s = self.clock.awake_s() + self.timeouts.request_s
-            self._transfers[transfer_id] = transfer.peer.incoming[transfer_id] = transfer
+            self._transfers[transfer_id] = transfer.peer.transfers[transfer_id] = transfer
             self.live.add(transfer)
             self._sessions.send(transfer.peer, messages.Expect(transfer_id))
 
@@ -100,8 +100,8 @@ class Receiver(Half[Incoming]):
 
     def on_message(self, peer: Peer, body: messages.OfTransfer) -> None:
         """A sender's message about a transfer."""
-        transfer = peer.incoming.get(body.transfer_id)
-        if transfer is None:
+        transfer = self._transfers.get(body.transfer_id)
+        if transfer is None or transfer.peer is not peer:
             over = self._ended.get(body.transfer_id) is not None
             if not (over and isinstance(body, messages.Quiet | messages.Stop)):
                 emit(MessageDropped(reason="unknown_transfer"))
@@ -122,12 +122,12 @@ class Receiver(Half[Incoming]):
     def on_peer_lost(self, peer: Peer, reason: str) -> None:
         """The session is over: its requests fall back now, their blocks are quarantined until the fence."""
         reason = reason if reason.startswith("refused: ") else f"peer_lost: {reason}"
-        for transfer in list(peer.incoming.values()):
+        for transfer in self._of(peer):
             self.act(transfer, transfer.machine.stopped(reason, self.clock.awake_s()))
 
     def on_fenced(self, peer: Peer) -> None:
         """The peer cannot reach our pages any more."""
-        for transfer in list(peer.incoming.values()):
+        for transfer in self._of(peer):
             self.act(transfer, transfer.machine.fenced("peer_lost", self.clock.awake_s()))
         for transfer in self._unclosed.pop(peer, ()):
             self._work.defer(transfer.on_end)
@@ -181,7 +181,7 @@ class Receiver(Half[Incoming]):
 
     def _end(self, transfer: Incoming, reason: str) -> None:
         machine, peer = transfer.machine, transfer.peer
-        del self._transfers[machine.transfer_id], peer.incoming[machine.transfer_id]
+        del self._transfers[machine.transfer_id], peer.transfers[machine.transfer_id]
         self._ended.add(machine.transfer_id, reason, peer.name or peer.address)
         if machine.offered is not None and peer.transport is not None:
             try:

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from pdlink.endpoint.data_path import DataPath
 from pdlink.endpoint.early import EarlyInterest
+from pdlink.endpoint.half import Half
 from pdlink.endpoint.live import LiveTransfer
 from pdlink.endpoint.outgoing import Outgoing
-from pdlink.endpoint.transfer import Half
 from pdlink.events import MessageDropped, TransferEnded, emit, listeners
 from pdlink.protocol import messages
 from pdlink.protocol.actions import Action, End, Fail, Push, Send
@@ -25,9 +25,9 @@ from pdlink.protocol.states import SenderState
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pdlink.endpoint.half import Common
     from pdlink.endpoint.peer import Peer
     from pdlink.endpoint.sharing import Sharing
-    from pdlink.endpoint.transfer import Common
 
 _MAX_ATTEMPTS = 10_000
 """Attempts remembered by `complete`; the oldest are forgotten first."""
@@ -154,8 +154,8 @@ class Sender(Half[Outgoing]):
             case messages.Offer(transfer_id=transfer_id):
                 self._on_interest(peer, transfer_id, body)
             case messages.Ack(transfer_id=transfer_id):
-                transfer = peer.outgoing.get(transfer_id)
-                if transfer is not None:
+                transfer = self._transfers.get(transfer_id)
+                if transfer is not None and transfer.peer is peer:
                     self.act(transfer, transfer.machine.ack())
                 else:
                     emit(MessageDropped(reason="unknown_transfer"))
@@ -166,7 +166,7 @@ class Sender(Half[Outgoing]):
 
     def on_peer_lost(self, peer: Peer, reason: str) -> None:
         """The session is over: stop its transfers; those with pushes in flight wait for the fence."""
-        for transfer in list(peer.outgoing.values()):
+        for transfer in self._of(peer):
             self.act(transfer, transfer.machine.stop(reason))
         for transfer_id in list(peer.early):
             self._end_early(transfer_id, reason)
@@ -174,7 +174,7 @@ class Sender(Half[Outgoing]):
     def on_fenced(self, peer: Peer) -> None:
         """The data connection is closed; nothing is in flight to this peer."""
         self.data_path.notify()
-        for transfer in list(peer.outgoing.values()):
+        for transfer in self._of(peer):
             self.act(transfer, transfer.machine.fenced())
 
     def give_up(self, reason: str) -> None:
@@ -224,7 +224,7 @@ class Sender(Half[Outgoing]):
         machine = transfer.machine
         if transfer.peer is None:
             transfer.peer = peer
-            peer.outgoing[machine.transfer_id] = transfer
+            peer.transfers[machine.transfer_id] = transfer
             transfer.lease.hold(self.timeouts.lease_s, self.clock.awake_s())
             self._work.defer(transfer.accepted.set)
         elif transfer.peer is not peer:
@@ -236,8 +236,8 @@ class Sender(Half[Outgoing]):
 
     def _on_stop(self, peer: Peer, transfer_id: str, reason: str) -> None:
         """A receiver ends a transfer. Always answer *quiet*, also for an unknown id, or it fences us."""
-        transfer, early = peer.outgoing.get(transfer_id), self._early.get(transfer_id)
-        if transfer is not None:
+        transfer, early = self._transfers.get(transfer_id), self._early.get(transfer_id)
+        if transfer is not None and transfer.peer is peer:
             self.act(transfer, transfer.machine.stop(reason))
             return
         unknown = transfer_id not in self._transfers and self._ended.get(transfer_id) is None
@@ -299,7 +299,7 @@ class Sender(Half[Outgoing]):
         machine, peer = transfer.machine, transfer.peer
         del self._transfers[transfer.transfer_id]
         if peer is not None:
-            del peer.outgoing[transfer.transfer_id]
+            del peer.transfers[transfer.transfer_id]
         self._ended.add(transfer.transfer_id, reason, peer.name if peer else "")
         if listeners:
             emit(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pdlink.endpoint.channel import QueueFull
 from pdlink.endpoint.greeting import Greeter
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from pdlink.endpoint.channel import Channel, Disconnected, Received
     from pdlink.endpoint.clock import Clock
     from pdlink.endpoint.peer import Local
-    from pdlink.endpoint.receiver import Receiver
-    from pdlink.endpoint.sender import Sender
     from pdlink.endpoint.work import Work
     from pdlink.protocol.messages import Body, Envelope
     from pdlink.transport.base import Transport
@@ -66,6 +64,12 @@ class Fenced(NamedTuple):
     peer: Peer
 
 
+class TakesMessages(Protocol):
+    """The half of the endpoint that a session belongs to: the receiving one if we dialed, else the sending one."""
+
+    def on_message(self, peer: Peer, body: messages.OfTransfer) -> None: ...
+
+
 class Sessions:
     """Used under the endpoint's lock; everything that touches the channel, in its thread."""
 
@@ -82,9 +86,9 @@ class Sessions:
         self._channel = channel
         self.known = KnownPeers(local.name, clock.now_s)
         self.greeter = Greeter(self, self.known, local, clock, transports, require_lane)
-        self.sender: Sender
-        self.receiver: Receiver
-        """Take the messages about transfers; set before the first session."""
+        self.sender: TakesMessages
+        self.receiver: TakesMessages
+        """Set before the first session."""
         self.refuses = ""
         """Why no session is dialed any more; empty while sessions are."""
         self.ended: deque[Lost | Fenced] = deque()

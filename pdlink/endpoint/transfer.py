@@ -1,64 +1,38 @@
-"""`Transfer`: one end of one transfer. `Half`: all that a worker sends, or receives."""
+"""`Transfer`: one end of one transfer, and the `Port` by which it reaches its endpoint."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from pdlink.endpoint.ended import Ended
 from pdlink.endpoint.signals import Signal
-from pdlink.errors import DeadlineExceeded, InvalidRequest, TransferFailed
+from pdlink.errors import DeadlineExceeded, TransferFailed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
     from pdlink.endpoint.clock import Clock
-    from pdlink.endpoint.sessions import Sessions
-    from pdlink.endpoint.verifying import Verifier
-    from pdlink.endpoint.work import Work
     from pdlink.kv.groups import KVGroups, Tables
     from pdlink.memory.blocks import BlockPool
     from pdlink.protocol.deadlines import Deadlines
 
-AnyTransfer = TypeVar("AnyTransfer", bound="Transfer")
 
+class Port(Protocol):
+    """What one end of a transfer knows of the half of its endpoint, `Sender` or `Receiver`."""
 
-@dataclass(frozen=True, slots=True)
-class Common:
-    """What both halves of an endpoint work with."""
-
-    groups: KVGroups
-    work: Work
-    clock: Clock
-    sessions: Sessions
-    verifier: Verifier | None
-    timeouts: Deadlines
-    pool: BlockPool | None
-    """Counts the blocks of transfers; None leaves that to the caller."""
-
-
-class Half(Generic[AnyTransfer]):
-    """What the two halves of an endpoint, `Sender` and `Receiver`, have in common."""
-
-    def __init__(self, common: Common) -> None:
-        self.groups, self.pool, self.clock, self.lock = common.groups, common.pool, common.clock, common.work.lock
-        self.timeouts = common.timeouts
-        self.live: set[AnyTransfer] = set()
-        """Transfers that are not `released`."""
-        self._work, self._sessions, self._verifier = common.work, common.sessions, common.verifier
-        self._transfers: dict[str, AnyTransfer] = {}
-        """Transfers whose machine has not ended, by id."""
-        self._ended = Ended()
-
-    def _check_unused(self, transfer_id: str) -> None:
-        """Raises TransferFailed if the other side, or the end of its session, has stopped this transfer before its
-        request came here; InvalidRequest if the id was used before."""
-        reason = self._ended.get(transfer_id)
-        if reason:
-            raise TransferFailed(f"transfer {transfer_id} was stopped before it began: {reason}", reason)
-        if reason is not None or transfer_id in self._transfers:
-            raise InvalidRequest(f"transfer_id {transfer_id!r} was used before; every attempt needs a new one")
+    @property
+    def lock(self) -> AbstractContextManager[object]: ...
+    @property
+    def groups(self) -> KVGroups: ...
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def timeouts(self) -> Deadlines: ...
+    @property
+    def pool(self) -> BlockPool | None: ...
+    @property
+    def live(self) -> set[Any]: ...
 
 
 class Transfer:
@@ -80,10 +54,10 @@ class Transfer:
     _held: Sequence[int] = ()
     """Blocks that the pool counts for it."""
 
-    def __init__(self, half: Half[Any], transfer_id: str) -> None:
+    def __init__(self, port: Port, transfer_id: str) -> None:
         self.transfer_id = transfer_id
         self.done, self.released = Signal(), Signal()
-        self._half = half
+        self._port = port
 
     def cancel(self, reason: str = "aborted") -> None:
         """End the transfer; the other side is told `reason`. Nothing happens if it is done already."""
@@ -100,24 +74,24 @@ class Transfer:
     def on_end(self) -> None:
         """Nothing touches the blocks any more. Exactly once."""
         self._let_go()
-        self._half.live.discard(self)
+        self._port.live.discard(self)
         self.released.set()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _hold(self, blocks: Tables) -> None:
         """Take a reference to each of the blocks, until `on_end`."""
-        if self._half.pool is not None:
+        if self._port.pool is not None:
             for table in blocks:
-                self._half.pool.share(table)
+                self._port.pool.share(table)
                 self._held = (*self._held, *table)
 
     def _let_go(self) -> None:
         """Give the references back. Two threads may be about to: a transfer ends while its blocks are withdrawn."""
-        with self._half.lock:
+        with self._port.lock:
             held, self._held = self._held, ()
-        if held and self._half.pool is not None:
-            self._half.pool.give_back(held)
+        if held and self._port.pool is not None:
+            self._port.pool.give_back(held)
 
     def _wait(self, signal: Signal, timeout_s: float | None, what: str) -> None:
         """Raises `error`, if there is one, and DeadlineExceeded after `timeout_s`."""

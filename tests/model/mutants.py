@@ -199,7 +199,7 @@ def _take_it_again(right: Any) -> Callable[..., Any]:
         self._ended._forget(transfer.transfer_id)
         old = self._transfers.pop(transfer.transfer_id, None)
         if old is not None and old.peer is not None:
-            del old.peer.outgoing[transfer.transfer_id]
+            del old.peer.transfers[transfer.transfer_id]
         right(self, transfer)
 
     return announce
@@ -225,7 +225,7 @@ def _hold_given_back_too(right: Any) -> Callable[..., Any]:
         right(self, *args)
         if transfer is not None:
             held, transfer._held = transfer._held, []
-            transfer._half.pool.give_back(held)
+            transfer._port.pool.give_back(held)
 
     return method
 
