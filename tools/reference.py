@@ -99,11 +99,17 @@ def _sections(title: str, kind: type[BaseModel]) -> dict[str, dict[str, FieldInf
 
 
 def _type(field: FieldInfo) -> str:
-    limits = []
-    for each in field.metadata:
-        for name, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤")):
-            if (limit := getattr(each, name, None)) is not None:
-                limits.append(f"{sign} {limit:g}")
+    found = {
+        name: limit
+        for each in field.metadata
+        for name in ("gt", "ge", "lt", "le")
+        if (limit := getattr(each, name, None)) is not None
+    }
+    if {"ge", "le"} <= found.keys():
+        limits = [f"{found['ge']:g} to {found['le']:g}"]
+    else:
+        signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+        limits = [f"{signs[name]} {limit:g}" for name, limit in found.items()]
     return _cell(", ".join([_named(field.annotation), *limits]))
 
 
@@ -345,19 +351,22 @@ def metrics() -> str:
     for process, registry in processes.items():
         for metric in registry.metrics:
             found.setdefault(metric.name, (metric, []))[1].append(process)
-    parts: dict[str, list[str]] = {title: [] for title in _PARTS}
+    parts: dict[str, list[tuple[Metric, list[str]]]] = {title: [] for title in _PARTS}
     for name, (metric, named) in sorted(found.items()):
         fits = [title for title, begins in _PARTS.items() if name.startswith(begins)]
         title = fits[-1] if name.startswith(("process_", "pdlink_build")) else fits[0]
-        labels = "; ".join(
-            f"`{label}`" + (f": {', '.join(values)}" if values else "") for label, values in metric.known.items()
-        )
-        parts[title].append(
-            f"| `{name}` | {metric.kind} of {', '.join(named)} | {_cell(labels)} | {_cell(metric.text)} |"
-        )
+        parts[title].append((metric, named))
     lines = []
     for title, rows in parts.items():
-        lines += ["", f"### {title}", "", "| name | what it is | labels | meaning |", "|---|---|---|---|", *rows]
+        same = all(named == rows[0][1] for _, named in rows)
+        lines += ["", f"### {title}", *(["", f"Of {', '.join(rows[0][1])}."] if same and len(rows[0][1]) > 1 else [])]
+        lines += ["", "| name | what it is | labels | meaning |", "|---|---|---|---|"]
+        for metric, named in rows:
+            kind = metric.kind if same else f"{metric.kind} of {', '.join(named)}"
+            labels = "; ".join(
+                f"`{label}`" + (f": {', '.join(values)}" if values else "") for label, values in metric.known.items()
+            )
+            lines.append(f"| `{metric.name}` | {kind} | {_cell(labels)} | {_cell(metric.text)} |")
     return _within("docs/monitoring.md", lines[1:])
 
 
