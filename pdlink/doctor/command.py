@@ -126,7 +126,9 @@ def _deployment(
                 probes[index] = dict(deployment.faster(probes[index], again))
     for probe in probes:
         probe["gb_per_s"] = speed_of(probe)
-    findings += deployment.of_pairs(probes)
+    measured = deployment.of_pairs(probes)
+    told = {each.about for each in measured}
+    findings = [each for each in findings if each.about not in told] + measured  # a probe says more of a misfit
     with contextlib.suppress(CannotFetch, KeyError):  # the page is off
         findings += deployment.of_requests(_fetched(url, "/pdlink/state", headers)["errors"])
     return findings, probes, len(wanted) - len(probes)

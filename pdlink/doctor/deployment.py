@@ -130,7 +130,7 @@ def _misfits(
     for each in mismatched:
         text = f"they do not fit together, {each['factor']} differs"
         if each["stranded"]:
-            text += f"; the {each['stranded']} workers of their kind fit nobody, so decode computes their prompts"
+            text += f"; such {each['stranded']} workers fit nobody, and decode computes every prompt again"
         level: Literal["bad", "warn"] = "bad" if each["stranded"] else "warn"
         about = f"{each['prefill']} → {each['decode']}"
         found.append(Finding(level, about, text, _FACTORS.get(each["factor"], _SAME_MODEL)))
@@ -228,13 +228,17 @@ def of_requests(errors: Sequence[Mapping[str, Any]]) -> list[Finding]:
             refused, _, factor = cause.partition(":")
             unknown = _FACTORS.get(factor, _SAME_MODEL) if refused == "refused" else f"`pdlink explain {newest}`"
             remedy = RECOMPUTED.get(cause, unknown)
-            text = f"{each['count']} requests computed their prompt on decode: {reasons.in_words(cause)}"
+            text = f"{_requests(each['count'])} computed their prompt on decode: {reasons.in_words(cause)}"
             if cause not in _BY_CHOICE:
                 found.append(Finding("warn", "requests", text, remedy))
         elif cause in ("failed", "broken"):
-            text = f"{each['count']} requests ended as {cause} in the last five minutes"
+            text = f"{_requests(each['count'])} ended as {cause} in the last five minutes"
             found.append(Finding("bad", "requests", text, f"`pdlink explain {newest}`"))
     return found
+
+
+def _requests(count: int) -> str:
+    return f"{count} request" if count == 1 else f"{count} requests"
 
 
 _BY_CHOICE = frozenset({"prompt_only_decode", "short_prompt", "cached_prompt", "decode_idle"})

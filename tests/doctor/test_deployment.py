@@ -132,3 +132,23 @@ def test_a_pair_that_looks_slow_is_measured_again_before_it_is_told_of(monkeypat
     assert asked.count("decode-1") == 2
     assert asked.count("decode-2") == 1 + command._TIMES_AGAIN
     assert [round(each["gb_per_s"], 2) for each in pairs] == [1.0, 1.0, 0.01, 1.0, 1.0]
+
+
+def test_a_misfit_that_a_probe_has_found_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = probe("decode-0", kv="recomputed;reason=refused:dtype", nbytes=0, moving_s=0.0, factor="dtype")
+    mismatched = {"factor": "model, revision or content", "prefill": "prefill-0", "decode": "decode-0"}
+
+    def answered(_url: str, path: str, _headers: object, body: Any = None) -> Any:
+        if path == "/health":
+            return {
+                "prefill": [worker("prefill-0", "http://10.0.0.1:1")],
+                "decode": [worker("decode-0", "http://10.0.0.2:1")],
+                "mismatched": [{**mismatched, "stranded": "prefill"}],
+            }
+        if path != "/pdlink/probe":
+            return {"errors": []}
+        return {**refused, "local": "a", "remote": "b", "exposed_s": 0.0, "took_s": 1.0}
+
+    monkeypatch.setattr(command, "_fetched", answered)
+    findings, _, _ = command._deployment("http://proxy", None, 512, 16)
+    assert [(each.about, "dtype differs" in each.text) for each in findings] == [("prefill-0 → decode-0", True)]
