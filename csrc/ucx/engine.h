@@ -91,6 +91,7 @@ class Engine final : public pdlink::Engine<Engine, Peer, Batch> {
     std::shared_ptr<Context> open_context();
     bool progress(ucp_worker_h worker);
     void record(Peer& peer, Lock& lock);
+    void find_awake();
     bool arm(ucp_worker_h worker) { return context_->ucx().ucp_worker_arm(worker) == UCS_OK; }
 
     // Shared with the Incomings that callers are making.
@@ -103,7 +104,7 @@ class Engine final : public pdlink::Engine<Engine, Peer, Batch> {
     // The thread's own.
     std::vector<ucp_mem_h> known_memory_;
     std::uintptr_t current_cuda_context_ = 0;
-    std::vector<ucp_worker_h> awake_;                 // of this round
+    std::vector<Peer*> awake_;                        // invited peers whose workers are not armed
     std::vector<Peer*> turn_;                         // connected peers of this round
     std::vector<std::unique_ptr<Outgoing>> leaving_;  // of peers that are gone; UCX may still refer to them
     bool worked_ = false;                             // something was done since the last sleep

@@ -32,28 +32,33 @@ bool Engine::progress(ucp_worker_h worker) {
     return true;
 }
 
+void Engine::find_awake() {
+    awake_.clear();
+    for (auto& [name, peer] : peers_)
+        if (peer->awake && peer->incoming->worker()) awake_.push_back(peer.get());
+}
+
 bool Engine::round(Lock& lock) {
     const bool all = now_s() >= look_at_all_s_;
     if (all) {
         look_at_all_s_ = now_s() + kNet_s;
         fruitless_wakeups_ = 0;
     }
-    awake_.clear();
     turn_.clear();
     for (auto& [name, peer] : peers_) {
         peer->awake |= all && peer->incoming;
-        if (peer->awake && peer->incoming->worker()) awake_.push_back(peer->incoming->worker());
         if (!peer->outgoing) continue;
         peer->outgoing->take(peer->batches);
         turn_.push_back(peer.get());
     }
+    find_awake();
     if (known_memory_.size() != memory_.size()) known_memory_ = memory_;
     const std::uintptr_t cuda_context = cuda_context_;
 
     lock.unlock();
     if (cuda_context != std::exchange(current_cuda_context_, cuda_context)) cuda::make_current(cuda_context);
     bool more = progress(writing_);
-    for (const ucp_worker_h worker : awake_) more |= progress(worker);
+    for (const Peer* peer : awake_) more |= progress(peer->incoming->worker());
     bool one_ended = false;
     for (Peer* peer : turn_) {
         const bool ended = peer->outgoing->ended();
@@ -138,12 +143,14 @@ bool Engine::may_wait(Lock& lock) {
         ::poll(&bell, 1, kFruitlessPause_ms);
         lock.lock();
     }
-    if (std::exchange(left_, false) || !arm(writing_)) return false;
-    for (auto& [name, peer] : peers_) {
-        if (!peer->awake || !peer->incoming->worker()) continue;
-        if (!arm(peer->incoming->worker())) return false;
-        peer->awake = false;
-    }
+    if (std::exchange(left_, false)) return false;
+    find_awake();
+    lock.unlock();
+    bool armed = arm(writing_);
+    for (const Peer* peer : awake_) armed = armed && arm(peer->incoming->worker());
+    lock.lock();
+    if (!armed) return false;
+    for (Peer* peer : awake_) peer->awake = false;
     look_by(look_at_all_s_);
     return true;
 }
