@@ -72,7 +72,8 @@ class Engine:
 
         regions: base address, nbytes and packed key of each. pid and born: process to watch, 0 if it cannot be seen
         from here. gate: as `invite` says; None if only sockets or another host are involved.
-        Raises PeerUnusable if the process has ended, the gate cannot be opened or UCX refuses.
+        Raises NameTaken, and PeerUnusable if the process has ended or the gate cannot be opened. If UCX refuses the
+        address or a key, the peer is reported as failed.
         """
 
     def submit(

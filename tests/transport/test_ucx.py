@@ -139,6 +139,21 @@ def test_an_invitation_that_cannot_work_is_refused_with_the_reason(
 
 
 @needs_ucx
+def test_a_key_that_ucx_refuses_fails_its_peer_and_nobody_else(make_side: MakeSide) -> None:
+    """UCX looks at it in its own thread; `connect` has returned by then."""
+    writer, owner = make_side("tcp"), make_side("tcp")
+    invitation = owner.transport.invite("writer")
+    region = ucx._unpack(invitation).regions[0]
+    foreign = ucx._Region(region.base, region.nbytes, b"\xff\xff" + region.rkey[2:])
+    writer.transport.connect("owner", changed(invitation, regions=[foreign]))
+    assert "cannot connect" in writer.wait_failed("owner")
+    writer.close_peer("owner")
+    writer.wait_closed("owner")
+    writer.transport.connect("owner again", invitation)
+    assert writer.wait_batch(writer.submit_block("owner again", 0, 100)) == "ok"
+
+
+@needs_ucx
 @pytest.mark.parametrize("tls", TLS)
 def test_a_peer_in_another_pid_namespace_is_reached_by_sockets_only(make_side: MakeSide, tls: str) -> None:
     """Its memory could be written directly, but it could not shut its gate: that one cannot be opened from here."""
