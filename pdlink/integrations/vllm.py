@@ -128,7 +128,7 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         request_id, identity, given = request.request_id, versions.identity(request), Embeddings.of(request)
         if params:
             words = [*identity.words, *(given.words if given is not None else ())]
-            if self._book.arrived(request_id, params, versions.prompt_of(request), words):
+            if self._book.arrived(request_id, params, versions.prompt_of(request), words, identity.adapter):
                 versions.leave_last_token(request)
         if store is not None:
             if given is not None:

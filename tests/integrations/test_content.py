@@ -22,7 +22,7 @@ def config(model: object, *, load_format: str = "auto", tokenizer: object = None
 
 
 def request(name: str, path: object) -> Any:
-    lora = SimpleNamespace(lora_name=name, lora_path=str(path))
+    lora = SimpleNamespace(lora_name=name, lora_int_id=1, lora_path=str(path))
     return SimpleNamespace(lora_request=lora, cache_salt=None, mm_features=None)
 
 

@@ -212,7 +212,7 @@ def test_a_rank_knows_its_heads(rank: int, ranks: int, mine: int, heads: range) 
 
 def test_the_kv_of_a_prompt_depends_on_lora_salt_and_media() -> None:
     request = SimpleNamespace(
-        lora_request=SimpleNamespace(lora_name="l"),
+        lora_request=SimpleNamespace(lora_name="l", lora_int_id=1),
         cache_salt="s",
         mm_features=[SimpleNamespace(identifier="i", mm_position=SimpleNamespace(offset=3))],
     )

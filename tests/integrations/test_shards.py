@@ -15,6 +15,7 @@ from pdlink.integrations.vllm_parts.worker import WorkerHalf
 from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.memory.buffers import Buffer
 from tests.endpoint.conftest import TIMEOUTS, WAIT_S, Node
+from tests.integrations.vllm_engine import NO_ADAPTERS
 from tests.loopback import LoopbackHub
 
 PROMPT = list(range(30))
@@ -58,7 +59,9 @@ def test_a_rank_with_several_shards_feeds_as_many_ranks(num_heads: int, shards: 
     news = threading.Event()
     parts = [CacheGroups.of([cache.shard(shard, shards)], whole.num_blocks) for shard in range(shards)]
     mine = [(shard, node.node, part) for shard, (node, part) in enumerate(zip(nodes, parts, strict=True))]
-    ranks = WorkerHalf(mine, CacheGroups.of([cache], whole.num_blocks), preemption_s=5.0, news=news)
+    ranks = WorkerHalf(
+        mine, CacheGroups.of([cache], whole.num_blocks), preemption_s=5.0, news=news, adapters=NO_ADAPTERS
+    )
     book = RequestBook(sends=True, receives=False, shares_prefixes=False)
     theirs = RequestBook(sends=False, receives=True, shares_prefixes=False)
     book.arrived("p", {"transfer_id": "a", "leg": "prefill"}, PROMPT)
@@ -94,7 +97,7 @@ def test_a_rank_with_several_shards_feeds_as_many_ranks(num_heads: int, shards: 
 
 def half_of(node: Node, shard: int, planes: dict[str, tuple[int, ...]], news: threading.Event) -> WorkerHalf:
     cache = CacheGroups.of([CacheLayout(node.layout, planes)], node.layout.num_blocks)
-    return WorkerHalf([(shard, node.node, cache)], cache, preemption_s=5.0, news=news)
+    return WorkerHalf([(shard, node.node, cache)], cache, preemption_s=5.0, news=news, adapters=NO_ADAPTERS)
 
 
 def vector(node: Node, blocks: list[int], layer: int, token: int) -> list[bytes]:
@@ -129,7 +132,7 @@ def test_a_rank_with_all_layers_and_two_stages_serve_each_other(one_prefills: bo
     news = threading.Event()
     groups = [CacheGroups.of([part], 32) for part in parts]
     mine = [(stage, node.node, part) for stage, (node, part) in enumerate(zip(whole, groups, strict=True))]
-    one = WorkerHalf(mine, CacheGroups.of([cache], 32), preemption_s=5.0, news=news)
+    one = WorkerHalf(mine, CacheGroups.of([cache], 32), preemption_s=5.0, news=news, adapters=NO_ADAPTERS)
     stages = [
         half_of(node, stage, {name: (index,) for index, name in enumerate(names)}, news)
         for stage, (node, names) in enumerate(zip(staged, STAGES, strict=True))

@@ -33,6 +33,7 @@ from pdlink.store.policies.registry import make_policy
 from pdlink.store.source import StoreSource
 from pdlink.store.store import Store
 from pdlink.store.tiers.base import Tier
+from tests.integrations.vllm_engine import NO_ADAPTERS
 from tests.store.stubs import StubTier
 
 if TYPE_CHECKING:
@@ -130,8 +131,10 @@ class Server:
         planes: dict[str, tuple[int, ...]] = {name: (at,) for at, name in enumerate(sum(NAMES, []))}
         cache = CacheGroups(KVGroups(tuple(described)), planes, (1, 1, 1))
         news = threading.Event()
-        self.half = StoreHalf(self.source, cache, news=news, load_if_faster=False, copies_s=copies_s)
-        self.steps = Steps(news, WorkerHalf([], cache, preemption_s=5.0, news=news), self.half)
+        self.half = StoreHalf(
+            self.source, cache, news=news, adapters=NO_ADAPTERS, load_if_faster=False, copies_s=copies_s
+        )
+        self.steps = Steps(news, WorkerHalf([], cache, preemption_s=5.0, news=news, adapters=NO_ADAPTERS), self.half)
         self.store_book = StoreBook(CHUNK, keeps_all=False)
         self.book = RequestBook(
             sends=True, receives=True, shares_prefixes=False, keeps_all=False, store=self.store_book

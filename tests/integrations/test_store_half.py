@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pdlink.integrations.vllm_parts.adapters import LoadedAdapters
 from pdlink.integrations.vllm_parts.layout import COLUMNS, PACKED, ROWS, CacheGroups, GroupKind, LayerView, describe
 from pdlink.integrations.vllm_parts.requests import RequestBook, Scheduled
 from pdlink.integrations.vllm_parts.steps import Steps
@@ -72,12 +73,18 @@ class Server:
             orders=cache.record_orders,
             own_places=own_places,
         )
+        self.adapters = LoadedAdapters(str)
         news = threading.Event()
         groups = CacheGroups.of([cache], BLOCKS // ratio)
         self.store = StoreHalf(
-            GroupedSource([source]), groups, news=news, load_if_faster=False, clock=lambda: self.now_s
+            GroupedSource([source]),
+            groups,
+            news=news,
+            adapters=self.adapters,
+            load_if_faster=False,
+            clock=lambda: self.now_s,
         )
-        transfers = WorkerHalf([], groups, preemption_s=5.0, news=news)
+        transfers = WorkerHalf([], groups, preemption_s=5.0, news=news, adapters=self.adapters)
         self.steps = Steps(news, transfers, self.store)
         self.book = RequestBook(sends=True, receives=True, shares_prefixes=False, store=StoreBook(CHUNK))
         self.over: set[str] = set()

@@ -21,6 +21,7 @@ from pdlink.store.source import StoreSource
 from pdlink.store.store import Store
 from tests.endpoint.conftest import WAIT_S, Pair, until
 from tests.integrations.test_worker import NAMES, PROMPT, SRC, Server, same
+from tests.integrations.vllm_engine import NO_ADAPTERS
 
 CHUNK = 8
 TABLE, BLOCKS = [5, 2], [10, 11, 4, 5]
@@ -45,7 +46,7 @@ class Decode(Server):
         )
         news = self.half._news
         groups = CacheGroups.of([cache], cache.layout.num_blocks // 2)
-        self.kept = StoreHalf(GroupedSource([source]), groups, news=news, load_if_faster=False)
+        self.kept = StoreHalf(GroupedSource([source]), groups, news=news, adapters=NO_ADAPTERS, load_if_faster=False)
         self.half = Steps(news, self.half.transfers, self.kept)
         self.store = self.book.store = StoreBook(CHUNK, keeps_answers=True)
 

@@ -20,6 +20,7 @@ from pdlink.integrations.vllm_parts.steps import Steps
 from pdlink.integrations.vllm_parts.worker import Results, WorkerHalf
 from pdlink.kv.groups import groups_of
 from tests.endpoint.conftest import TIMEOUTS, WAIT_S, Node, Pair, until
+from tests.integrations.vllm_engine import NO_ADAPTERS
 
 PROMPT = list(range(30))
 ID = params.transfer_id("a", PROMPT)
@@ -32,7 +33,7 @@ def cache_of(node: Node, ratio: int = 1) -> CacheGroups:
 
 def half_of(node: Node, ratio: int = 1, *, preemption_s: float, news: threading.Event) -> WorkerHalf:
     cache = cache_of(node, ratio)
-    return WorkerHalf([(0, node.node, cache)], cache, preemption_s=preemption_s, news=news)
+    return WorkerHalf([(0, node.node, cache)], cache, preemption_s=preemption_s, news=news, adapters=NO_ADAPTERS)
 
 
 class Server:

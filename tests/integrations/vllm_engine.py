@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pdlink.integrations.vllm_parts.adapters import LoadedAdapters
 from pdlink.integrations.vllm_parts.rank import Rank
 from pdlink.integrations.vllm_parts.requests import RequestBook, Scheduled
 from pdlink.integrations.vllm_parts.settings import read
@@ -18,6 +19,7 @@ NAMES = ["model.layers.0", "model.layers.1"]
 BLOCKS, HEADS, TOKENS, SIZE = 8, 2, 4, 8
 PROMPT = list(range(14))
 SRC, DST = [3, 5, 1, 2], [4, 0, 6, 7]
+NO_ADAPTERS = LoadedAdapters(str)
 
 
 class MLASpec(SimpleNamespace):

@@ -16,6 +16,7 @@ from pdlink.events import listen
 from pdlink.integrations.shared_allocation import SharedAllocation
 from pdlink.integrations.trace_file import TraceFile
 from pdlink.integrations.vllm_parts import cache_groups, host_copy, states, versions
+from pdlink.integrations.vllm_parts.adapters import LoadedAdapters
 from pdlink.integrations.vllm_parts.contexts import contexts_of
 from pdlink.integrations.vllm_parts.layout import CacheGroups, LayerView, UnsupportedCache, describe
 from pdlink.integrations.vllm_parts.memory import regions
@@ -83,6 +84,8 @@ class Rank:
                 f"kv_connector_extra_config: tiers.local_disk: got {directory!r} for {what}; "
                 "expected one each; put {name} into it"
             )
+        self._adapters = LoadedAdapters(versions.adapter_content)
+        versions.watch_adapters(vllm_config, self._adapters)
         self.counts = Counts()
         self._allocation = SharedAllocation()
         self._nodes: list[Node] = []
@@ -133,6 +136,7 @@ class Rank:
             shards[0][2] if shards else whole,
             preemption_s=self._settings.transport.batch_timeout_s,
             news=news,
+            adapters=self._adapters,
         )
         for node in self._nodes:
             node.short_of_blocks = lambda: half.short_of_blocks
@@ -141,7 +145,7 @@ class Rank:
         if source is not None:
             assert self._settings.tiers is not None
             faster = self._settings.tiers.load_if_faster
-            store = self._store = StoreHalf(source, whole, news=news, load_if_faster=faster)
+            store = self._store = StoreHalf(source, whole, news=news, adapters=self._adapters, load_if_faster=faster)
         host = None
         if through_host:
             mine = [self._contexts.part(cache, 0) for cache in caches] if self._contexts.is_ours else caches

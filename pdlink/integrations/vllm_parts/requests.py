@@ -33,6 +33,7 @@ from pdlink.protocol.reasons import NOT_NEEDED, printable
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from pdlink.integrations.vllm_parts.adapters import Adapter
     from pdlink.integrations.vllm_parts.store_book import StoreBook
     from pdlink.kv.groups import AnyTables
 
@@ -54,6 +55,7 @@ class Announce:
     request_id: str
     transfer_id: str
     num_tokens: int
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class Expect:
     num_tokens: int
     """That come from there: all but the last one of the prompt."""
     addresses: tuple[str, ...]
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +205,7 @@ class RequestBook:
         params: Mapping[str, object] | None,
         prompt: Sequence[int],
         identity: Iterable[str] = (),
+        adapter: Adapter | None = None,
     ) -> int:
         """A new request. One without parameters, or with some that cannot be used, is served as if alone.
 
@@ -226,12 +230,14 @@ class RequestBook:
             if leader is not None:
                 receiving.path = leader.path
             if owner == request_id:
-                self._plan.expects.append(Expect(request_id, transfer_id, len(prompt) - 1, leg.prefill.addresses))
+                self._plan.expects.append(
+                    Expect(request_id, transfer_id, len(prompt) - 1, leg.prefill.addresses, adapter)
+                )
             return 0
         left = 0 if self.keeps_all or len(prompt) == 1 else 1
         if owner == request_id:
             self._sending[request_id] = _Sending(transfer_id, len(prompt) - left)
-            self._plan.announces.append(Announce(request_id, transfer_id, len(prompt) - left))
+            self._plan.announces.append(Announce(request_id, transfer_id, len(prompt) - left, adapter))
         if self._is_last(leg):
             self._plan.complete.append((leg.transfer_id, leg.num_prompts))
         return left

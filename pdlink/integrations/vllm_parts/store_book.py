@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
+    from pdlink.integrations.vllm_parts.adapters import Adapter
     from pdlink.integrations.vllm_parts.requests import Scheduled
     from pdlink.kv.groups import AnyTables
 
@@ -34,6 +35,8 @@ class Prompt:
     lora: str = ""
     media: tuple[tuple[int, str], ...] = ()
     """(First placeholder token, content hash), ascending."""
+    adapter: Adapter | None = None
+    """That `lora` names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +197,7 @@ class StoreBook:
         salt: str,
         lora: str,
         media: tuple[tuple[int, str], ...],
+        adapter: Adapter | None = None,
         *,
         receives: bool = False,
     ) -> None:
@@ -201,7 +205,7 @@ class StoreBook:
 
         Raises OverflowError for a token that no vocabulary has.
         """
-        prompt = Prompt(request_id, array("I", tokens).tobytes(), salt, lora, media)
+        prompt = Prompt(request_id, array("I", tokens).tobytes(), salt, lora, media, adapter)
         self._requests[request_id] = _Request(prompt, len(tokens), receives)
 
     def missing(self, request_id: str, num_computed: int) -> int | None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
     from concurrent.futures import Future
 
+    from pdlink.integrations.vllm_parts.adapters import LoadedAdapters
     from pdlink.integrations.vllm_parts.layout import CacheGroups
     from pdlink.integrations.vllm_parts.store_book import Keep, Load, Look, Prompt, Save, StorePlan
     from pdlink.store.groups import GroupedFetch, GroupedLoad, GroupedPrompt, GroupedSource
@@ -99,6 +100,7 @@ class StoreHalf:
         cache: CacheGroups,
         *,
         news: threading.Event,
+        adapters: LoadedAdapters,
         load_if_faster: bool = True,
         copies_s: float = _COPIES_S,
         clock: Callable[[], float] = time.monotonic,
@@ -110,7 +112,7 @@ class StoreHalf:
         """
         self.source = source
         self.pace = Pace()
-        self._load_if_faster = load_if_faster
+        self._load_if_faster, self._adapters = load_if_faster, adapters
         self._cache = cache
         group_of = cache.groups.group_of
         self._planes = [
@@ -144,9 +146,12 @@ class StoreHalf:
         """Before the blocks of preempted requests are written to by others."""
         for request_id in plan.withdrawn:
             self._drop(request_id)
-            saving = self._savings.pop(request_id, None)
-            if saving is not None:
-                saving.stored.withdraw()
+            self._withdraw(request_id)
+
+    def _withdraw(self, request_id: str) -> None:
+        saving = self._savings.pop(request_id, None)
+        if saving is not None:
+            saving.stored.withdraw()
 
     def begin(self, plan: StorePlan) -> None:
         """Before the forward pass."""
@@ -247,6 +252,9 @@ class StoreHalf:
         found = _Look(look.request_id, look.turn, self._clock(), stored, receives=look.receives)
         with self._lock:
             self._looks[look.request_id] = found
+        if not self._adapters.has(self._prompts[look.request_id].adapter):
+            self._answer(found, look.begin, 0)
+            return
         begun = self._lookers.submit(partial(self._find, found, look.begin))
         begun.add_done_callback(partial(self._begun, found))
 
@@ -299,6 +307,8 @@ class StoreHalf:
         loading = look.stored.load(load.begin, load.end, self._cache.by_group(load.blocks))
         with self._lock:
             self._loads[load.request_id] = loading
+        if not self._adapters.has(self._prompts[load.request_id].adapter):
+            loading.cancel()
         loading.done.add_done_callback(partial(self._loaded, load))
 
     def _loaded(self, load: Load, done: Future[int]) -> None:
@@ -319,14 +329,18 @@ class StoreHalf:
             self._news.set()
 
     def _save(self, save: Save) -> None:
+        self._saved.add(save.request_id)
         saving = self._savings.get(save.request_id)
+        kept_so_far = save.first or saving is not None
+        if not (kept_so_far and self._adapters.has(self._prompts[save.request_id].adapter)):
+            self._withdraw(save.request_id)
+            return
         if saving is None:
             saving = self._savings[save.request_id] = _Saving(self._stored(self._prompts[save.request_id]))
         if save.first:
             saving.tables = [[] for _ in self._planes]
         for table, more in zip(saving.tables, self._cache.by_group(save.blocks) if save.blocks else (), strict=False):
             table += more
-        self._saved.add(save.request_id)
         self._spans.append(_Span(saving, save.start, save.end, save.stops))
 
     def _keep(self, keep: Keep) -> None:
@@ -334,6 +348,8 @@ class StoreHalf:
         request_id = keep.prompt.request_id
         self._prompts.setdefault(request_id, keep.prompt)
         self._saved.add(request_id)
+        if not self._adapters.has(keep.prompt.adapter):
+            return
         stored = self._stored(keep.prompt)
         for group, (planes, table) in enumerate(zip(self._planes, self._cache.by_group(keep.blocks), strict=True)):
             for layer in range(len(planes)):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdlink.content import digest_of
 from pdlink.errors import ConfigError, LocalError
+from pdlink.integrations.vllm_parts.adapters import Adapter
 from pdlink.integrations.vllm_parts.cache_groups import keeps_all, specs_of, tables, transfer_parts
 from pdlink.integrations.vllm_parts.contexts import check_ranks
 from pdlink.integrations.vllm_parts.layout import UnsupportedCache
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdlink.config import TiersConfig
+    from pdlink.integrations.vllm_parts.adapters import LoadedAdapters
     from pdlink.kv.groups import AnyTables
 
 log = logging.getLogger(__name__)
@@ -119,6 +121,8 @@ class Identity(NamedTuple):
     lora: str
     media: tuple[tuple[int, str], ...]
     """(First placeholder token, content hash), ascending."""
+    adapter: Adapter | None = None
+    """The content that `lora` names, which the workers hold against what they have loaded."""
 
     @property
     def words(self) -> list[str]:
@@ -129,9 +133,12 @@ class Identity(NamedTuple):
 
 def identity(request: Any) -> Identity:
     adapter = request.lora_request
-    lora = f"{adapter.lora_name} {_adapter(getattr(adapter, 'lora_path', ''))}" if adapter is not None else ""
     media = sorted((feature.mm_position.offset, feature.identifier) for feature in request.mm_features or ())
-    return Identity(request.cache_salt or "", lora, tuple(media))
+    lora, named = "", None
+    if adapter is not None:
+        content = adapter_content(getattr(adapter, "lora_path", ""))
+        lora, named = f"{adapter.lora_name} {content}", Adapter(int(adapter.lora_int_id), content)
+    return Identity(request.cache_salt or "", lora, tuple(media), named)
 
 
 def check_config(
@@ -338,7 +345,7 @@ def content(vllm_config: Any) -> str:
     return digest_of(model, tokenizer, weights=not made_up)
 
 
-def _adapter(place: str) -> str:
+def adapter_content(place: str) -> str:
     """What tells adapters of one name apart: their content, or where that is not here, where they come from."""
     found = _on_this_host(place, None, None)
     try:
@@ -358,6 +365,14 @@ def _on_this_host(place: str, revision: str | None, folder: str | None) -> str |
         return str(snapshot_download(place, revision=revision, cache_dir=folder, local_files_only=True))
     except (ImportError, OSError, ValueError):  # not downloaded, or no name of the hub
         return None
+
+
+def watch_adapters(vllm_config: Any, loaded: LoadedAdapters) -> None:
+    """Of a server that has adapters."""
+    if getattr(vllm_config, "lora_config", None) is not None:
+        from vllm.lora.worker_manager import WorkerLoRAManager
+
+        loaded.watch(WorkerLoRAManager)
 
 
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:

@@ -29,6 +29,7 @@ from pdlink.protocol.reasons import NOT_NEEDED, code_of, in_words
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from pdlink.integrations.vllm_parts.adapters import Adapter, LoadedAdapters
     from pdlink.integrations.vllm_parts.layout import CacheGroups
     from pdlink.integrations.vllm_parts.requests import Announce, Chunk, Expect, Offer, StepPlan
     from pdlink.integrations.vllm_parts.store_book import Looked
@@ -68,6 +69,7 @@ class _Request:
     """Receives: shards whose KV is not here and may still come, or be written."""
     over_here: bool = False
     """Sends: vLLM has finished it."""
+    adapter: Adapter | None = None
     asked: bool = False
     """Receives: vLLM has reserved blocks for it."""
     parked: tuple[int, ...] | None = None
@@ -88,6 +90,9 @@ class _Lane:
     """Those that this step has not written yet."""
 
 
+OTHER_ADAPTER = "this server has loaded other files of the request's adapter than lie at its path now"
+
+
 class WorkerHalf:
     """The transfers of one rank."""
 
@@ -98,6 +103,7 @@ class WorkerHalf:
         *,
         preemption_s: float,
         news: threading.Event,
+        adapters: LoadedAdapters,
     ) -> None:
         """shards: of this rank: number, node and cache. cache: whose lists of blocks are those of all shards.
 
@@ -106,7 +112,7 @@ class WorkerHalf:
         self._lanes = [_Lane(number, EnginePort(node), part.planes) for number, node, part in shards]
         self._ports = [lane.port for lane in self._lanes]
         self._cache = cache
-        self._preemption_s = preemption_s
+        self._preemption_s, self._adapters = preemption_s, adapters
         self._lock = threading.Lock()
         self._requests: dict[str, _Request] = {}
         self._results = Results()
@@ -232,13 +238,22 @@ class WorkerHalf:
 
     def _announce(self, announce: Announce) -> None:
         request = self._new(announce.request_id, announce.transfer_id, sends=True)
+        request.adapter = announce.adapter
+
+        def send(port: EnginePort) -> Outgoing:
+            if self._adapters.has(announce.adapter) is False:  # one that is not loaded is, when its first chunk is
+                raise InvalidRequest(OTHER_ADAPTER)
+            return port.send(*_names(request), announce.num_tokens)
+
         for port in self._ports:
-            self._join(request, port, partial(port.send, *_names(request), announce.num_tokens))
+            self._join(request, port, partial(send, port))
 
     def _expect(self, expect: Expect) -> None:
         request = self._new(expect.request_id, expect.transfer_id, sends=False)
 
         def receive(shard: int, port: EnginePort) -> Incoming:
+            if not self._adapters.has(expect.adapter):
+                raise InvalidRequest(OTHER_ADAPTER)
             if shard >= len(expect.addresses):
                 raise InvalidRequest(f"shard {shard} has no peer among {len(expect.addresses)} addresses")
             return port.receive(*_names(request), expect.addresses[shard], expect.num_tokens, by_layer=False)
@@ -264,6 +279,9 @@ class WorkerHalf:
             request = self._requests.get(chunk.request_id)
             if request is None or not request.num_open:
                 return
+        if not self._adapters.has(request.adapter):
+            self._stop(Stop(chunk.request_id, f"refused: {OTHER_ADAPTER}"))
+            return
         blocks = self._cache.kernel_blocks(chunk.blocks)
         for port in self._ports:
             if chunk.first:
