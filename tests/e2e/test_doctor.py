@@ -107,7 +107,7 @@ def test_a_worker_is_no_proxy_and_nobody_there_is_a_finding(
     [
         ("cache: {num_blok: 5}", "settings", "unknown setting 'cache.num_blok'"),
         ("transport: {kind: ucx, ucx: {library: 'off'}}", "transport", "cannot work here"),
-        ("host: 0.0.0.0\nsecurity: {insecure: true}", "security", "lets other hosts in"),
+        ("listen: 0.0.0.0\nsecurity: {insecure: true}", "security", "lets other hosts in"),
         ("tiers: {local_disk: /proc/version/kv, max_local_disk_size: 1}", "disk", "no directory that can"),
         ("tiers: {max_local_cpu_size: 1000000}", "memory", "are free"),
         (
