@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,6 +58,9 @@ if TYPE_CHECKING:
 
 _EARLY_WAIT_S = 0.1
 """How long one early pass may wait for layers, all together. New requests and aborts wait as long."""
+
+_MAX_SALTS = 1024
+"""Salts whose namespaces are remembered."""
 
 _IDLE_WAIT_S = 1.0
 """Longest sleep of the loop: a fallback, since every change wakes it."""
@@ -99,7 +102,7 @@ class Engine:
             block_tokens=cache.block_tokens,
             max_batched_tokens=config.max_batched_tokens,
             max_running=config.max_running,
-            namespace=self._namespace if share_prefixes else None,
+            namespace=lru_cache(_MAX_SALTS)(self._namespace) if share_prefixes else None,
         )
         self.pace = Pace()
         self._sequences: dict[str, Sequence] = {}
@@ -291,7 +294,7 @@ class Engine:
         row = -1
         for work in batch:
             row += work.end - work.start
-            if work.samples:
+            if work.end == len(work.sequence.tokens):  # then the pass gives the logits of the next token
                 sampling.append(work.sequence)
                 rows.append(row)
         prompts = tuple(
@@ -362,11 +365,13 @@ class Engine:
             raise _LayerMissing
 
     def _sample(self, sequence: Sequence, logits: torch.Tensor) -> None:
+        request = sequence.request
+        position = sequence.num_output + request.num_answered
         if torch.isfinite(logits.max()):
-            self._append(sequence, choose(logits, sequence.request.sampling, sequence.position))
+            self._append(sequence, choose(logits, request.sampling, position))
         else:
             self._scheduler.forget(sequence)
-            self._end(sequence, EngineFailure(f"the logits of output {sequence.position} are not finite"))
+            self._end(sequence, EngineFailure(f"the logits of output {position} are not finite"))
 
     def _append(self, sequence: Sequence, token: int) -> None:
         """Report the next token of the answer, and end the request if it is the last one."""

@@ -54,14 +54,12 @@ class Sequence:
     given_token: int | None = None
     """First token of the answer, where the whole prompt's KV arrives."""
     early: EarlyPass | None = None
+    request_id: str = field(init=False)
+    num_prompt: int = field(init=False)
+    """Tokens of the prompt."""
 
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_token_ids)
+    def __post_init__(self) -> None:
+        self.request_id, self.num_prompt = self.request.request_id, len(self.request.prompt_token_ids)
 
     @property
     def is_all_external(self) -> bool:
@@ -71,11 +69,6 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
-
-    @property
-    def position(self) -> int:
-        """Of the next token in the answer."""
-        return self.num_output + self.request.num_answered
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +87,6 @@ class Work:
     sequence: Sequence
     start: int
     end: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether the pass gives the logits of this sequence's next token."""
-        return self.end == len(self.sequence.tokens)
 
 
 class Scheduler:

@@ -78,7 +78,8 @@ def build_app(
     decision that a router signed with it, for one leg. spans: takes those of its requests; the app opens and closes
     it.
     """
-    app = web.Application(middlewares=[errors_as_json, callers_with(http_key, route_key)])
+    checks = [callers_with(http_key, route_key)] if http_key is not None else []
+    app = web.Application(middlewares=[errors_as_json, *checks])
     metrics, timeline, sources = health.metrics_of(worker), Timeline(worker.name), Sources()
     stop = [listen(metrics.counting), listen(timeline), listen(sources)]
     every_s = worker.config.summary_s

@@ -47,7 +47,7 @@ async def errors_as_json(
         return json_response({"error": body}, status=error.status)
 
 
-def callers_with(http_key: str | None, route_key: str | None = None) -> Middleware:
+def callers_with(http_key: str, route_key: str | None = None) -> Middleware:
     """Rejects callers without the key, before reading the body. route_key: takes legs that a router signed, too."""
     secret = None if route_key is None else route_key.encode()
 
@@ -56,7 +56,7 @@ def callers_with(http_key: str | None, route_key: str | None = None) -> Middlewa
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         route = request.method, request.path
-        if http_key is not None and route not in _OPEN_TO_ALL and route != _OWN_KEYS:
+        if route not in _OPEN_TO_ALL and route != _OWN_KEYS:
             token = request.headers.get(route_token.HEADER) if secret is not None else None
             if secret is not None and token is not None and route in GENERATING:
                 request[ROUTE] = route_token.read_token(secret, token, time.time())

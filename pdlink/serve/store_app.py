@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 def build_app(name: str, store: Store, listener: Listener, http_key: str | None = None) -> web.Application:
     """The routes of one open store. http_key: callers must send it in X-Pdlink-Key, except for health and metrics."""
-    app = web.Application(middlewares=[errors_as_json, callers_with(http_key)])
+    checks = [callers_with(http_key)] if http_key is not None else []
+    app = web.Application(middlewares=[errors_as_json, *checks])
 
     metrics = StoreProcessMetrics()
     metrics.store.tiers(store.places[1:])

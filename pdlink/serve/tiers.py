@@ -1,8 +1,9 @@
-"""Tiers of the built-in engine: a prompt is looked up while its request is in line, and kept when it is computed.
+"""Where the KV of the built-in engine's prompts comes from: its blocks, its tiers, a prefill worker, or computing.
 
-`Tiered` stands between the engine and its port. What the store has of a prompt is loaded into the request's blocks as
-far as that is faster. Where the rest is computed here, loaded layers are pushed like computed ones, and what is
-computed goes to the store, layer by layer. A rest that comes from a prefill worker is offered for after the load.
+`Tiered` stands between the engine and its port. With tiers a prompt is looked up while its request is in line, and
+kept when it is computed. What the store has of a prompt is loaded into the request's blocks as far as that is faster.
+Where the rest is computed here, loaded layers are pushed like computed ones, and what is computed goes to the store,
+layer by layer. A rest that comes from a prefill worker is offered for after the load.
 """
 
 from __future__ import annotations
@@ -59,9 +60,15 @@ class Tiered:
     """Implements `pdlink.engine.request.KVListener`; hands on to the port what it is told."""
 
     def __init__(
-        self, port: EnginePort, source: StoreSource, engine: Callable[[], Engine], *, load_if_faster: bool = True
+        self,
+        port: EnginePort,
+        source: StoreSource | None,
+        engine: Callable[[], Engine],
+        *,
+        load_if_faster: bool = True,
     ) -> None:
-        """engine: the one whose listener this becomes. load_if_faster: False loads all that is found."""
+        """source: None without tiers. engine: the one whose listener this becomes. load_if_faster: False loads all
+        that is found."""
         self._port, self._source, self._engine = port, source, engine
         self._load_if_faster = load_if_faster
         self._requests: dict[str, _Request] = {}
@@ -84,24 +91,22 @@ class Tiered:
 
         receives: a prefill worker computes it.
         """
-        request = self._requests.get(request_id)
-        if request is None:
+        request, source = self._requests.get(request_id), self._source
+        if request is None or source is None:
             return
-        now_s, timeout_s = time.monotonic(), self._source.lookup_timeout_s
+        now_s, timeout_s = time.monotonic(), source.lookup_timeout_s
         other = self._receiving if receives else self._computing
         if self._load_if_faster:
             timeout_s = longest_look_s(timeout_s, other, len(request.tokens), now_s)
-        if len(request.tokens) > self._source.chunk_tokens:
-            self._lookers.put(partial(self._look, request, now_s + timeout_s))
+        if len(request.tokens) > source.chunk_tokens:
+            self._lookers.put(partial(self._look, source, request, now_s + timeout_s))
         else:  # too short to be found
-            self._look(request, now_s)
+            self._look(source, request, now_s)
 
-    def _look(self, request: _Request, deadline_s: float) -> None:
+    def _look(self, source: StoreSource, request: _Request, deadline_s: float) -> None:
         """In a looker's thread, if it may wait. Holds nothing."""
         try:
-            prompt = self._source.prompt(
-                request.request_id, request.tokens, request.salt, retention=request.retention
-            )
+            prompt = source.prompt(request.request_id, request.tokens, request.salt, retention=request.retention)
             prompt.lookup(timeout_s=max(0.0, deadline_s - time.monotonic()))
             request.prompt = prompt
         finally:
@@ -164,8 +169,8 @@ class Tiered:
             self._offer(request, cached, choice, request.blocks, cached)
 
     def _choose(self, request: _Request, cached: int, other: Speed) -> Choice:
-        if request.prompt is None:  # its look-up failed
-            return Choice(cached, "look_up_failed")
+        if request.prompt is None:
+            return Choice(cached, "no_tiers" if self._source is None else "look_up_failed")
         return request.prompt.choose(cached, other, always=not self._load_if_faster)
 
     def _load(
@@ -177,6 +182,7 @@ class Tiered:
         landed: Callable[[int, int], None] | None = None,
     ) -> None:
         assert request.prompt is not None
+        assert self._source is not None
         block_tokens, blocks = self._source.layout.block_tokens, request.blocks
         mine = blocks[cached // block_tokens : -(-choice.end // block_tokens)]
         request.load = request.prompt.load(TokenRange(cached, choice.end, request.prompt), mine, landed)
@@ -228,7 +234,7 @@ class Tiered:
     def complete(self, request_id: str, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         """The answer is complete: keep the KV of what was received and generated, too."""
         request = self._requests.get(request_id)
-        if request is not None:
+        if request is not None and self._source is not None:
             prompt = self._source.prompt(request_id, tokens, request.salt, retention=request.retention)
             for layer in range(len(self._source.layout.layers)):
                 prompt.store(0, len(tokens), blocks, layer)
@@ -285,5 +291,6 @@ class Tiered:
     def close(self) -> None:
         """After the engine has ended."""
         self._lookers.close(_CLOSE_S)
-        self._source.close()
-        self._source.store.close()
+        if self._source is not None:
+            self._source.close()
+            self._source.store.close()

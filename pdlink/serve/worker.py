@@ -30,7 +30,6 @@ from pdlink.serve.legs import DecodeLeg, PrefillLeg, recomputed
 from pdlink.serve.peers import make_link
 from pdlink.serve.stream import Stream
 from pdlink.serve.tiers import Tiered
-from pdlink.serve.untiered import Untiered
 from pdlink.store.opening import open_source
 from pdlink.store.store import Store
 from pdlink.store.turns import USUAL
@@ -151,32 +150,23 @@ class Worker:
             insecure=config.security.insecure,
             on_death=end_process,
         )
-        self.port = (
-            Untiered(self.node, lambda: self.engine, self._prompt_tokens)
-            if self.source is None
-            else EnginePort(self.node)
-        )
+        self.port = EnginePort(self.node)
         self.kv_events = open_publisher(config.kv_events, self.name, self.node.report().epoch)
         """None where nobody is told what is kept here."""
         if self.kv_events is not None:
             tell_blocks(self.kv_events, self.pool, config.cache.block_tokens, on_gpu=self.model.device.type == "cuda")
             if self.source is not None:
                 tell_records(self.kv_events, self.source.store, self.source.chunk_tokens)
-        self.tiers: Tiered | None = None
-        """None where nothing is kept."""
-        if self.source is not None:
-            self.tiers = Tiered(
-                self.port, self.source, lambda: self.engine, load_if_faster=config.tiers.load_if_faster
-            )
+        self.tiers = Tiered(self.port, self.source, lambda: self.engine, load_if_faster=config.tiers.load_if_faster)
         self.engine = Engine(
             self.model,
             self.pool,
             self.cache,
             config.engine,
             self,
-            self.tiers or self.port,
+            self.tiers,
             share_prefixes=config.cache.share_prefixes,
-            on_complete=self.tiers.complete if self.tiers is not None and config.tiers.save_decode_cache else None,
+            on_complete=self.tiers.complete if config.tiers.save_decode_cache else None,
         )
         self.node.short_of_blocks = lambda: self.engine.num_waiting > 0
         self._thread = threading.Thread(target=self._run_engine, name=f"pdlink-engine-{self.name}", daemon=True)
@@ -213,37 +203,29 @@ class Worker:
         try:
             leg = self._leg(stream, params) if params is not None else None
             is_prefill = isinstance(leg, PrefillLeg)
-            if self.tiers is not None:
-                self.tiers.begin(request_id, prompt, salt, retention)
+            self.tiers.begin(request_id, prompt, salt, retention)
             self.engine.submit(
                 GenerationRequest(
                     request_id,
                     prompt,
                     replace(sampling, max_tokens=1) if is_prefill else sampling,
                     external=leg.incoming.lookup(()) if isinstance(leg, DecodeLeg) else (),
-                    awaits_lookup=self.tiers is not None,
+                    awaits_lookup=self.source is not None,
                     goes_on=is_prefill and sampling.max_tokens > 1,
                     num_answered=num_answered,
                     salt=salt,
                 )
             )
         except PdlinkError as error:
-            if self.tiers is not None:
-                self.tiers.ended(request_id)
+            self.tiers.ended(request_id)
             self.port.ended(request_id, error.code)
             with self._lock:
                 del self._running[request_id]
             raise
-        if self.tiers is not None:
-            self.tiers.look(request_id, receives=isinstance(leg, DecodeLeg))
+        self.tiers.look(request_id, receives=isinstance(leg, DecodeLeg))
         if leg is not None:
             leg.submitted()
         return stream
-
-    def _prompt_tokens(self, request_id: str) -> int:
-        with self._lock:
-            stream = self._running.get(request_id)
-        return stream.num_prompt_tokens if stream is not None else 0
 
     def _leg(self, stream: Stream, params: TransferParams) -> PrefillLeg | DecodeLeg | None:
         """The request's part in its transfer; None if that has failed already and the prompt is computed here."""
@@ -284,15 +266,14 @@ class Worker:
         if stream.first_token_s is None:
             stream.first_token_s = time.monotonic()
             self.port.finished(output.request_id, output.token_id)
-            if self.tiers is not None:
-                self.tiers.answering(output.request_id)
+            self.tiers.answering(output.request_id)
         stream.num_tokens += 1
         stream.finish_reason = output.finish_reason or ""
         stream.put(output)
 
     def ended(self, request_id: str, error: PdlinkError | None) -> None:
-        if self.tiers is not None:  # before the id may be used again
-            self.tiers.ended(request_id, forget=isinstance(error, EngineFailure))
+        # Before the id may be used again.
+        self.tiers.ended(request_id, forget=isinstance(error, EngineFailure))
         with self._lock:
             stream = self._running.pop(request_id, None)
             self._fewer.notify_all()
@@ -385,8 +366,7 @@ class Worker:
         self.node.close()
         if self.peers is not None:
             self.peers.close()
-        if self.tiers is not None:
-            self.tiers.close()
+        self.tiers.close()
         if self.kv_events is not None:
             self.kv_events.close()
         self.cache.close()

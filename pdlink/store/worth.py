@@ -35,6 +35,7 @@ Reason = Literal[
     "always",  # by the settings
     "not_awaited",  # the engine has all that was found, or computes anew after a transfer has failed
     "look_up_failed",
+    "no_tiers",
 ]
 """Why so much of a prompt is loaded."""
 

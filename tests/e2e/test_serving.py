@@ -217,11 +217,14 @@ def test_more_requests_than_the_pool_holds_all_end_well(deployment: Deployment) 
         until(lambda label=label: deployment.idle(label), f"{label} is idle")  # type: ignore[misc]
 
 
-def test_headers_and_unknown_fields_pass(deployment: Deployment) -> None:
-    body = {"model": "pdlink-tiny", "prompt": "x", "max_tokens": 1, "from_the_future": {"a": 1}}
+def test_headers_and_fields_reach_the_engine_which_refuses_what_it_does_not_do(deployment: Deployment) -> None:
+    body = {"model": "pdlink-tiny", "prompt": "x", "max_tokens": 1, "user": "somebody"}
     answer = request(deployment.url("proxy") + "/v1/completions", body, headers={"X-Request-Id": "mine-1"})
     assert answer.status == 200
     assert answer.headers["X-Request-Id"] == "mine-1"
+    answer = request(deployment.url("proxy") + "/v1/completions", {**body, "logit_bias": {"5": -100}})
+    assert answer.status == 400
+    assert answer.body["error"]["message"].startswith("logit_bias: the built-in engine does not do this")
 
 
 def test_models_and_health_are_answered(deployment: Deployment) -> None:

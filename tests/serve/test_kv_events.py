@@ -49,9 +49,9 @@ def test_a_router_learns_what_lies_in_the_pool_in_memory_and_on_disk(tmp_path: P
         namespace = hashing.namespace(model=model.name, revision=model.revision, dtype=model.dtype)
         blocks = hashing.chain(namespace, PROMPT, BLOCK)
         asyncio.run(answer(worker))
-        assert worker.tiers is not None
-        store = worker.tiers._source.store
-        chunks = worker.tiers._source.prompt("", PROMPT).keys
+        assert worker.source is not None
+        store = worker.source.store
+        chunks = worker.source.prompt("", PROMPT).keys
         expected: set[tuple[str | None, bytes | int]] = {("CPU", key) for key in [*blocks, *chunks]}
         expected |= {("STORAGE", key) for key in chunks}
         assert subscriber.hears(expected)

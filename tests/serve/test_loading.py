@@ -117,8 +117,8 @@ def test_a_prompt_is_looked_up_in_line_and_delays_nobody(monkeypatch: pytest.Mon
     with opened() as worker:
         expected, store = answers(worker, [slow], at_once=False), store_of(worker)
         right, answered, computed = store.lookup, threading.Event(), Computed(worker, monkeypatch)
-        assert worker.tiers is not None
-        keys = worker.tiers._source.prompt("", slow).keys[:1]
+        assert worker.source is not None
+        keys = worker.source.prompt("", slow).keys[:1]
 
         def lookup(asked: Sequence[bytes], timeout_s: float) -> Found:
             if asked == keys:
@@ -146,8 +146,8 @@ def test_all_who_wait_for_a_tier_that_does_not_answer_go_on_by_their_deadline(
     prompts = [prompt_of(2 * CHUNK + number, number) for number in range(8)]
     expected = computed_here(prompts)
     with opened(below={"remote_url": f"file://{tmp_path}"}) as worker:
-        assert worker.tiers is not None
-        source, going = worker.tiers._source, threading.Event()
+        assert worker.source is not None
+        source, going = worker.source, threading.Event()
         monkeypatch.setattr(source, "lookup_timeout_s", 0.2)
         (tier,) = store_of(worker)._below.tiers
         monkeypatch.setattr(tier.tier, "contains", lambda keys: [] if going.wait(WAIT_S) else keys)
@@ -168,7 +168,7 @@ def test_all_who_wait_for_a_tier_that_does_not_answer_go_on_by_their_deadline(
 def test_a_look_up_may_take_no_longer_than_the_prompt_would(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = prompt_of(5 * CHUNK, 33)
     with opened(below={"load_if_faster": True}) as worker:
-        assert worker.tiers is not None
+        assert worker.source is not None
         timeouts: list[float] = []
         right = store_of(worker).lookup
 
@@ -181,7 +181,7 @@ def test_a_look_up_may_take_no_longer_than_the_prompt_would(monkeypatch: pytest.
             monkeypatch.setattr(worker.tiers, "_computing", Speed())
             worker.tiers._computing.measured(100, 100 * token_s, time.monotonic())
             answers(worker, [prompt], at_once=False)
-        assert timeouts[0] <= 0.05 < timeouts[1] <= worker.tiers._source.lookup_timeout_s
+        assert timeouts[0] <= 0.05 < timeouts[1] <= worker.source.lookup_timeout_s
 
 
 def test_a_look_up_that_fails_costs_nothing_but_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,9 +204,9 @@ def test_what_is_slower_to_load_than_to_compute_is_computed() -> None:
     with opened(below={"load_if_faster": True}) as worker, sourced() as events:
         expected = answers(worker, [prompt], at_once=False)
         assert answers(worker, [prompt], at_once=False) == expected
-        assert worker.tiers is not None
+        assert worker.source is not None
         for _ in range(100):
-            worker.tiers._source.speeds[COPY].measured(1 << 20, 100.0, time.monotonic())
+            worker.source.speeds[COPY].measured(1 << 20, 100.0, time.monotonic())
         assert answers(worker, [prompt], at_once=False) == expected
     assert [(event.reason, event.loaded, event.computed) for event in events] == [
         ("not_found", 0, 5 * CHUNK + 3),

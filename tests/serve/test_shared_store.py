@@ -106,8 +106,8 @@ def test_a_store_that_goes_during_a_copy_costs_nothing_but_the_copy(
         if loading:
             assert answers(found, [prompt], at_once=False) == expected
         computed = Computed(found, monkeypatch)
-        assert found.tiers is not None
-        source = found.tiers._source
+        assert found.source is not None
+        source = found.source
         right = source.copy
 
         def copy(*args: Any, **kwargs: Any) -> None:

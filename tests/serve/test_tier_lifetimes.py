@@ -77,13 +77,13 @@ def test_an_aborted_request_gives_everything_back_while_its_kv_loads(monkeypatch
     with opened() as worker:
         (expected,) = answers(worker, [prompt], at_once=False)
         stop = threading.Event()
-        assert worker.tiers is not None
-        worker.tiers._source.copier.put(lambda: None if stop.wait(WAIT_S) else None)
+        assert worker.source is not None
+        worker.source.copier.put(lambda: None if stop.wait(WAIT_S) else None)
 
         loading = asyncio.Event()
 
         async def aborted(patch: pytest.MonkeyPatch) -> None:
-            assert worker.tiers is not None
+            assert worker.source is not None
             loop, right = asyncio.get_running_loop(), worker.tiers.admitted
 
             def admitted(*args: Any) -> None:
@@ -111,9 +111,9 @@ def test_an_aborted_request_gives_everything_back_while_its_kv_is_stored() -> No
     """vllm#46014, PR 29870: blocks of a request that had ended were read, or never freed."""
     prompt = prompt_of(5 * CHUNK, 31)
     with opened() as worker:
-        assert worker.tiers is not None
+        assert worker.source is not None
         stop, begun = threading.Event(), threading.Event()
-        copier = worker.tiers._source.copier
+        copier = worker.source.copier
         copier.put(begun.set)
         copier.put(lambda: wait_for(stop))
         wait_for(begun)
@@ -179,9 +179,9 @@ def test_loads_that_fill_the_memory_together_are_shorter_and_wait_for_nobody(
         assert answers(worker, prompts, at_once=False) == expected
         assert store_of(worker).flush(WAIT_S)
     with opened(records=5, below=below) as worker, sourced() as events:
-        assert worker.tiers is not None
+        assert worker.source is not None
         right, goes_on, loads = worker.tiers._load, threading.Event(), itertools.count(1)
-        worker.tiers._source.copier.put(lambda: wait_for(goes_on))
+        worker.source.copier.put(lambda: wait_for(goes_on))
 
         def load(*args: Any) -> None:
             right(*args)
@@ -245,9 +245,9 @@ def test_kv_that_comes_too_late_is_not_taken_for_that_of_the_next_request_of_its
     prompts = [prompt_of(5 * CHUNK, seed) for seed in (6, 7)]
     with opened() as worker:
         expected = answers(worker, prompts, at_once=False)
-        tiers, right = worker.tiers, worker.port.layer_written
-        assert tiers is not None
-        goes_on, next_one, copier = threading.Event(), threading.Event(), tiers._source.copier._threads[0]
+        tiers, source, right = worker.tiers, worker.source, worker.port.layer_written
+        assert source is not None
+        goes_on, next_one, copier = threading.Event(), threading.Event(), source.copier._threads[0]
 
         async def again(patch: pytest.MonkeyPatch) -> list[int]:
             loop, loaded, admitted = asyncio.get_running_loop(), asyncio.Event(), asyncio.Queue[None]()
@@ -271,7 +271,7 @@ def test_kv_that_comes_too_late_is_not_taken_for_that_of_the_next_request_of_its
                 await admitted.get()
                 if prompt is prompts[0]:
                     await loaded.wait()
-                    tiers._source.copier.put(lambda: None if next_one.wait(WAIT_S) else None)
+                    source.copier.put(lambda: None if next_one.wait(WAIT_S) else None)
                     worker.abort(stream)
                     with pytest.raises(RequestAborted):
                         assert not [token async for token in stream]

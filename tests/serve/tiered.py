@@ -56,7 +56,7 @@ def opened(
     worker = Worker(config, role)
     worker.open()
     try:
-        assert worker.tiers is None or worker.tiers._source.shape.nbytes == record_nbytes
+        assert worker.source is None or worker.source.shape.nbytes == record_nbytes
         yield worker
     finally:
         worker.close()
@@ -76,17 +76,17 @@ def prompt_of(length: int, seed: int) -> tuple[int, ...]:
 
 
 def store_of(worker: Worker) -> Store:
-    assert worker.tiers is not None
-    store = worker.tiers._source.store
+    assert worker.source is not None
+    store = worker.source.store
     assert isinstance(store, Store)
     return store
 
 
 def settle(worker: Worker) -> None:
     """Until the copies that are in line have been made."""
-    assert worker.tiers is not None
+    assert worker.source is not None
     done = threading.Event()
-    worker.tiers._source.copier.put(done.set)
+    worker.source.copier.put(done.set)
     assert done.wait(WAIT_S)
 
 
@@ -95,7 +95,7 @@ class Computed:
 
     def __init__(self, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tokens = 0
-        assert worker.tiers is not None
+        assert worker.source is not None
         right = worker.tiers.layer_written
 
         def layer_written(layer: int, spans: Sequence[tuple[str, int, int]]) -> None:
@@ -126,7 +126,7 @@ def answers(worker: Worker, prompts: Sequence[tuple[int, ...]], *, at_once: bool
         return [await answer(worker, prompt) for prompt in prompts]
 
     result = asyncio.run(all_of_them())
-    if worker.tiers is not None:
+    if worker.source is not None:
         settle(worker)
     return result
 
@@ -134,14 +134,14 @@ def answers(worker: Worker, prompts: Sequence[tuple[int, ...]], *, at_once: bool
 def computed_here(prompts: Sequence[tuple[int, ...]]) -> list[list[int]]:
     """What a worker without tiers answers."""
     with opened(records=0) as worker:
-        assert worker.tiers is None
+        assert worker.source is None
         return answers(worker, prompts, at_once=False)
 
 
 def between_layers(worker: Worker, patch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
     """Do this in each load when its first layer has landed, before the second one is copied."""
-    assert worker.tiers is not None
-    source = worker.tiers._source
+    assert worker.source is not None
+    source = worker.source
     right = source.copy
 
     def copy(plan: RecordPlan, layer: int, *, loading: bool, sums: Sums | None = None) -> None:
