@@ -71,10 +71,19 @@ class Recorder:
     def stop(self) -> None:
         self._on = False
 
-    def wait_for(self, thread: str, function: str) -> None:
-        """Until `function` has returned in `thread`. Raises TimeoutError."""
+    def wait_for(self, thread: str, function: str, after: str = "") -> None:
+        """Until `function` has returned in `thread`, after a call of `after`. Raises TimeoutError."""
         deadline_s = time.monotonic() + DEADLINE_S
-        while not any(step.function == function and not step.begins for step in list(self.steps[thread])):
+
+        def has_returned() -> bool:
+            called = not after
+            for step in list(self.steps[thread]):
+                called = called or step.function == after
+                if called and step.function == function and not step.begins:
+                    return True
+            return False
+
+        while not has_returned():
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"{function} did not return in {thread} within {DEADLINE_S:g} s")
             time.sleep(0.001)
@@ -141,6 +150,7 @@ def layer(_arguments: argparse.Namespace) -> list[Span]:
                 recorder.start()
                 outgoing.layer_ready(index)
                 recorder.wait_for("pdlink-endpoint-decode", "Incoming.on_landed")
+                recorder.wait_for("pdlink-endpoint-prefill", "Channel.send", after="Sending.landed")
                 recorder.stop()
                 if transfer_id == "walked":
                     for span in _layer_spans(recorder):
