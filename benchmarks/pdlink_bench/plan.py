@@ -1,7 +1,7 @@
 """`pdlink bench plan`: what `pdlink plan` predicts of a fleet, beside what clients of such a fleet measure.
 
 The fleet is real: worker processes with pdlink's HTTP, scheduler, blocks and link, behind a real proxy, asked over
-HTTP. What is not real is the arithmetic: engines sleep by the curves (`pdlink.config.sleep`), so that many of them
+HTTP. What is not real is the arithmetic: engines sleep by the curves (`sleeping.py`), so that many of them
 share a machine as if each had its own. With --computes they compute, and the curves must be of this machine.
 
 Prediction and measurement have the same requests at the same times. Two costs are measured in the same run, of
@@ -11,6 +11,8 @@ requests that are alone: `overhead_s` and `handoff_s`, which are HTTP's, the pro
 from __future__ import annotations
 
 import http.client
+import json
+import os
 import random
 import threading
 import time
@@ -33,7 +35,7 @@ from pdlink.plan.fleet import Simulation
 from pdlink.plan.sweep import percentiles
 from pdlink.plan.traffic import Traffic, from_quantiles, read_trace
 
-from . import harness, plot
+from . import harness, plot, sleeping
 from .harness import Report, Table
 from .http_load import BadAnswer, Streamed, stream
 
@@ -167,9 +169,10 @@ class _Fleet:
             },
             "tiers": {"max_local_cpu_size": 0},
             "timeouts": PATIENT.model_dump(),
-            "sleep": {} if computes else {name: getattr(curves, name) for name in _COSTS},
             "summary_s": 0,
         }
+        self._module = "pdlink" if computes else sleeping.__name__
+        os.environ[sleeping.COSTS] = json.dumps({name: getattr(curves, name) for name in _COSTS})
         self._url = ""
 
     def __enter__(self) -> _Fleet:
@@ -178,7 +181,7 @@ class _Fleet:
                 for number in range(num):
                     name = f"{role}-{number}"
                     config = WorkerConfig.model_validate({**self._settings, "role": role, "name": name})
-                    self._children.append(start(name, role, config.model_dump(mode="json")))
+                    self._children.append(start(name, role, config.model_dump(mode="json"), self._module))
             for child in self._children:
                 child.wait_ready(START_TIMEOUT_S)
             urls = {

@@ -15,7 +15,6 @@ from pdlink.config.log import LogConfig
 from pdlink.config.model import ModelConfig
 from pdlink.config.section import Role, Section, no_use
 from pdlink.config.security import SecurityConfig
-from pdlink.config.sleep import SleepConfig
 from pdlink.config.tiers import TiersConfig
 from pdlink.config.timeouts import TimeoutConfig
 from pdlink.config.tracing import TracingConfig
@@ -62,8 +61,6 @@ class WorkerConfig(Section):
     """File for a trace of the last transfers at exit, for ui.perfetto.dev; {name} is the worker's name."""
     simulate_layer_s: float = Field(default=0.0, ge=0)
     """Extra seconds per layer of every prefill step; makes a small model as slow as a large one in demonstrations."""
-    sleep: SleepConfig = SleepConfig()
-    """Sleep in place of computing."""
 
     @model_validator(mode="after")
     def _used(self) -> WorkerConfig:

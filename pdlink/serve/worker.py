@@ -17,7 +17,6 @@ from pdlink.engine.engine import Engine
 from pdlink.engine.models import load_model
 from pdlink.engine.paged_cache import PagedCache
 from pdlink.engine.request import GenerationRequest
-from pdlink.engine.sleeping import SleepingModel
 from pdlink.errors import ConfigError, Draining, EngineFailure, InvalidRequest, PdlinkError, TransferFailed
 from pdlink.events import FallbackUsed, RequestEnded, emit
 from pdlink.memory.blocks import BlockPool
@@ -78,6 +77,8 @@ def _num_blocks(config: WorkerConfig, model: LoadedModel) -> int:
 class Worker:
     """One worker. `open` acquires, `drain` and `close` end; also the engine's listener."""
 
+    load_model = staticmethod(load_model)
+    """A laboratory puts one in its place whose model sleeps."""
     make_node = staticmethod(Node)
     """A laboratory puts one in its place whose links have faults."""
 
@@ -103,9 +104,7 @@ class Worker:
         """
         config = self.config
         torch.set_num_threads(config.engine.threads)
-        self.model = load_model(config.model, config.engine.device)
-        if config.sleep.sleeps:
-            self.model = SleepingModel.of(self.model, config.sleep)
+        self.model = self.load_model(config.model, config.engine.device)
         num_blocks = _num_blocks(config, self.model)
         self.pool = BlockPool(num_blocks)
         self.cache = PagedCache(

@@ -1,28 +1,60 @@
 """A model that sleeps in place of computing: layers are ready when they would be, answers are one token repeated.
 
+    PDLINK_BENCH_SLEEP='{"step_s": 0.01}' python -m pdlink_bench.sleeping decode
+
+is a worker with such a model, so that many workers share a machine as if each had its own. KV is zeros; all else is
+real.
+
 A pass that follows another one at once begins where that one should have ended, not where it did: on a machine that
 is shared by many workers, waking up and HTTP take a while, which a real engine does beside its GPU.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 import time
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 import torch
 
-from pdlink.engine.models import LoadedModel
+from pdlink import cli
+from pdlink.engine.models import LoadedModel, load_model
+from pdlink.serve.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdlink.config.sleep import SleepConfig
+    from pdlink.config import ModelConfig
     from pdlink.engine.attention import Span
     from pdlink.engine.paged_cache import PagedCache
 
 AT_ONCE_S = 0.02
 """So late after the one before a pass still counts as following at once."""
+
+
+COSTS = "PDLINK_BENCH_SLEEP"
+"""The environment variable with the costs, a JSON object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Seconds, by the names that `pdlink plan --curves` reads."""
+
+    prompt_s: float = 0.0
+    """Of each pass over prompts."""
+    token_s: float = 0.0
+    """Of each new token of a prompt."""
+    attention_s: float = 0.0
+    """Of each pair of a new token and one before it."""
+    step_s: float = 0.0
+    """Of each pass over answers."""
+    sequence_s: float = 0.0
+    """Of each answer in it."""
+    context_s: float = 0.0
+    """Of each token of KV that it reads."""
 
 
 @dataclass(slots=True)
@@ -35,13 +67,13 @@ class _Clock:
 class SleepingModel(LoadedModel):
     """Takes the tokenizer, the layout and the name from a real model."""
 
-    costs: SleepConfig
+    costs: Costs
     token: int
     """Of every answer."""
     clock: _Clock = field(default_factory=_Clock)
 
     @classmethod
-    def of(cls, model: LoadedModel, costs: SleepConfig) -> SleepingModel:
+    def of(cls, model: LoadedModel, costs: Costs) -> SleepingModel:
         """The same model, asleep."""
         known = {each.name: getattr(model, each.name) for each in fields(LoadedModel)}
         visible = (
@@ -92,3 +124,18 @@ class SleepingModel(LoadedModel):
         found = torch.zeros(len(rows), self.vocab_size)
         found[:, self.token] = 1.0
         return found
+
+
+def main(words: Sequence[str]) -> int:
+    """`pdlink` with these words, whose workers sleep."""
+    costs = Costs(**json.loads(os.environ[COSTS]))
+
+    def asleep(config: ModelConfig, device: str = "cpu") -> LoadedModel:
+        return SleepingModel.of(load_model(config, device), costs)
+
+    Worker.load_model = staticmethod(asleep)
+    return cli.main(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

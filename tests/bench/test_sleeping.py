@@ -7,13 +7,12 @@ import time
 import pytest
 import torch
 
-from pdlink.config.sleep import SleepConfig
 from pdlink.engine.attention import Span
 from pdlink.engine.paged_cache import PagedCache
-from pdlink.engine.sleeping import SleepingModel
+from pdlink_bench.sleeping import Costs, SleepingModel
 from tests.engine.small import BLOCK, NUM_LAYERS, small_model
 
-COSTS = SleepConfig(prompt_s=1e-3, token_s=1e-4, attention_s=1e-6, step_s=2e-3, sequence_s=1e-4, context_s=1e-6)
+COSTS = Costs(prompt_s=1e-3, token_s=1e-4, attention_s=1e-6, step_s=2e-3, sequence_s=1e-4, context_s=1e-6)
 
 
 def test_a_pass_takes_what_the_curves_of_a_plan_say() -> None:
@@ -23,12 +22,10 @@ def test_a_pass_takes_what_the_curves_of_a_plan_say() -> None:
     assert model.seconds(prompts) == pytest.approx(1e-3 + 40e-4 + 1e-6 * 20 * (10 + 10 + 10))
     answers = [Span(blocks, 9, 10), Span(blocks, 29, 30)]
     assert model.seconds(answers) == pytest.approx(2e-3 + 2e-4 + 40e-6)
-    assert not SleepConfig().sleeps
-    assert COSTS.sleeps
 
 
 def test_layers_are_told_in_order_and_no_sooner_than_they_would_be() -> None:
-    costs = SleepConfig(prompt_s=0.06)
+    costs = Costs(prompt_s=0.06)
     model = SleepingModel.of(small_model(), costs)
     cache = PagedCache(model, num_blocks=4, block_tokens=BLOCK)
     told: list[tuple[int, float]] = []
