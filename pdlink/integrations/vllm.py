@@ -109,6 +109,7 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
             engine=versions.engine_of_port(vllm_config),
             store=store,
         )
+        self._priority_limit = settings.tiers.priority_limit if settings.tiers is not None else None
         self._origins = Origins()
         self._counts = stats.Counts()
         """Of the scheduler's half: what no rank knows."""
@@ -134,11 +135,15 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
             if given is not None:
                 identity = identity._replace(media=tuple(sorted(identity.media + given.media(store.chunk_tokens))))
             receives = self._book.comes_from_elsewhere(request_id)
-            store.arrived(request_id, versions.prompt_of(request), *identity, receives=receives)
+            keeps = self._priority_limit is None or request.priority <= self._priority_limit
+            prompt = versions.prompt_of(request)
+            store.arrived(request_id, prompt, *identity, receives=receives, keeps=keeps)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._origins.asked(request.request_id, num_computed_tokens)
-        return self._book.missing(request.request_id, num_computed_tokens)
+        # vLLM up to 0.30 takes a promise for such a request, and answers positions that it has not computed.
+        computes_all = bool(getattr(request, "skip_reading_prefix_cache", False))
+        return self._book.missing(request.request_id, num_computed_tokens, computes_all=computes_all)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         tables = cache_groups.tables(self._kv_cache_config, blocks.get_block_ids())

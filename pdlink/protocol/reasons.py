@@ -16,6 +16,8 @@ NOT_NEEDED = "not_needed"
 """The receiver has all of it in its own prefix cache: no failure."""
 WINDOW_BLOCKS = "window_blocks"
 """Prefill's blocks are no multiple of decode's, and windows are kept in whole blocks."""
+WHOLE_PROMPT = "whole_prompt"
+"""The request wants what only the computation of its whole prompt gives."""
 OTHER = "other"
 """Any other reason."""
 
@@ -36,6 +38,7 @@ WORDS = {
     "taken_by_another_receiver": "another decode server asked for it first",
     "too_many_early_blocks": "too many offers wait at prefill for their requests",
     "too_many_early_offers": "too many offers wait at prefill for their requests",
+    WHOLE_PROMPT: "decode computes the whole prompt, because the request asks for its log-probabilities",
     WINDOW_BLOCKS: "prefill keeps sliding windows in blocks that are no multiple of decode's: give prefill a block "
     "size that is a multiple of decode's",
 }

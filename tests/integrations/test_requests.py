@@ -346,3 +346,13 @@ def test_nothing_is_left_of_requests_that_have_ended(seed: int) -> None:
     assert not requests._sending
     assert not requests._receiving
     assert requests.step([]) is NOTHING
+
+
+def test_a_request_that_wants_its_whole_prompt_computed_takes_nothing_from_elsewhere_and_says_so() -> None:
+    """vLLM 0.24 to 0.30 answered 128 of 200 positions of prompt_logprobs from memory that nobody had written."""
+    requests = book()
+    requests.arrived("r", DECODE, PROMPT)
+    assert requests.missing("r", 0, computes_all=True) == (0, False)
+    assert requests.allocated("r", (1, 2, 3), 0) == 0
+    assert requests.step([]).stops == [Stop("r", "not_needed")]
+    assert requests.path("r") == "recomputed;reason=whole_prompt"

@@ -326,3 +326,13 @@ def test_nothing_is_kept_of_a_prompt_that_was_loaded_or_computed_before_a_reset(
     assert book.step([Scheduled("r", (5,), False, 32, 16)]).store.saves == []
     book.step([], {"r"})
     assert book.step([Scheduled("r", (7, 8, 9), True, 0, 48)]).store.saves == [Save("r", (7, 8, 9), True, 0, 48)]
+
+
+def test_a_request_that_is_less_urgent_than_the_limit_is_found_and_not_kept() -> None:
+    requests = StoreBook(CHUNK)
+    requests.arrived("r", list(range(3 * CHUNK)), "", "", (), keeps=False)
+    assert requests.missing("r", 0) is None, "what others have kept is looked up"
+    requests.looked([Looked("r", 1, 0)])
+    requests.allocated("r", (1, 2, 3), 0)
+    assert requests.step([Scheduled("r", (1, 2, 3), True, 0, 3 * CHUNK)], ()).saves == []
+    assert requests.ended("r", list(range(3 * CHUNK)), (1, 2, 3)) is False

@@ -211,6 +211,8 @@ def test_the_fields_of_vllm_that_are_read_exist() -> None:
         "mm_features",
         "prompt_embeds",
         "num_prompt_tokens",
+        "priority",
+        "skip_reading_prefix_cache",
     ):
         assert f"self.{name}" in source, name
 

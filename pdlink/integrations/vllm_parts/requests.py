@@ -28,7 +28,7 @@ from pdlink.errors import InvalidRequest
 from pdlink.integrations.vllm_parts import params as legs
 from pdlink.integrations.vllm_parts.store_book import StorePlan
 from pdlink.protocol import kv_path
-from pdlink.protocol.reasons import NOT_NEEDED, printable
+from pdlink.protocol.reasons import NOT_NEEDED, WHOLE_PROMPT, printable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -169,6 +169,8 @@ class _Receiving:
     """vLLM has reserved blocks; it is asked for KV once."""
     over: bool = False
     """Its KV is here, or will not come."""
+    computes_all: bool = False
+    """Here, whatever lies elsewhere."""
     path: _Path = field(default_factory=_Path)
     """Shared by all requests of this transfer."""
 
@@ -258,13 +260,18 @@ class RequestBook:
             self._arrivals.popitem(last=False)
         return False
 
-    def missing(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
+    def missing(self, request_id: str, num_computed: int, *, computes_all: bool = False) -> tuple[int | None, bool]:
         """How many tokens after the first `num_computed` come from elsewhere, and whether to park the request.
 
         None: ask again in the next step. Decides nothing: vLLM asks as often as it likes.
+        computes_all: it wants what only the computation of its whole prompt gives, as `prompt_logprobs`.
         """
         self._tried.add(request_id)
         request = self._receiving.get(request_id)
+        if computes_all:
+            if request is not None:
+                request.computes_all = True
+            return 0, False
         if request is None and self.store is not None:
             found = self.store.missing(request_id, num_computed)
             if found is None:
@@ -298,7 +305,8 @@ class RequestBook:
             return loaded
         request.asked = True
         if request.leads and num_external == 0:
-            request.over, request.path.said = True, kv_path.CACHED
+            request.over = True
+            request.path.said = kv_path.recomputed(WHOLE_PROMPT) if request.computes_all else kv_path.CACHED
             self._plan.stops.append(Stop(request_id, NOT_NEEDED))
         elif request.leads:
             if loaded == num_external:

@@ -150,6 +150,7 @@ class _Request:
     num_tokens: int
     receives: bool = False
     """Another server computes the prompt."""
+    keeps: bool = True
     phase: _Phase = _Phase.NEW
     named: bool = False
     """The workers know its prompt."""
@@ -200,13 +201,14 @@ class StoreBook:
         adapter: Adapter | None = None,
         *,
         receives: bool = False,
+        keeps: bool = True,
     ) -> None:
-        """A new request. receives: another server computes its prompt.
+        """A new request. receives: another server computes its prompt. keeps: what is computed of it is kept.
 
         Raises OverflowError for a token that no vocabulary has.
         """
         prompt = Prompt(request_id, array("I", tokens).tobytes(), salt, lora, media, adapter)
-        self._requests[request_id] = _Request(prompt, len(tokens), receives)
+        self._requests[request_id] = _Request(prompt, len(tokens), receives, keeps)
 
     def missing(self, request_id: str, num_computed: int) -> int | None:
         """How many tokens after the first `num_computed` come from the store. None: ask again in the next step."""
@@ -276,7 +278,7 @@ class StoreBook:
         if loading:
             self._plan.parked.append(request_id)
             return False
-        end = self._whole(len(tokens)) if self._keeps_answers and not request.stale else 0
+        end = self._whole(len(tokens)) if self._keeps_answers and request.keeps and not request.stale else 0
         if end > (0 if request.receives else self._whole(request.num_tokens)):
             whole = replace(request.prompt, tokens=array("I", tokens[:end]).tobytes())
             self._plan.keeps.append(Keep(whole, cast("AnyTables", tuple(blocks)), end))
@@ -331,7 +333,7 @@ class StoreBook:
         if request is None:
             return
         self._plan.num_computed += max(0, min(part.start + part.count, request.num_tokens) - part.start)
-        if request.stale or request.receives:
+        if request.stale or request.receives or not request.keeps:
             return
         end = min(part.start + part.count, self._whole(request.num_tokens))
         if part.start >= end:
