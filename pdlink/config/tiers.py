@@ -50,7 +50,7 @@ class TiersConfig(Section):
     and its kin, s3://BUCKET and its kin, or path.to.module:name (`pdlink.store.tiers.opening`)."""
     peers: tuple[str, ...] = ()
     """Stores of other nodes, tcp://HOST:PORT[?key=PUBLIC_KEY] with their `peer_port`. What they have in memory is
-    found, and pulled as `transport` says; they are asked after the disk. All memory is taken at once then."""
+    found, and pulled as `transport` says; they are asked after the disk."""
     peer_port: Port | None = None
     """Where stores of other nodes ask this one, on the host of `listen.control`; 0 takes a free one, which is
     printed. None is 0 where there are `peers`, and else lends to nobody."""

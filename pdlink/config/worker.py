@@ -35,7 +35,7 @@ class WorkerConfig(Section):
     cache: CacheConfig = CacheConfig()
     """Its KV cache."""
     tiers: TiersConfig = TiersConfig()
-    """Where KV stays when its blocks are needed for others. Not yet with `engine.device` on a GPU."""
+    """Where KV stays when its blocks are needed for others."""
     kv_events: KVEventsConfig = KVEventsConfig()
     """Whom it tells what KV it keeps."""
     engine: EngineConfig = EngineConfig()
