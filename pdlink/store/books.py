@@ -8,7 +8,7 @@ listeners and metrics were told.
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,7 @@ class Books:
         """Keys of readable records whose headers have their sums already."""
         self.unchecked: set[bytes] = set()
         """Keys of readable records that nobody has compared with their sums since they came from a tier."""
-        self.debts: dict[str, dict[bytes, None]] = {}
+        self.debts: dict[str, OrderedDict[bytes, None]] = {}
         """By tier: keys of readable records that it is to have and has not got, next one first (`WriteThrough`)."""
         self.num_dropped = 0
         """Records that were evicted while a tier was still to have them, since the last flush."""

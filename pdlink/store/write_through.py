@@ -8,6 +8,7 @@ did not take is owed again, and a tier that takes nothing is offered one record 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from concurrent.futures import CancelledError
 from functools import partial
 from math import inf
@@ -52,7 +53,7 @@ class WriteThrough:
         """
         self._books, self._below, self._buffer = books, below, buffer
         self._sealed, self._deadline_s, self._clock = sealed, deadline_s, clock
-        books.debts = {tier.name: {} for tier in below.tiers if not isinstance(tier.tier, ReadOnly)}
+        books.debts = {tier.name: OrderedDict() for tier in below.tiers if not isinstance(tier.tier, ReadOnly)}
 
     def begin(self, keys: Sequence[bytes]) -> None:
         """Have these readable records written to every tier."""
@@ -65,9 +66,10 @@ class WriteThrough:
 
     def hit(self, keys: Sequence[bytes]) -> None:
         """These readable records were used: those that a tier has not got yet are next."""
-        for tier, debts in self._books.debts.items():
-            if debts and (known := {key: None for key in keys if key in debts}):
-                self._books.debts[tier] = {**known, **{key: None for key in debts if key not in known}}
+        for debts in self._books.debts.values():
+            for key in reversed(keys) if debts else ():
+                if key in debts:
+                    debts.move_to_end(key, last=False)
 
     def forgive(self, keys: Sequence[bytes] | None, places: Sequence[str] | None) -> None:
         """Tiers of these names, or all, are not to have these records, or any, any more."""
