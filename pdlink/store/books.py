@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from math import inf
+from math import inf, isinf
 from typing import TYPE_CHECKING
 
 from pdlink.events import Announcer, RecordsChanged, WriteDropped, emit
@@ -82,8 +82,8 @@ class Books:
         """Of a record, by the clock that all hosts share: the same whenever it is asked, because two tiers may get a
         copy of its header at the same time."""
         expires_s = self.catalog.expires_s(key)
-        if expires_s == inf:
-            return inf
+        if isinf(expires_s):  # for ever, or it is not here
+            return expires_s
         return self._ends_at_s.setdefault(key, round(expires_s + self._epoch_s(), 3))
 
     # --- Without the lock
