@@ -184,20 +184,20 @@ def _rounds(
             prompt = [*prompt, *answer.encode(), *_tokens(numbers, settings.message_tokens)]
             answer = one(TURN, first, prompt).text
     for what, found in sources.items():
-        _check(what, found, settings.tokens // CHUNK_TOKENS * CHUNK_TOKENS)
+        _check(what, found, (settings.tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS)
     return measured, sources
 
 
-def _check(what: str, sources: Sequence[dict[str, Any]], chunk_tokens: int) -> None:
+def _check(what: str, sources: Sequence[dict[str, Any]], whole_tokens: int) -> None:
     """Raise BadAnswer unless a prompt came from where it should have come from, but for its end.
 
-    chunk_tokens: of the first prompt of a conversation, in whole chunks. The last token is computed.
+    whole_tokens: of the first prompt of a conversation, in whole chunks before its last token, which is computed.
     """
     place = {COLD: "", MEMORY: "memory", DISK: "disk", TURN: "memory"}.get(what)
     for one in sources:
         loaded = one["loaded"] if place is None else one["places"].get(place, 0)
-        if what != COLD and one["loaded"] < chunk_tokens - 1:
-            raise BadAnswer(f"{what}: the worker loaded {one['loaded']} of {chunk_tokens} tokens: {one}")
+        if what != COLD and one["loaded"] < whole_tokens:
+            raise BadAnswer(f"{what}: the worker loaded {one['loaded']} of {whole_tokens} tokens: {one}")
         if (one["loaded"] == 0) is not (what == COLD) or loaded != one["loaded"]:
             raise BadAnswer(f"{what}: the worker had the KV of a prompt from elsewhere: {one}")
 

@@ -44,6 +44,6 @@ def test_a_prompt_that_came_from_elsewhere_than_its_row_says_ends_the_run(what: 
 
 def test_a_prompt_of_which_only_a_part_was_loaded_ends_the_run() -> None:
     sourced = {"loaded": 256, "places": {"disk": 256}}
-    warm._check(warm.DISK, [sourced], 257)  # the last token is computed
+    warm._check(warm.DISK, [sourced], 256)
     with pytest.raises(BadAnswer, match="loaded 256 of 512 tokens"):
         warm._check(warm.DISK, [sourced], 512)
