@@ -102,5 +102,5 @@ def test_the_command_replays_a_file_and_keeps_every_rate(tmp_path: Path, capsys:
 def test_a_trace_that_cannot_be_read_is_refused_with_the_line(line: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text(line)
-    with pytest.raises(ConfigError, match=r"trace\.jsonl.*limit"):
+    with pytest.raises(ConfigError, match=r"trace\.jsonl.*expected"):
         replay.read_trace(trace)

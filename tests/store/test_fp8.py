@@ -149,7 +149,7 @@ def test_a_lossy_cache_and_an_exact_one_find_nothing_of_each_other() -> None:
 
 def test_fp8_is_said_twice_or_refused() -> None:
     with (
-        pytest.raises(ConfigError, match="codec: got 'fp8'.*set both"),
+        pytest.raises(ConfigError, match="codec: got 'fp8'.*set lossy"),
         Pages(tiers=[StubTier()], codec={"stub": FP8}),
     ):
         pass
