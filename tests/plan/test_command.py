@@ -76,7 +76,7 @@ def test_what_cannot_be_planned_ends_with_2_and_a_sentence(
     assert main(words) == 2
     error = capsys.readouterr().err
     assert error.startswith("pdlink: ")
-    assert "limit" in error or "name a file" in error
+    assert "expected" in error or "name a file" in error
 
 
 def test_prompts_that_begin_alike_are_found_in_a_cache_that_is_large_enough(tmp_path: Path) -> None:
