@@ -15,18 +15,7 @@ from pdlink.config.tracing import TracingConfig
 DEFAULT_POLICIES: dict[Literal["prefill", "decode"], str] = {"prefill": "cost", "decode": "least_loaded"}
 """What `pdlink bench route` finds best; `cost` for decode, too, gains nothing there and takes twice the time."""
 
-DialectName = Literal[
-    "pdlink",
-    "vllm",
-    "vllm-nixl",
-    "vllm-nixl-push",
-    "vllm-mooncake",
-    "vllm-moriio",
-    "vllm-moriio-write",
-    "lmcache",
-    "sglang",
-]
-_WITH_CONTROL = ("vllm", "vllm-mooncake", "vllm-moriio-write", "lmcache")
+DialectName = Literal["pdlink", "vllm", "vllm-nixl", "sglang"]
 
 MAX_ENGINES = 4096
 """Data-parallel engines of one server."""
@@ -68,9 +57,8 @@ class ProxyConfig(Section):
     worker_ca: str | None = None
     """PEM file of the authority that signed the certificates of https:// workers; None trusts the system's."""
     dialect: DialectName = "pdlink"
-    """What the workers run: pdlink's own engine; vLLM with PDLinkConnector (`vllm`) or a connector of its own
-    (`vllm-nixl`, `vllm-nixl-push`, `vllm-mooncake`, `vllm-moriio` reading, `vllm-moriio-write`); vLLM with LMCache's
-    P/D backend (`lmcache`); or SGLang."""
+    """What the workers run: pdlink's own engine; vLLM with PDLinkConnector (`vllm`) or with its own NixlConnector or
+    NixlPushConnector (`vllm-nixl`); or SGLang."""
     prefill: tuple[str, ...] = ()
     """Base URLs of the prefill workers."""
     decode: tuple[str, ...] = ()
@@ -97,17 +85,12 @@ class ProxyConfig(Section):
     decode_ranks: int | None = Field(default=None, ge=1)
     """Dialect vllm: tensor parallel ranks of a decode server, where they are not as many as a prefill server's."""
     control: dict[str, tuple[str, ...]] = {}
-    """By base URL of a worker, the address its connector listens on, or a list with one for each tensor parallel
-    rank. vllm: of prefill workers, "tcp://10.0.0.1:8101", or "tcp://10.0.0.1:8101-8104" for several ports; with
-    `data_parallel` those of the first engine, then of the second. vllm-mooncake: of prefill workers, "http://10.0.0.1:8998"
-    (8998 is the default). vllm-moriio-write: of both, handshake and notify port, "tcp://HOST:6301,tcp://HOST:61005"
-    (the default). lmcache: of decode workers, "tcp://HOST:INIT_PORT,tcp://HOST:ALLOC_PORT". Others say it
-    themselves."""
+    """Dialect vllm: by base URL of a prefill worker, the address its connector listens on, or a list with one for
+    each tensor parallel rank: "tcp://10.0.0.1:8101", or "tcp://10.0.0.1:8101-8104" for several ports; with
+    `data_parallel` those of the first engine, then of the second. Others say it themselves."""
     data_parallel: dict[str, Annotated[int, Field(ge=1, le=MAX_ENGINES)]] = {}
     """Dialect vllm: by base URL of a prefill worker, its --data-parallel-size, if it has several engines behind its
     port. Each is a worker of its own here, and gets its requests by X-data-parallel-rank."""
-    notify: str = "tcp://127.0.0.1:8500"
-    """Dialect lmcache: where this proxy hears that KV has arrived; LMCache's `pd_proxy_host` and `pd_proxy_port`."""
     kv_events: dict[str, tuple[str, ...]] = {}
     """By base URL of a worker, where it publishes which KV it has, so that `prefix` and `cost` need not guess:
     "tcp://HOST:5557", or "tcp://HOST:5557,tcp://HOST:5558" with its replay endpoint; a list if there are several. For
@@ -243,19 +226,13 @@ class ProxyConfig(Section):
             )
         if self.dialect != "vllm":
             no_use(
-                self, "", ("decode_ranks", "data_parallel"), f"is for dialect: vllm, and dialect is {self.dialect}"
-            )
-        if self.dialect not in _WITH_CONTROL:
-            no_use(self, "", ("control",), f"is for dialect: vllm, and dialect is {self.dialect}")
-        if self.dialect != "lmcache":
-            no_use(self, "", ("notify",), f"is for dialect: lmcache, and dialect is {self.dialect}")
-        if self.dialect == "lmcache" and (missing := {url.rstrip("/") for url in self.decode} - _urls(self.control)):
-            raise ValueError(
-                f"control: no address for the decode worker {min(missing)}; it is its pd_peer_host with "
-                "pd_peer_init_port and pd_peer_alloc_port, as tcp://HOST:INIT_PORT,tcp://HOST:ALLOC_PORT"
+                self,
+                "",
+                ("control", "decode_ranks", "data_parallel"),
+                f"is for dialect: vllm, and dialect is {self.dialect}",
             )
         if self.dialect == "vllm":
-            known = _urls(self.control)
+            known = {url.rstrip("/") for url in self.control}
             for url in self.prefill:
                 if url.rstrip("/") not in known:
                     raise ValueError(
@@ -271,7 +248,3 @@ class ProxyConfig(Section):
                             "`listen` of that server's kv_connector_extra_config"
                         )
         return self
-
-
-def _urls(by_url: dict[str, tuple[str, ...]]) -> set[str]:
-    return {url.rstrip("/") for url in by_url}

@@ -59,11 +59,6 @@ def _run_processes(
 ) -> None:
     """Run them until SIGTERM, SIGINT or the end of the parent. reread: loads the settings again, on SIGHUP. Raises
     ConfigError and ChildFailed before all are ready."""
-    if config.dialect == "lmcache":
-        raise ConfigError(
-            f"processes: got {config.processes}; expected 1 with dialect lmcache, whose workers tell one address "
-            "(notify) that KV has arrived; leave it out"
-        )
     posts: list[Post] = []
     with contextlib.ExitStack() as held:
         bound = held.enter_context(bind(*config.at, "listen", shared=True))

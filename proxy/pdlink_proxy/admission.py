@@ -87,7 +87,7 @@ class Admission:
         self._action, self.started_s, self.placed_s, self.placement_s = FIRST, since_s, at_s, placement_s
         self.chosen = {Leg.PREFILL: choice.prefill, Leg.DECODE: choice.decode}
         self.cached_tokens, self.decision = choice.cached_tokens, placed
-        return Placed(choice.prefill.work.key, choice.decode.work.key, bool(choice.prefill.learned))
+        return Placed(choice.prefill.work.key, choice.decode.work.key)
 
     def place(
         self, action: Place, num_behind: int = 0, choice: Choice | Queued | Refused | None = None
@@ -260,7 +260,7 @@ class Admission:
         if prefill is None:
             return Placed(None, decode.work.key)
         overdue_s = self._overdue_s(prefill) if shared.hedges else math.inf
-        return Placed(prefill.work.key, decode.work.key, bool(prefill.learned), overdue_s)
+        return Placed(prefill.work.key, decode.work.key, overdue_s)
 
     def _overdue_s(self, prefill: Worker) -> float:
         """When prefill is overdue, from now on: by the pace that was measured of it; never without one."""

@@ -149,8 +149,6 @@ class Router:
             if (relays := opened_relays()) is not None:
                 shared.relays = relays
                 stack.callback(relays.close)
-            if self.dialect.arrivals is not None:
-                shared.arrivals = await stack.enter_async_context(self.dialect.arrivals(config))
             if config.tokenize_wait_s:
                 own, wait_s = self._tokenizers, config.tokenize_wait_s
                 shared.tokenizing = Tokenizing(self.pools, control, self.metrics, own, wait_s)

@@ -445,8 +445,6 @@ class Exchange:
         if isinstance(event, Answered) and 200 <= event.status < 300:
             if leg.leg is Leg.DECODE:
                 self._attempts[leg.attempt].note_kv(leg.headers, event.body)
-            elif (learn := self._shared.dialect.learn) is not None:
-                leg.worker.learned = learn(event.body) or {}
             if (told := self._shared.dialect.told) is not None and (said := told(event.body)) is not None:
                 self._shared.decisions.told.append(Told(self._request_id, leg.worker.label, said))
         self.happen(event)

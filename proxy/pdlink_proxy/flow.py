@@ -274,7 +274,7 @@ class Flow:
         self._waits = None
         self._legs, self._decode = {}, event.decode
         self._prefill_answer, self.prefill_spoke_s, self.decode_spoke_s = b"", None, None
-        at_once = event.at_once or self._rules.handover is None
+        at_once = self._rules.handover is None
         if event.prefill is None or at_once:
             self._legs[Leg.DECODE] = LegState(event.decode, now)
         if event.prefill is not None:

@@ -128,7 +128,6 @@ def from_settings(config: ProxyConfig, dialect: Dialect) -> Members:
 
 def _check(members: Members, what: str, dialect: Dialect) -> None:
     for entry in (*members.prefill, *members.decode):
-        dialect.check_control(entry.control)
         engines_of(entry)
     other = [entry.url for entry in (*members.decode, *members.both) if entry.data_parallel > 1]
     if not dialect.engine_paths:
@@ -138,8 +137,7 @@ def _check(members: Members, what: str, dialect: Dialect) -> None:
             f"{what}: data_parallel: got it for {', '.join(other)}; expected prefill workers of dialect: vllm; leave "
             "it out: others share requests out among their engines by themselves"
         )
-    side = dialect.needs_control
-    if side is not None and (missing := [entry.url for entry in members.of(side) if not entry.control]):
+    if dialect.needs_control and (missing := [entry.url for entry in members.prefill if not entry.control]):
         raise ConfigError(f"{what}: no control for {', '.join(missing)}; give the addresses of its connector")
 
 

@@ -62,7 +62,6 @@ def opened(
         or shared.hedges
         or shared.decision_log is not None
         or shared.tracer is not None
-        or shared.arrivals is not None
         or ((dialect.whole is not None or shared.pools.has_engines) and shared.whole(call))
         or not ((dialect.rules_of(call) if dialect.rules_of is not None else None) or dialect.rules).plain
     ):
@@ -185,16 +184,13 @@ class Plain:
         )
         shared.decisions.append(decision)
         attempt = Attempt(
-            transfer_id,
-            int(now_s),
-            seed,
-            prefill.address,
-            shared.config.decode_ranks,
-            prefill.url,
-            decode.url,
-            prefill.control,
-            decode.control,
-            prefill.link,
+            transfer_id=transfer_id,
+            created=int(now_s),
+            seed=seed,
+            prefill=prefill.address,
+            decode_ranks=shared.config.decode_ranks,
+            prefill_url=prefill.url,
+            link=prefill.link,
         )
         bodies = shared.dialect.legs(call, attempt)
         lines, tokens = header_lines(self._headers), asked.num_tokens
@@ -214,8 +210,6 @@ class Plain:
         if dialect.told is not None and (said := dialect.told(body)) is not None:
             shared.decisions.told.append(Told(self._request_id, leg.worker.label, said))
         if leg.leg is Leg.PREFILL:
-            if dialect.learn is not None:
-                leg.worker.learned = dialect.learn(body) or {}
             self._answered, self._answered_s = body, now_s
             return
         if (refusals := shared.pools.refusals).pairs and (prefill := self._choice.prefill) is not None:

@@ -121,12 +121,13 @@ class Prober:
         asked = {"model": decode.health.model if decode.health else "", "prompt": ids, "max_tokens": 2}
         call = parse(COMPLETIONS, msgspec.json.encode({**asked, "temperature": 0}))
         attempt = Attempt(
-            transfer_id,
-            int(time.time()),
-            secrets.randbits(31),
-            prefill.address,
-            self._router.config.decode_ranks,
-            *(prefill.url, decode.url, prefill.control, decode.control, prefill.link),
+            transfer_id=transfer_id,
+            created=int(time.time()),
+            seed=secrets.randbits(31),
+            prefill=prefill.address,
+            decode_ranks=self._router.config.decode_ranks,
+            prefill_url=prefill.url,
+            link=prefill.link,
         )
         bodies = dialect.legs(call, attempt)
         legs = [
@@ -203,7 +204,7 @@ class Prober:
         """What differs, by decode's health of now: the last poll may be older than the refusal."""
         asking = Asking(self._router.shared.control, decode.url, _REPORT_S)
         try:
-            health = await self._router.dialect.look(asking, Known(decode.health, well=True, control=decode.control))
+            health = await self._router.dialect.look(asking, Known(decode.health, well=True))
         except (HttpError, OSError, PdlinkError):
             return None
         for each in health.refused if isinstance(health, Health) else ():

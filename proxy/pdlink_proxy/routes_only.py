@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 
 from pdlink.config import read_secrets
-from pdlink.errors import ConfigError, InvalidRequest, NoWorker, Overloaded
+from pdlink.errors import InvalidRequest, NoWorker, Overloaded
 from pdlink.protocol import route_token
 
 from .access import key_of
@@ -59,14 +59,8 @@ class Decider:
     """The decisions of one proxy that have not ended."""
 
     def __init__(self, router: Router) -> None:
-        """Raises ConfigError for a key file without keys, and where decode's leg follows news that only the proxy
-        gets."""
+        """Raises ConfigError for a key file without keys."""
         self._router = router
-        if router.dialect.arrivals is not None:
-            raise ConfigError(
-                f"route_s: got dialect {router.dialect.name}; expected dialects whose decode needs no news of the "
-                "KV; send these requests through the proxy"
-            )
         file = router.config.route_key_file
         self._secret = read_secrets(file, "route_key_file")[0].encode() if file is not None else None
         self._reserved: dict[str, _Reserved] = {}
@@ -168,12 +162,13 @@ class Decider:
         if prefill is not None:
             dialect = shared.dialect
             attempt = Attempt(
-                transfer_id,
-                int(time.time()),
-                secrets.randbits(32),
-                prefill.address,
-                router.config.decode_ranks,
-                *(prefill.url, decode.url, prefill.control, decode.control, prefill.link),
+                transfer_id=transfer_id,
+                created=int(time.time()),
+                seed=secrets.randbits(32),
+                prefill=prefill.address,
+                decode_ranks=router.config.decode_ranks,
+                prefill_url=prefill.url,
+                link=prefill.link,
             )
             bodies = dialect.legs(call, attempt)
             more = dialect.headers(attempt) if dialect.headers is not None else ({}, {})
@@ -182,7 +177,7 @@ class Decider:
             answer["prefill"] |= _changes(call, bodies[0])
             answer["decode"] = {**to_decode, "headers": {**signed[1], **more[1]}, **_changes(call, bodies[1])}
             # Then decode's `kv_transfer_params` are those of prefill's answer.
-            answer["decode"]["after_prefill"] = dialect.rules.handover is not None and not placed.at_once
+            answer["decode"]["after_prefill"] = dialect.rules.handover is not None
             load.append((prefill, max(1, asked.num_tokens - admission.cached_tokens)))
         states = tuple((shared.pools.sent(asked, worker, tokens, now), tokens) for worker, tokens in load)
         timer = asyncio.get_running_loop().call_later(router.config.route_s, self._free, transfer_id)

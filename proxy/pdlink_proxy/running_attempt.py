@@ -77,24 +77,23 @@ class RunningAttempt:
 
     def start(self, hears: Hears, *, at_once: bool) -> None:
         """Send both legs, or only prefill's if decode's follows it."""
-        prefill, decode = self.chosen.get(Leg.PREFILL), self.chosen[Leg.DECODE]
+        prefill = self.chosen.get(Leg.PREFILL)
         if prefill is None:
             self._start(hears, Leg.DECODE, self._call.body)
             return
         shared = self._shared
         dialect = shared.dialect
         attempt = Attempt(
-            self.transfer_id,
-            int(time.time()),
-            self._seed,
-            prefill.address,
-            shared.config.decode_ranks,
-            *(prefill.url, decode.url, prefill.control, decode.control, prefill.link),
+            transfer_id=self.transfer_id,
+            created=int(time.time()),
+            seed=self._seed,
+            prefill=prefill.address,
+            decode_ranks=shared.config.decode_ranks,
+            prefill_url=prefill.url,
+            link=prefill.link,
         )
         prefill_body, decode_body = dialect.legs(self._call, attempt)
         to_prefill, self._decode_headers = dialect.headers(attempt) if dialect.headers is not None else ({}, {})
-        if (arrivals := shared.arrivals) is not None:
-            arrivals.expect(self.transfer_id, len(decode.control))
         self._start(hears, Leg.PREFILL, prefill_body, to_prefill)
         if at_once:
             self._start(hears, Leg.DECODE, decode_body, self._decode_headers)

@@ -15,9 +15,6 @@ from .steps import Answered, Ended, Event, Leg, Lost
 from .upstream import describe, loss_of, tell_to_stop, too_long
 
 if TYPE_CHECKING:
-    import asyncio
-
-    from .dialects.arrivals import Arrivals
     from .fleet import PlacementRequest
     from .http_client import Request
     from .http_connection import Connection, HttpError
@@ -124,7 +121,6 @@ class RunningLeg(Listener):
     ended_s: float | None = None
     span_id = ""
     """Of its span, if the request is traced."""
-    _settling: asyncio.Task[None] | None = None
     _status = 0
     _parts: list[bytes] | None = None
     _nbytes = 0
@@ -295,10 +291,6 @@ class RunningLeg(Listener):
         self.ended_s = time.monotonic()
         self.fate = self.fate or "cancelled"
         self.worker.legs.discard(self)
-        if self._settling is not None:
-            self._settling.cancel()
-        if self._shared.arrivals is not None and self.leg is Leg.PREFILL:
-            self._shared.arrivals.forget(self.transfer_id)
         if not self._done:
             self.served(well=False)
         if not self._counted:
@@ -343,8 +335,6 @@ class RunningLeg(Listener):
         self._work.finished(self._num_tokens, now, served=True)
         if shared.queue.num:
             shared.serve_queue()
-        if shared.arrivals is not None and self.leg is Leg.PREFILL:
-            shared.arrivals.forget(self.transfer_id)
         if self._let_go:
             shared.alarms.clear(self.cancel)
         self._hears = NOBODY
@@ -355,12 +345,6 @@ class RunningLeg(Listener):
         hears = self._hears
         self.cancel()
         hears.broke(self, error)
-
-    async def _settle(self, answered: Answered, arrivals: Arrivals) -> None:
-        """The answer counts when its KV has left the worker."""
-        await arrivals.wait(self.transfer_id)
-        self._settling = None
-        self._finish(answered, well=True)
 
     # ---- the connection's
 
@@ -430,7 +414,7 @@ class RunningLeg(Listener):
         self._status, self.headers, self._nbytes = status, headers, len(body)
         self.answered_s = now = time.monotonic()
         try:
-            if status >= 300 or shared.arrivals is not None:
+            if status >= 300:
                 self._answered(body)
                 return
             if self.leg is Leg.DECODE:
@@ -446,11 +430,7 @@ class RunningLeg(Listener):
 
     def _answered(self, body: bytes) -> None:
         answered = Answered(self.attempt, self.leg, self._status, body, self.headers.content_type)
-        well = self._status < 300
-        if well and self.leg is Leg.PREFILL and self._shared.arrivals is not None:
-            self._settling = self._shared.spawn(self._settle(answered, self._shared.arrivals))
-        else:
-            self._finish(answered, well=well)
+        self._finish(answered, well=self._status < 300)
 
     def on_lost(self, error: HttpError) -> None:
         self._request = _ENDED

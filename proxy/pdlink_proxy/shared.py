@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .decision_log import DecisionLog
     from .decisions import Decisions
     from .dialects import Dialect
-    from .dialects.arrivals import Arrivals
     from .http_client import HttpClient
     from .metrics import Metrics
     from .openai import Call
@@ -55,8 +54,6 @@ class Shared:
     """Requests that wait for workers; `Waiting.item` is their `Admission`."""
     decision_log: DecisionLog | None = None
     tracer: Tracer | None = None
-    arrivals: Arrivals | None = None
-    """Where the engine tells its proxy that KV has arrived."""
     tokenizing: Tokenizing | None = None
     """Where texts may be tokenised for placement."""
     relays: Relays | None = None

@@ -60,8 +60,6 @@ class Placed(msgspec.Struct, frozen=True):
 
     prefill: str | None
     decode: str
-    at_once: bool = False
-    """Both legs start at once, although `Rules.handover` is set: decode can be told all about prefill already."""
     overdue_s: float = math.inf
     """From now on: without an answer of prefill by then, another attempt starts beside this one."""
 

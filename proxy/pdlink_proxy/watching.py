@@ -10,7 +10,6 @@ from pdlink.errors import WorkerKeyRefused
 
 from .dialects import Known, look_at_plain
 from .http_connection import HttpError
-from .steps import Leg
 from .upstream import describe
 from .worker import State
 
@@ -49,7 +48,7 @@ async def watch(
         faults, asked_s = [each.faults for each in workers], time.monotonic()
         try:
             well = all(each.state is State.OK for each in workers)
-            known = Known(first.health, well, first.control, first.side is Leg.PREFILL)
+            known = Known(first.health, well)
             health = await (look_at_plain if first.plain else dialect.look)(asking, known)
             for each, count in zip(workers, faults, strict=True):
                 each.heard(health, faults_when_asked=count)

@@ -128,8 +128,6 @@ class Worker:
     """Paths that this incarnation lists in its /openapi.json, empty if it lists none; None until it is asked."""
     lacks: set[str] = field(default_factory=set)
     """Paths that it does not have, as was found by asking."""
-    learned: dict[str, Any] = field(default_factory=dict)
-    """What an answer of this incarnation said about it, for `Health.link`."""
     work: WorkerState = field(default_factory=lambda: WorkerState(""))
     """What this incarnation has to do."""
     _silences: int = 0
@@ -177,7 +175,7 @@ class Worker:
     @property
     def link(self) -> dict[str, Any]:
         """What its dialect must know to reach its KV."""
-        return self.learned or (self.health.link if self.health else {})
+        return self.health.link if self.health else {}
 
     def heard(self, health: Health | str, *, faults_when_asked: int) -> None:
         """Take in its health, or the text why its answer is invalid."""
@@ -192,7 +190,7 @@ class Worker:
             if self.incarnations > 1:
                 log.info("%s worker %s was restarted", self.side.value, self.id)
             self.breaker, self.outlier = Breaker(math.inf, failures=FAILURES), Outlier()
-            self.learned, self.routes, self.lacks = {}, None, set()
+            self.routes, self.lacks = None, set()
             self.judged()
         known, self.health = self.health, health
         if known is None or (known.model, known.aliases) != (health.model, health.aliases):

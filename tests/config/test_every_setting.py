@@ -95,12 +95,11 @@ TOGETHER_HERE = {
     "control": {"dialect": "vllm"},
     "decode_ranks": {"dialect": "vllm"},
     "data_parallel": {"dialect": "vllm"},
-    "notify": {"dialect": "lmcache"},
 }
 """The same for settings that are given to the proxy itself."""
 
 
-MADE = ("prefill", "decode", "dialect", "control", "data_parallel", "decode_ranks", "notify")
+MADE = ("prefill", "decode", "dialect", "control", "data_parallel", "decode_ranks")
 """Settings of the proxy that follow from the workers which `pdlink up` starts."""
 
 

@@ -16,7 +16,6 @@ from tests.proxy.fakes import DONE, FakeServer, Received, abort, serve
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Awaitable, Callable
 
 HELD = {
     "do_remote_prefill": True,
@@ -32,11 +31,7 @@ class FakeVllm(FakeServer):
     """One server. Texts of a prefill leg begin with "P", so that one that reaches a client is seen."""
 
     connector: str = "pdlink"
-    """Or "nixl", "push", "mooncake", "moriio", "lmcache"."""
-    engines: dict[int, str] = field(default_factory=lambda: {0: "engine-0"})
-    """By data-parallel rank; told by the bootstrap server of MooncakeConnector, here on the same port."""
-    told: Callable[[dict[str, Any]], Awaitable[None]] | None = None
-    """Awaited with the `disagg_spec` of a prefill leg, when its KV has been pushed."""
+    """Or "nixl"."""
     models: list[str] = field(default_factory=lambda: ["m"])
     api_key: str = ""
     cached_tokens: int | None = None
@@ -74,7 +69,7 @@ class FakeVllm(FakeServer):
             asked += ["/v1/responses", "/v1/messages"]
         found = [web.get("/health", self._health), web.get("/v1/models", self._models)]
         found += [web.post(path, self.generate) for path in asked]
-        return [*found, *([web.get("/query", self._query)] if self.connector == "mooncake" else [])]
+        return found
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=503 if self.dead else 200)
@@ -84,9 +79,6 @@ class FakeVllm(FakeServer):
         if not self._may_enter(request):
             return _error(401, "Unauthorized")
         return _json({"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]})
-
-    async def _query(self, _: web.Request) -> web.Response:
-        return _json({rank: {"engine_id": engine, "worker_addr": {}} for rank, engine in self.engines.items()})
 
     def _may_enter(self, request: web.Request) -> bool:
         return not self.api_key or request.headers.get("Authorization") == f"Bearer {self.api_key}"
@@ -106,14 +98,8 @@ class FakeVllm(FakeServer):
             abort(request)
         if self.fail_with is not None:
             return _error(self.fail_with, "Internal server error")
-        params = body.get("kv_transfer_params") or {}
-        if missing := [name for name in _needs(self.connector, params) if name not in params]:
-            self.strange.append(f"{self.connector} without {missing[0]}")
-            return _error(500, "Internal server error")
         named = request.path in ("/v1/responses", "/v1/messages")
         answer = NamedAnswer(self, request, body) if named else Answer(self, request, body)
-        if self.told is not None and "disagg_spec" in params:
-            await self.told(params["disagg_spec"])
         if not body.get("stream"):
             return web.Response(body=self.answer_override or answer.whole(), content_type="application/json")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -138,9 +124,7 @@ class Answer:
     def __init__(self, server: FakeVllm, request: web.Request, body: dict[str, Any]) -> None:
         self.chat = "chat" in request.path
         params = body.get("kv_transfer_params") or {}
-        self.is_prefill = bool(
-            params.get("do_remote_decode") or params.get("leg") == "prefill" or "disagg_spec" in params
-        )
+        self.is_prefill = bool(params.get("do_remote_decode") or params.get("leg") == "prefill")
         self.is_decode = params.get("leg") == "decode"
         limit = (
             body.get("max_completion_tokens", body.get("max_tokens", 3)) if self.chat else body.get("max_tokens", 3)
@@ -184,8 +168,6 @@ class Answer:
     def handed(self) -> dict[str, Any]:
         handed: dict[str, Any] | None
         handed = HELD if self.is_prefill and self.server.connector == "nixl" and not self.server.keeps_no_kv else None
-        if self.is_prefill and self.server.connector in ("push", "moriio"):
-            handed = {**HELD, **_HANDED[self.server.connector]}
         if self.server.kv_path and self.is_decode:
             handed = {"pdlink_kv": self.server.kv_path}
         if self.server.source and (self.is_prefill or self.is_decode):
@@ -278,26 +260,6 @@ class NamedAnswer(Answer):
 
 def _named(name: str, **fields: Any) -> bytes:
     return f"event: {name}\ndata: ".encode() + msgspec.json.encode({"type": name, **fields}) + b"\n\n"
-
-
-_HANDED = {
-    "push": {"remote_host": "10.0.0.1", "tp_size": 2, "pp_size": 1, "dcp_size": 1, "transfer_mode": "push"},
-    "moriio": {"remote_host": "10.0.0.1", "remote_handshake_port": 6301, "remote_notify_port": 61005, "tp_size": 1},
-}
-"""What prefill hands out, beside `HELD`."""
-
-_REACHES = ("remote_host", "remote_handshake_port", "remote_notify_port", "remote_engine_id", "remote_block_ids")
-
-
-def _needs(connector: str, params: dict[str, Any]) -> tuple[str, ...]:
-    """Parameters that the connector reads without a default."""
-    if connector == "moriio" and params.get("do_remote_prefill"):
-        return _REACHES
-    if connector == "push" and params.get("do_remote_prefill"):
-        return ("remote_engine_id", "remote_host", "remote_port", "tp_size")
-    if connector == "mooncake" and params.get("do_remote_prefill"):
-        return ("transfer_id", "remote_engine_id", "remote_bootstrap_addr")
-    return ("transfer_id",) if connector == "mooncake" and params else ()
 
 
 def _prompts(body: dict[str, Any]) -> list[Any]:

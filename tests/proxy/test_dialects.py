@@ -13,16 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 import msgspec
 import pytest
-import zmq
-import zmq.asyncio
 
-from pdlink.config import ProxyConfig
 from pdlink.config.proxy import DialectName
-from pdlink.errors import ConfigError
 from pdlink_proxy.dialects import DIALECTS
-from pdlink_proxy.membership import from_settings
 from tests.proxy.fake_sglang import FakeSglang
-from tests.proxy.fake_vllm import HELD, FakeVllm
+from tests.proxy.fake_vllm import FakeVllm
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
 
 if TYPE_CHECKING:
@@ -60,24 +55,10 @@ def _of_prefills(scheme: str, *, own: bool = False) -> Callable[[list[Fake], lis
     return lambda prefills, _: {each.url: [f"{scheme}://127.0.0.1:{each.port if own else 4100}"] for each in prefills}
 
 
-def _of_both(prefills: list[Fake], decodes: list[Fake]) -> Controls:
-    of_prefill = {each.url: ["tcp://10.0.0.1:6301,tcp://10.0.0.1:61005"] for each in prefills}
-    return of_prefill | {each.url: ["tcp://10.0.0.2:6302,tcp://10.0.0.2:61006"] for each in decodes}
-
-
-def _of_decodes(_: list[Fake], decodes: list[Fake]) -> Controls:
-    return {each.url: ["tcp://10.0.0.2:8300,tcp://10.0.0.2:8400"] for each in decodes}
-
-
 ENTRIES = [
     Entry("pdlink", lambda leg: FakeWorker(leg)),
     Entry("vllm", _vllm("pdlink"), control=_of_prefills("tcp")),
     Entry("vllm-nixl", _vllm("nixl"), at_once=False),
-    Entry("vllm-nixl-push", _vllm("push"), at_once=False),
-    Entry("vllm-mooncake", _vllm("mooncake"), control=_of_prefills("http", own=True)),
-    Entry("vllm-moriio", _vllm("moriio"), at_once=False),
-    Entry("vllm-moriio-write", _vllm("moriio"), control=_of_both),
-    Entry("lmcache", _vllm("lmcache"), at_once=False, control=_of_decodes, more={"notify": "tcp://127.0.0.1:0"}),
     Entry("sglang", lambda leg: FakeSglang(leg), alone=False),
 ]
 ALL = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.dialect)
@@ -117,36 +98,9 @@ async def bench(entry: Entry, num: int = 1, **more: Any) -> AsyncIterator[Bench]
             stack.push_async_callback(each.stop)
         settings = {"dialect": entry.dialect, "control": entry.control(prefills, decodes), **entry.more, **more}
         async with proxy_of(prefills, decodes, **settings) as proxy:
-            if entry.dialect == "lmcache":
-                await stack.enter_async_context(_telling(proxy, prefills))
             yield Bench(proxy, prefills, decodes)
         for each in (*prefills, *decodes):
             assert getattr(each, "strange", []) == []
-
-
-@contextlib.asynccontextmanager
-async def _telling(proxy: Proxy, prefills: list[Fake]) -> AsyncIterator[None]:
-    """Prefill tells the proxy when its KV has arrived, as each rank of LMCache does."""
-    context = zmq.asyncio.Context()
-    socket = context.socket(zmq.PUSH)
-    socket.linger = 0
-    shared = proxy.router._shared
-    assert shared is not None
-    assert shared.arrivals is not None
-    socket.connect(shared.arrivals.address)
-
-    async def tell(spec: dict[str, Any]) -> None:
-        for _ in spec["receiver_init_port"]:
-            await socket.send(msgspec.msgpack.encode({"type": "ProxyNotif", "req_id": spec["req_id"]}))
-
-    for each in prefills:
-        assert isinstance(each, FakeVllm)
-        each.told = tell
-    try:
-        yield
-    finally:
-        socket.close()
-        context.term()
 
 
 def _texts(answer: bytes) -> str:
@@ -251,73 +205,13 @@ async def test_prefill_gone_leaves_decode_alone_where_it_can_compute(entry: Entr
 # ---- what each is told
 
 
-async def _told(entry: Entry, **body: Any) -> tuple[dict[str, Any], dict[str, Any], str, Bench]:
-    async with bench(entry) as it, it.proxy.post(**body) as response:
-        await response.read()
-        prefill, decode = it.legs()
-        params = (each.body.get("kv_transfer_params") or {} for each in (prefill, decode))
-        return *params, response.headers["X-Pdlink-Transfer"], it
-
-
 def entry_of(dialect: str) -> Entry:
     return next(entry for entry in ENTRIES if entry.dialect == dialect)
 
 
-TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
-TO_DECODE = {"do_remote_decode": False, "do_remote_prefill": True}
-
-
-async def test_mooncake_decode_is_told_prefills_bootstrap_server_and_engine() -> None:
-    prefill, decode, transfer_id, it = await _told(entry_of("vllm-mooncake"))
-    transfer = {"transfer_id": transfer_id}
-    assert prefill == TO_PREFILL | transfer
-    address = f"http://127.0.0.1:{it.prefills[0].port}"
-    assert decode == TO_DECODE | transfer | {"remote_bootstrap_addr": address, "remote_engine_id": "engine-0"}
-
-
-async def test_mooncake_prefill_of_several_ranks_is_sent_to_the_one_that_decode_is_told() -> None:
-    async with bench(entry_of("vllm-mooncake")) as it:
-        worker = it.proxy.router.pools.all[0]
-        assert worker.health is not None
-        worker.health.link["engines"] = {"0": "engine-0", "1": "engine-1"}
-        for _ in range(8):
-            await it.ask()
-        (prefill,), (decode,) = it.prefills, it.decodes
-        ranks = [got.headers["X-data-parallel-rank"] for got in prefill.received]
-        engines = [got.body["kv_transfer_params"]["remote_engine_id"] for got in decode.received]
-        assert [f"engine-{rank}" for rank in ranks] == engines
-        assert all("X-data-parallel-rank" not in got.headers for got in decode.received)
-
-
-async def test_push_sends_both_legs_at_once_when_it_knows_the_prefill_worker() -> None:
-    entry = entry_of("vllm-nixl-push")
-    async with bench(entry) as it:
-        assert (await it.ask())[0] == 200
-        assert it.decodes[0].received[0].body["kv_transfer_params"]["remote_block_ids"] == HELD["remote_block_ids"]
-        it.prefills[0].gate = asyncio.Event()
-        async with it.proxy.post(stream=True) as response:
-            transfer_id = response.headers["X-Pdlink-Transfer"]
-            it.prefills[0].gate.set()
-            await response.read()
-        decode = it.decodes[0].received[1]
-        assert decode.body["kv_transfer_params"] == {
-            **TO_DECODE,
-            "remote_engine_id": "e",
-            "remote_host": "10.0.0.1",
-            "remote_port": HELD["remote_port"],
-            "tp_size": 2,
-            "pp_size": 1,
-            "dcp_size": 1,
-            "remote_request_id": transfer_id,
-            "transfer_id": transfer_id,
-        }
-        assert it.prefills[0].received[1].body["kv_transfer_params"] == TO_PREFILL | {"transfer_id": transfer_id}
-
-
-@pytest.mark.parametrize("dialect", ["vllm-nixl", "vllm-nixl-push"])
-async def test_push_gives_two_requests_of_one_id_transfers_of_their_own(dialect: str) -> None:
+async def test_two_requests_of_one_id_get_transfers_of_their_own_from_nixl() -> None:
     """vLLM pairs prompt and registration by X-Request-Id: with a client's id one would get the other's KV."""
-    async with bench(entry_of(dialect)) as it:
+    async with bench(entry_of("vllm-nixl")) as it:
         headers, body = {"X-Request-Id": "same"}, {"model": "m", "prompt": "x"}
         for _ in range(2):
             async with it.proxy.client.post(it.proxy.url + "/v1/completions", json=body, headers=headers) as response:
@@ -325,63 +219,6 @@ async def test_push_gives_two_requests_of_one_id_transfers_of_their_own(dialect:
         ids = [got.headers["X-Request-Id"] for got in it.prefills[0].received]
         assert len(set(ids)) == 2
         assert ids == [got.headers["X-Request-Id"] for got in it.decodes[0].received]
-
-
-async def test_moriio_read_gives_decode_what_prefill_handed_out() -> None:
-    prefill, decode, transfer_id, _ = await _told(entry_of("vllm-moriio"))
-    nothing = {"remote_engine_id": None, "remote_block_ids": None}
-    assert prefill == TO_PREFILL | nothing | {"transfer_id": transfer_id}
-    assert decode["remote_notify_port"] == 61005
-    assert decode["remote_block_ids"] == HELD["remote_block_ids"]
-
-
-async def test_moriio_write_tells_each_leg_the_ports_of_the_other() -> None:
-    prefill, decode, transfer_id, _ = await _told(entry_of("vllm-moriio-write"))
-    common = {"remote_engine_id": None, "remote_block_ids": None, "transfer_id": transfer_id}
-    ports = {"remote_host": "10.0.0.2", "remote_handshake_port": 6302, "remote_notify_port": 61006}
-    assert prefill == TO_PREFILL | common | ports
-    ports = {"remote_host": "10.0.0.1", "remote_handshake_port": 6301, "remote_notify_port": 61005}
-    assert decode == TO_DECODE | common | ports
-
-
-async def test_lmcache_prefill_is_told_decodes_ports_and_decode_nothing() -> None:
-    prefill, decode, transfer_id, _ = await _told(entry_of("lmcache"))
-    assert prefill == {
-        "disagg_spec": {
-            "req_id": transfer_id,
-            "receiver_host": "10.0.0.2",
-            "receiver_init_port": [8300],
-            "receiver_alloc_port": [8400],
-        }
-    }
-    assert decode == {}
-
-
-async def test_lmcache_decode_starts_when_every_rank_has_told_that_its_kv_is_there() -> None:
-    async with bench(entry_of("lmcache")) as it:
-        arrivals = it.proxy.router._shared.arrivals  # type: ignore[union-attr]
-        assert arrivals is not None
-        held: list[dict[str, Any]] = []
-
-        async def keep(spec: dict[str, Any]) -> None:
-            held.append(spec)
-
-        it.prefills[0].told = keep  # type: ignore[union-attr]
-        asked = asyncio.create_task(it.ask())
-        await until(lambda: bool(it.prefills[0].received) and it.prefills[0].received[0].answered, "prefill's answer")
-        assert it.decodes[0].received == []
-        arrivals._heard("another")
-        assert it.decodes[0].received == []
-        arrivals._heard(held[0]["req_id"])
-        assert (await asked)[0] == 200
-        await until(lambda: not arrivals._left, "nobody waits")
-
-
-async def test_lmcache_decode_computes_what_never_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdlink_proxy.dialects.arrivals.PATIENCE_S", 0.01)
-    async with bench(entry_of("lmcache")) as it:
-        it.prefills[0].told = None  # type: ignore[union-attr]
-        assert (await it.ask())[0] == 200
 
 
 async def test_sglang_legs_meet_in_one_room_at_prefills_bootstrap_server() -> None:
@@ -448,17 +285,3 @@ async def test_sglang_request_of_several_answers_is_refused_without_a_plain_serv
         assert status == 400
         assert b"n, echo with logprobs" in answer
         assert it.prefills[0].received == it.decodes[0].received == []
-
-
-@pytest.mark.parametrize("dialect", ["lmcache", "vllm-moriio-write"])
-@pytest.mark.parametrize("text", ["tcp://x:1", "tcp://x:1,y", "tcp://x,tcp://y:2", "tcp://x:1,tcp://y:99999", ""])
-def test_addresses_that_are_no_addresses_are_refused(dialect: str, text: str) -> None:
-    workers = {"prefill": ["http://p:1"], "decode": ["http://d:1"], "control": {"http://d:1": [text]}}
-    config = ProxyConfig.model_validate({"dialect": dialect, **workers})
-    with pytest.raises(ConfigError, match="control: got .*; expected tcp://HOST"):
-        from_settings(config, DIALECTS[dialect])
-
-
-def test_lmcache_decode_worker_without_addresses_is_refused() -> None:
-    with pytest.raises(ValueError, match="control: no address for the decode worker http://d:1"):
-        ProxyConfig.model_validate({"dialect": "lmcache", "prefill": ["http://p:1"], "decode": ["http://d:1"]})

@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import pytest
 
-from pdlink.cli import main
 from tests.private import write_private
 from tests.proxy.fakes import DONE, FakeWorker, event, tokens_of
 
@@ -274,8 +272,3 @@ async def test_a_request_with_huge_numbers_ends_no_service_of_any_process(
             for _ in range(12):
                 await proxy.complete(max_tokens=4)
         await proxy.pids()
-
-
-def test_settings_that_cannot_be_shared_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["proxy", "--processes", "2", "--dialect", "lmcache", "--listen", "127.0.0.1:0"]) == 2
-    assert "processes: got 2; expected 1 with dialect lmcache" in capsys.readouterr().err

@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdlink.cli import main
-from pdlink.config import ProxyConfig
-from pdlink.errors import ConfigError
 from pdlink.protocol.route_token import HEADER, RouteToken, peer_of, read_token
-from pdlink_proxy.app import build_app
 from tests.private import write_private
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
 
@@ -95,12 +92,6 @@ async def test_a_decision_is_signed(prefill: FakeWorker, decode: FakeWorker, tmp
         _, found = await decided(proxy, num_tokens=10)
     allowed = read_token(b"secret", found["decode"]["headers"][HEADER], 0)
     assert allowed == RouteToken("decode", found["transfer_id"], "", found["expires"])
-
-
-def test_an_edge_cannot_send_what_waits_for_news_to_the_proxy() -> None:
-    config = ProxyConfig(dialect="lmcache", notify="127.0.0.1:0", route_s=60)
-    with pytest.raises(ConfigError, match=r"^route_s: got dialect lmcache; "):
-        build_app(config)
 
 
 @pytest.mark.parametrize(

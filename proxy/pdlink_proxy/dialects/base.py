@@ -18,16 +18,13 @@ from ..rules import Rules
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping
 
-    from pdlink.config import ProxyConfig
     from pdlink.observe.sources import Sourced
     from pdlink.protocol.presence import Load
 
     from ..http_client import HttpClient
     from ..openai import Call
     from ..recovery import Resumes
-    from ..steps import Leg
     from ..upstream import Asking
-    from .arrivals import Arrivals
 
 
 class PrefillAddress(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -52,10 +49,6 @@ class Attempt(msgspec.Struct, frozen=True):
     decode_ranks: int | None = None
     """Of the decode worker, if it differs from the prefill worker's."""
     prefill_url: str = ""
-    decode_url: str = ""
-    prefill_control: tuple[str, ...] = ()
-    """As settings list it (`ProxyConfig.control`)."""
-    decode_control: tuple[str, ...] = ()
     link: Mapping[str, Any] = {}
     """`Health.link` of the prefill worker."""
 
@@ -148,9 +141,6 @@ class Known:
     """Its last valid answer."""
     well: bool
     """Whether it has been healthy since."""
-    control: tuple[str, ...] = ()
-    """As settings list it."""
-    is_prefill: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,22 +166,15 @@ class Dialect:
     """Whether decode must serve a request alone."""
     headers: Callable[[Attempt], tuple[Mapping[str, str], Mapping[str, str]]] | None = None
     """More headers of the prefill and the decode leg."""
-    learn: Callable[[bytes], dict[str, Any] | None] | None = None
-    """What prefill's answer says of its worker, for `Health.link`: with it, later requests send both legs at once,
-    although `Rules.handover` is set."""
     decode_computes: bool = True
     """A decode worker can compute a prompt itself. If not, requests that no pair can serve are refused."""
     abort: Callable[[HttpClient, str, str, Call], Coroutine[Any, Any, None]] | None = None
     """Tells the worker of this URL that the leg with this transfer id was given up. Its connection is closed, too."""
-    arrivals: Callable[[ProxyConfig], Arrivals] | None = None
-    """Opens what hears that KV has left prefill; decode's leg starts after that."""
-    check_control: Callable[[tuple[str, ...]], object] = lambda _: None
-    """Raises ConfigError for addresses in `ProxyConfig.control` that are none of this engine."""
     engine_paths: tuple[str, ...] = ()
     """What a prefill server with several data-parallel engines behind one URL computes by the engine that a header
     names (`engines.HEADER`): with such servers decode serves other paths alone. Empty: it takes no such header."""
-    needs_control: Leg | None = None
-    """The workers of this leg cannot be used without addresses in `ProxyConfig.control`."""
+    needs_control: bool = False
+    """Prefill workers cannot be used without addresses in `ProxyConfig.control`."""
     kv_path: Callable[[Mapping[str, str], bytes], str | None] = lambda _headers, _body: None
     """How decode got the KV, from its answer's headers and body: a value of `pdlink.protocol.kv_path`, or None.
     Called for a request with a prefill leg; for a stream with its headers and an empty body."""

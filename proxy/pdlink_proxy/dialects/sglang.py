@@ -35,7 +35,6 @@ from ..recovery import Resumes
 from ..rules import Rules
 from ..sse import ABORT_MARK, abort_of, rewritten
 from ..upstream import ask, post
-from .addresses import host_of
 from .base import Attempt, Dialect, Health, Known
 from .vllm import IN_TURNS, answers_in_turns, small_field
 
@@ -60,7 +59,7 @@ _KEY_SETTING = "worker_key_file must hold the key that SGLang was given as --api
 def _legs(call: Call, attempt: Attempt) -> tuple[bytes, bytes]:
     room = int.from_bytes(blake2b(attempt.transfer_id.encode(), digest_size=8).digest(), "big") & _MAX_ROOM
     rids = _rids(call, attempt.transfer_id)
-    host, port = host_of(attempt.prefill_url), attempt.link["bootstrap_port"]
+    host, port = urlsplit(attempt.prefill_url).hostname or "", attempt.link["bootstrap_port"]
     fields: dict[str, Any] = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
     if isinstance(rids, list):
         num = len(rids)

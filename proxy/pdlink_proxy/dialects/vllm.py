@@ -33,7 +33,6 @@ from ..openai import CHAT, COMPLETIONS, EMBEDS, KV_PARAMS, MESSAGES, RESPONSES, 
 from ..recovery import Resumes
 from ..rules import Rules
 from ..sse import rewritten
-from ..steps import Leg
 from ..upstream import ask
 from .base import Attempt, Dialect, Health, Known
 
@@ -364,6 +363,6 @@ VLLM = Dialect(
     key_as_bearer=True,
     key_setting=_KEY_SETTING,
     engine_paths=(COMPLETIONS, CHAT, MESSAGES),
-    needs_control=Leg.PREFILL,
+    needs_control=True,
 )
 """Pairs with PDLinkConnector: both legs at once, under one transfer id."""

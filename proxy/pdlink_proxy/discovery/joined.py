@@ -58,7 +58,7 @@ def source_of(text: str, dialect: Dialect, door: Door | None = None) -> Source:
             f"discover: got {text!r} with dialect {dialect.name}; expected control=NAME for dialect: vllm; "
             f"leave it out"
         )
-    if dialect.needs_control is not None and found.lists(dialect.needs_control.value) and not names_control:
+    if dialect.needs_control and found.lists("prefill") and not names_control:
         raise ConfigError(
             f"discover: got {text!r} with dialect {dialect.name}, whose workers need control addresses, and it names "
             "none; use file:PATH with `control` in each entry, or with dialect vllm kubernetes:... with control=NAME"
