@@ -126,8 +126,8 @@ class ProxyConfig(Section):
     """Share of a pool that may be left out for failing or being slow far beyond its peers; of two or three workers
     one may be. 0 leaves none out."""
     recover_streams: int = Field(default=3, ge=0)
-    """How often a stream whose decode worker died goes on at another one, where its answer can be repeated
-    (docs/router.md). 0 ends such streams with an error."""
+    """How often a stream of completions or of a chat goes on at another worker when its own died, where its answer
+    can be repeated (docs/router.md). 0 ends such streams with an error."""
     queue_size: int = Field(default=1024, ge=0)
     """Requests that may wait for a worker; more are answered 429. 0 never waits."""
     queue_timeout_s: Seconds = 60.0

@@ -23,7 +23,7 @@ from .decisions import Told
 from .ending import keep, logged
 from .flow import Flow
 from .openai import LAST_EVENTS, error_body, wanted
-from .recovery import Recovery
+from .recovery import PATHS, Recovery
 from .running_attempt import RunningAttempt
 from .steps import (
     Answered,
@@ -136,7 +136,7 @@ class Exchange:
         self._seed = random.getrandbits(32) if seed is None else seed
         if call.streaming:
             resumes, most = dialect.resumes, shared.config.recover_streams
-            if most and resumes is not None and call.path in resumes.paths:
+            if most and resumes is not None and call.path in PATHS:
                 self._recovery = Recovery(call, resumes, most, self._seed, lambda: shared.pools.links)
         self._flow = Flow(
             shared.limits,

@@ -2,7 +2,7 @@
 
 After a failure another worker is asked for the rest of the answer, behind the tokens that the client has
 (`Resumes.behind`), or for all of it again, of which `join` drops what the client has. Either way the client's events
-keep their ids, and what is dropped must be what was sent (`joining`): otherwise the stream ends with an error.
+keep their ids, and what is dropped must be what was sent (`choices.py`): otherwise the stream ends with an error.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from .joining import Choices, Diverged, nothing_had
+from .choices import Choices, Diverged
 from .openai import CHAT, COMPLETIONS
 from .sse import payloads, rewritten
 
 if TYPE_CHECKING:
     from .openai import Call
+
+PATHS = (COMPLETIONS, CHAT)
+"""Of requests whose streams may go on."""
 
 Links: TypeAlias = Sequence[Mapping[str, Any]]
 """`Health.link` of every worker that may get a request."""
@@ -32,8 +35,6 @@ class Resumes:
     """What to ask of each stream, with a seed for clients that gave none."""
     behind: Callable[[Call, Sequence[int]], Call] | None = None
     """Asks for the rest, behind these tokens; None: the whole answer is made again."""
-    paths: tuple[str, ...] = (COMPLETIONS, CHAT)
-    """Of requests whose streams may go on."""
 
 
 class Recovery:
@@ -50,7 +51,7 @@ class Recovery:
         self.joins = False
         """The client has tokens of an earlier attempt: what a worker sends must pass `join`."""
         self._first_call, self._resumes, self._left, self._links = self.call, resumes, limit, links
-        self._had = nothing_had(call)
+        self._had = Choices()
         self.sent = self._had.sent
         """The client gets these whole events."""
         self._strange = ""
@@ -68,7 +69,7 @@ class Recovery:
         if self._resumes.behind is None:
             self._had.begin()
         else:
-            token_ids = self._had.go_behind() if isinstance(self._had, Choices) else None
+            token_ids = self._had.go_behind()
             if token_ids is None:
                 return "its worker told no token ids"
             self.call = self._resumes.behind(self._first_call, token_ids)

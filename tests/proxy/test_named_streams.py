@@ -115,26 +115,8 @@ async def test_a_stream_that_breaks_ends_with_a_named_error(path: str) -> None:
     *_, last = (each for each in payloads(data) if each)
     told = msgspec.json.decode(last)["error"]
     assert told["type"] == "api_error"
-    assert "drawn at random" in told["message"]
+    assert told["message"].startswith("decode worker lost (reset)")
     assert b"[DONE]" not in data
-
-
-@EACH_PATH
-@pytest.mark.parametrize("error", [False, True])
-@pytest.mark.parametrize("lost_at", [0, 2, 3])
-async def test_a_greedy_stream_that_breaks_goes_on_at_another_server(path: str, error: bool, lost_at: int) -> None:
-    async with pair() as (proxy, (_, bad, good)):
-        said = []
-        for _ in range(3):
-            status, data = await ask(proxy, path, stream=True, temperature=0)
-            assert (status, names(data)[-1]) == (200, LAST[path])
-            events = [msgspec.json.decode(each) for each in payloads(data) if each]
-            said.append([(each["type"], each.get("delta")) for each in events])
-            bad.break_at, bad.error_at = (None, lost_at) if error else (lost_at, None)
-        assert said[0] == said[1] == said[2]
-        assert proxy.counted("fallbacks_total", kind="recovered") == 1
-        assert proxy.counted("requests_total", outcome="ok") == 3
-        assert good.received
 
 
 @EACH_PATH

@@ -36,7 +36,7 @@ from ..rules import Rules
 from ..sse import ABORT_MARK, abort_of, rewritten
 from ..upstream import ask, post
 from .base import Attempt, Dialect, Health, Known
-from .vllm import IN_TURNS, answers_in_turns, small_field
+from .vllm import answers_in_turns, small_field
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -116,7 +116,6 @@ class _Info(msgspec.Struct):
     max_total_num_tokens: Count | None = None
     kv_events: _Publisher | None = None
     enable_deterministic_inference: bool = False
-    incremental_streaming_output: bool = False
 
 
 class _Model(msgspec.Struct):
@@ -160,7 +159,6 @@ async def _look(asking: Asking, known: Known) -> Health | str:
         link={
             "bootstrap_port": said.disaggregation_bootstrap_port,
             "deterministic": said.enable_deterministic_inference,
-            "incremental": said.incremental_streaming_output,
         },
     )
 
@@ -168,21 +166,6 @@ async def _look(asking: Asking, known: Known) -> Health | str:
 def _kv_path(_headers: Mapping[str, str], body: bytes) -> str | None:
     """Decode computes no prompt, so an answer needed the KV; the head of a stream may come before it."""
     return TRANSFERRED if body else None
-
-
-class _Temperature(msgspec.Struct):
-    temperature: float | None = None
-
-
-def _is_greedy(call: Call) -> bool:
-    if call.path != GENERATE:
-        return bool(small_field(call, "temperature") == 0)
-    try:
-        said = msgspec.json.decode(call.fields.get("sampling_params", b"{}"), type=_Temperature | list[_Temperature])
-    except (ValueError, RecursionError):
-        return False
-    each = said if isinstance(said, list) else [said]
-    return bool(each) and all(params.temperature == 0 for params in each)
 
 
 def _unless_repeatable(call: Call, links: Links) -> str:
@@ -194,11 +177,7 @@ def _unless_repeatable(call: Call, links: Links) -> str:
     batch has top_p, top_k or temperature 0, all its draws are among sorted tokens (`simple_sampling_case`): a request
     without these may differ, which the comparison notices. Without the flag seeds count for nothing.
     """
-    if call.path == RESPONSES and answers_in_turns(call):
-        return IN_TURNS
-    if call.path == GENERATE and any(link.get("incremental") for link in links):
-        return "its events hold increments (--incremental-streaming-output)"
-    if _is_greedy(call) or (links and all(link.get("deterministic") for link in links)):
+    if small_field(call, "temperature") == 0 or (links and all(link.get("deterministic") for link in links)):
         return ""
     return (
         "its tokens are drawn at random; send temperature 0, or start SGLang with --enable-deterministic-inference, "
@@ -309,7 +288,7 @@ SGLANG = Dialect(
     rules_of=_rules_of,
     paths=_PATHS,
     whole=_whole,
-    resumes=Resumes(_unless_repeatable, paths=_PATHS),
+    resumes=Resumes(_unless_repeatable),
     kv_path=_kv_path,
     key_as_bearer=True,
     key_setting=_KEY_SETTING,

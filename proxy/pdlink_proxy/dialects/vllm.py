@@ -147,9 +147,6 @@ def needs_all_of_it(call: Call) -> bool:
     return bool(small_field(call, "use_beam_search") or small_field(call, "truncate_prompt_tokens") is not None)
 
 
-IN_TURNS = "its server alone keeps what it depends on"
-
-
 class _Tool(msgspec.Struct):
     type: str = ""
 
@@ -334,8 +331,6 @@ async def look(asking: Asking, known: Known) -> Health | str:
 def unless_repeatable(call: Call, _links: Links) -> str:
     """Why another server of vLLM's would answer something else. A request with a seed has random numbers of its own
     (`gpu_model_runner.py`, 0.32; -1 stands for none), others share those of the process."""
-    if call.path == RESPONSES and answers_in_turns(call):
-        return IN_TURNS
     seed = small_field(call, "seed")
     if small_field(call, "temperature") == 0 or (type(seed) is int and seed != -1):
         return ""
@@ -357,7 +352,7 @@ VLLM = Dialect(
     ),
     paths=_PATHS,
     whole=needs_all_of_it,
-    resumes=Resumes(unless_repeatable, paths=_PATHS),
+    resumes=Resumes(unless_repeatable),
     kv_path=_kv_path,
     told=_told,
     key_as_bearer=True,

@@ -1,7 +1,7 @@
 """Streams as the engines' servers write them, for `test_joining.py`.
 
 `python -m tests.proxy.streams.record sglang http://127.0.0.1:30000` asks a server of a small model by every route
-whose streams go on elsewhere, and writes what it streams beside this file. Recorded with SGLang 0.5.23 and
+that streams, and writes what it streams beside this file. Recorded with SGLang 0.5.23 and
 vLLM 0.32.0, of the models of `tests/e2e/engine_servers.py` and `pdlink.serve.checkpoint`.
 """
 

@@ -1,16 +1,49 @@
-"""Completions and chats: events add to choices."""
+"""What a client has of a stream of completions or of a chat, and how events of another worker follow it.
+
+Other streams do not go on elsewhere: they end with an error.
+"""
 
 from __future__ import annotations
 
+import zlib
 from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from .base import Diverged, Packed
-
 _NOT_HEAD = ("choices", "usage", "prompt_token_ids", "kv_transfer_params")
+_FRAMES = 32
+"""Pieces kept as they are; so many are packed: 0.5 us and 15 bytes for an event of 186 bytes, to read it 7.4 us."""
+_LUMP_NBYTES = 2048
+"""A piece of this size is packed at once."""
+_FAST = 1
+"""Level of zlib; 6 takes twice as long for 3 % less."""
+
+
+class Diverged(ValueError):
+    """Another worker answers in other words."""
+
+
+class Packed:
+    """Remembers events as they were sent, packed in lumps, and reads them only if a worker dies: to read each event
+    of every stream took a quarter of a streamed token's CPU."""
+
+    def __init__(self) -> None:
+        self._packed: list[bytes] = []
+        self._frames: list[bytes] = []
+
+    def sent(self, data: bytes) -> None:
+        self._frames.append(data)
+        if len(self._frames) >= _FRAMES or len(data) >= _LUMP_NBYTES:
+            self._packed.append(zlib.compress(b"".join(self._frames), _FAST))
+            self._frames.clear()
+
+    def take(self) -> bytes:
+        found = b"".join((*map(zlib.decompress, self._packed), *self._frames))
+        self._packed.clear()
+        self._frames.clear()
+        return found
 
 
 class _Choice(msgspec.Struct):
