@@ -135,11 +135,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Second ways",
             "reqps",
-            "Retries, decode alone, streams that went on elsewhere; hedges that won.",
-            (
-                _rate("pdlink_proxy_fallbacks_total", "kind"),
-                Query('sum(rate(pdlink_proxy_hedges_total{result="won"}[$__rate_interval]))', "hedge won"),
-            ),
+            "Retries, decode alone, streams that went on elsewhere.",
+            (_rate("pdlink_proxy_fallbacks_total", "kind"),),
         ),
         Panel(
             "Legs by worker",

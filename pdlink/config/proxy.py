@@ -117,11 +117,6 @@ class ProxyConfig(Section):
     """The same for a decode worker that has nothing else to do."""
     retries: int = Field(default=1, ge=0)
     """New attempts, each with a new transfer id and other workers where there are some, before the first token."""
-    hedge_factor: float = Field(default=0, ge=0)
-    """Start a second attempt at another pair when prefill has not answered after this many times its expected time;
-    the first answer wins. 0 never does."""
-    hedge_after_s: Seconds = 1.0
-    """Never earlier than this."""
     eject_share: float = Field(default=0.34, ge=0, le=1)
     """Share of a pool that may be left out for failing or being slow far beyond its peers; of two or three workers
     one may be. 0 leaves none out."""

@@ -3,7 +3,6 @@ the decision log what was decided. What is placed, and when, the flow says (`Pla
 
 from __future__ import annotations
 
-import math
 import time
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -105,7 +104,7 @@ class Admission:
             self.num_prompt_tokens = wanted.num_tokens
             if choice is None:
                 shared.retries.earn()
-        elif action.why in (Why.RETRY, Why.RECOVER, Why.HEDGE) and not shared.retries.spend(self._loop.time()):
+        elif action.why in (Why.RETRY, Why.RECOVER) and not shared.retries.spend(self._loop.time()):
             self.note("refused", "too many requests are tried again")
             return Unplaced("too many requests are tried again")
         queue = shared.queue
@@ -117,8 +116,6 @@ class Admission:
             found = self._try(action)
         if not isinstance(found, Queued):
             return found
-        if action.why is Why.HEDGE:
-            return self._no_hedge(found.reason)
         config, now = shared.config, self._loop.time()
         timeout_s = config.no_worker_timeout_s if found.empty else config.queue_timeout_s
         if timeout_s == 0 or config.queue_size == 0:
@@ -168,9 +165,7 @@ class Admission:
             "placed",
             self.recomputed or "",
             wanted.num_tokens,
-            self.placed_s - self.started_s
-            if self._action.why is not Why.HEDGE
-            else self._loop.time() - self.started_s,
+            self.placed_s - self.started_s,
             prefill.label if prefill is not None else None,
             decode.label,
             prefill.work.load if prefill is not None else None,
@@ -210,7 +205,7 @@ class Admission:
                 unfit=True,
             )
         needs_prefill = not shared.may_decode_alone and not self._whole
-        full = action.why not in (Why.FIRST, Why.HEDGE)
+        full = action.why is not Why.FIRST
         began_s = time.monotonic()
         choice = shared.pools.choose(self.wanted, needs_prefill=needs_prefill, full=full)
         self.placement_s = time.monotonic() - began_s
@@ -226,8 +221,6 @@ class Admission:
             return Unplaced(choice.reason, barred=True)
         if self.wanted.known_ids is not None and action.why is Why.FIRST and shared.tokenizing is not None:
             shared.tokenizing.placed(self.wanted)
-        if action.why is Why.HEDGE and (choice.prefill is None or choice.prefill.key in action.avoid):
-            return self._no_hedge("no other prefill worker")
         prefill, decode, differs, alone = choice.prefill, choice.decode, choice.differs, choice.alone
         self.cached_tokens = choice.cached_tokens
         self.recomputed = None
@@ -254,25 +247,11 @@ class Admission:
             self._count_fallback("recovered", "decode was lost in the middle of a stream")
         shared.metrics.attempts.inc(action.why.value)
         self.chosen = {Leg.DECODE: decode} if prefill is None else {Leg.PREFILL: prefill, Leg.DECODE: decode}
-        if action.why is not Why.HEDGE:
-            self.placed_s = self._loop.time()
+        self.placed_s = self._loop.time()
         self._note_placed(prefill, decode)
         if prefill is None:
             return Placed(None, decode.work.key)
-        overdue_s = self._overdue_s(prefill) if shared.hedges else math.inf
-        return Placed(prefill.work.key, decode.work.key, overdue_s)
-
-    def _overdue_s(self, prefill: Worker) -> float:
-        """When prefill is overdue, from now on: by the pace that was measured of it; never without one."""
-        config, work = self._shared.config, prefill.work
-        if work.tokens_per_s is None:
-            return math.inf
-        ahead = work.load + self.wanted.num_tokens - self.cached_tokens
-        return max(config.hedge_after_s, config.hedge_factor * ahead / work.tokens_per_s)
-
-    def _no_hedge(self, reason: str) -> Unplaced:
-        self.note("refused", f"no second attempt: {reason}")
-        return Unplaced(reason)
+        return Placed(prefill.work.key, decode.work.key)
 
     def _count_fallback(self, kind: str, reason: str) -> None:
         self._shared.metrics.fallbacks.inc(kind)

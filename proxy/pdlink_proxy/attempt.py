@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
 from .sse import EventBuffer
-
-if TYPE_CHECKING:
-    from .steps import Leg
 
 
 class LegState:
@@ -28,12 +23,3 @@ class LegState:
         if self._events is None:
             self._events = EventBuffer()
         return self._events
-
-
-class AttemptState(NamedTuple):
-    number: int
-    legs: dict[Leg, LegState]
-    decode: str
-    """Decode's worker."""
-    prefill_answer: bytes
-    prefill_spoke_s: float | None

@@ -34,7 +34,7 @@ class Decision(msgspec.Struct, frozen=True):
     why: str
     """What the attempt is made for (`Why`)."""
     verdict: str
-    """waits, refused, placed; failed, of a leg; hedged, which of two attempts goes on; ended."""
+    """waits, refused, placed; failed, of a leg; ended."""
     reason: str
     """Why it waits, is refused or failed, or why decode works alone; how it ended."""
     tokens: int

@@ -34,7 +34,6 @@ from .steps import (
     EndStream,
     Event,
     Forward,
-    HedgeOver,
     Leg,
     LetGo,
     Loss,
@@ -301,8 +300,6 @@ class Exchange:
                     self._shared.spawn(self._tell_to_stop(self._attempts[attempt].legs[leg], reason))
                 case StartDecode(attempt=attempt, params=params):
                     self._attempts[attempt].start_decode(self, params)
-                case HedgeOver(won=won, lost=lost):
-                    self._hedge_over(won, lost)
         if forward:
             self._answering.forward(forward)
         if flow.outcome is not None:
@@ -375,13 +372,6 @@ class Exchange:
         attempt.trace = self._trace
         self._attempts[number] = self._answering.attempt = attempt
         attempt.start(self, at_once=at_once)
-
-    def _hedge_over(self, won: int, lost: int) -> None:
-        result = "won" if won > lost else "lost"
-        self._shared.metrics.hedges.inc(result)
-        attempt = self._answering.attempt = self._attempts[won]
-        chosen = attempt.chosen
-        self._admission.note("hedged", f"the second attempt {result}", chosen.get(Leg.PREFILL), chosen[Leg.DECODE])
 
     # ---- what legs report
 

@@ -9,9 +9,6 @@ Three rules, which the tests hold against random orders of events:
      failure ends the stream with a typed error;
   3. when the machine is over, every started leg has ended, was cancelled or was let go.
 
-Where prefill is overdue a second attempt runs beside the first (a *hedge*). The first of the two that has a token or
-an answer wins, before anything is sent to the client, and the other one ends; one that fails leaves the other alone.
-
 `rules.py` maps failures of legs to reactions. Events of an earlier attempt are ignored.
 """
 
@@ -30,7 +27,7 @@ from pdlink.errors import (
     PeerNotAllowed,
 )
 
-from .attempt import AttemptState, LegState
+from .attempt import LegState
 from .client_words import BROKEN, ClientWords
 from .openai import (
     error_code,
@@ -60,7 +57,6 @@ from .steps import (
     EndStream,
     Event,
     Forward,
-    HedgeOver,
     Leg,
     LetGo,
     Loss,
@@ -121,9 +117,8 @@ class Flow:
         """request_id: for the client's errors, which do not name workers. keyed: the workers get the proxy's key, so
         a 401 is the proxy's fault; otherwise they get the client's. recovery: of a stream that may go on.
         last_events: of `openai.LAST_EVENTS`."""
-        self.attempt = 0
-        """The number of the attempt that the last event was about."""
         self.attempts = 0
+        """Their number, which is that of the newest one."""
         self.first_leg: Leg | None = None
         """The leg of the newest attempt from which the client got the first event; None before that."""
         self._begun = False
@@ -144,12 +139,6 @@ class Flow:
         self._legs: dict[Leg, LegState] = {}
         self._decode = ""
         """Decode's worker of this attempt."""
-        self._other: AttemptState | None = None
-        """The second attempt that runs."""
-        self._overdue_s = math.inf
-        """When prefill of this attempt is overdue."""
-        self._hedges = False
-        """Workers are wanted for a hedge."""
         self._prefill_answer = b""
         self._kept: list[Chunk | Ended | Answered] = []
         """Of decode legs whose prefill has not answered (`Rules.awaits_prefill`)."""
@@ -177,13 +166,12 @@ class Flow:
         if self._waits is not None:
             deadline_s = min(deadline_s, self._waits.until_s)
         limits = self._limits
-        for legs in (self._legs,) if self._other is None else (self._legs, self._other.legs):
-            for leg, state in legs.items():  # as `_deadline_of`, without its calls
-                if state.running and not (leg is Leg.PREFILL and state.spoke):
-                    due_s = state.since_s + (limits.idle_s if state.spoke else limits.first_byte_s)
-                    if due_s < deadline_s:
-                        deadline_s = due_s
-        return deadline_s if self._overdue_s == math.inf else min(deadline_s, self._hedge_s)
+        for leg, state in self._legs.items():  # as `_deadline_of`, without its calls
+            if state.running and not (leg is Leg.PREFILL and state.spoke):
+                due_s = state.since_s + (limits.idle_s if state.spoke else limits.first_byte_s)
+                if due_s < deadline_s:
+                    deadline_s = due_s
+        return deadline_s
 
     def on(self, event: Event, now: float) -> list[Action]:
         """The actions for `event`, in order."""
@@ -199,8 +187,7 @@ class Flow:
                     return []
                 return self._on_ended(leg, now)
             case Answered(attempt=attempt, leg=leg):
-                usual = attempt == self.attempt and (state := self._legs.get(leg)) is not None and state.running
-                if not (usual or self._awaited(attempt, leg)) or (self._rules.awaits_prefill and self._keeps(event)):
+                if not self._awaited(attempt, leg) or (self._rules.awaits_prefill and self._keeps(event)):
                     return []
                 return self._on_answered(event, now)
             case Lost(attempt=attempt, leg=leg):
@@ -232,7 +219,7 @@ class Flow:
             leg is not Leg.DECODE
             or state is None
             or not (state.spoke and state.running)
-            or attempt != self.attempt
+            or attempt != self.attempts
             or self.outcome is not None
             or not state.events.passes_tokens(data)
             or (self._rules.merges_events and Leg.PREFILL in self._legs)
@@ -257,20 +244,12 @@ class Flow:
     # ---- events
 
     def _on_unplaced(self, event: Unplaced) -> list[Action]:
-        if self._hedges:
-            self._hedges, self._overdue_s = False, math.inf
-            return []
         if self._last_failure is not None:
             return self._finish(Outcome.FAILED, self._last_failure)
         return self._finish(*self._words.unplaced(event))
 
     def _on_placed(self, event: Placed, now: float) -> list[Action]:
-        if self._hedges:
-            self._other = self._state
-            self._hedges, self._overdue_s = False, math.inf
-        else:
-            self._overdue_s = now + event.overdue_s
-        self.attempt = self.attempts = self.attempts + 1
+        self.attempts += 1
         self._waits = None
         self._legs, self._decode = {}, event.decode
         self._prefill_answer, self.prefill_spoke_s, self.decode_spoke_s = b"", None, None
@@ -279,7 +258,7 @@ class Flow:
             self._legs[Leg.DECODE] = LegState(event.decode, now)
         if event.prefill is not None:
             self._legs[Leg.PREFILL] = LegState(event.prefill, now)
-        return [StartLegs(self.attempt, event.prefill, event.decode, at_once)]
+        return [StartLegs(self.attempts, event.prefill, event.decode, at_once)]
 
     def _on_chunk(self, leg: Leg, data: bytes, now: float) -> list[Action]:
         state = self._legs[leg]
@@ -313,7 +292,7 @@ class Flow:
             return self._malformed(leg, str(error), b"", now)
         if not forward:
             return []
-        blames = self._win() if self._other is not None else []
+        blames: list[Action] = []
         if leg is Leg.DECODE:
             if Leg.PREFILL in self._legs:
                 forward = self._rules.merge_events(self._prefill_answer, forward)
@@ -323,7 +302,7 @@ class Flow:
                 forward, errors = self._words.in_our_words(forward)
                 self._error_passed = self._error_passed or bool(errors)
                 then = _THEN[Reaction.ANSWER]
-                blames += [Blame(self.attempt, Leg.DECODE, reason, text, then) for reason, text in errors]
+                blames += [Blame(self.attempts, Leg.DECODE, reason, text, then) for reason, text in errors]
         if self._recovery is not None and self._recovery.joins:
             try:
                 forward = self._recovery.join(forward)
@@ -334,7 +313,7 @@ class Flow:
         if leg is Leg.DECODE and self._last_events and has_named(forward, FAILURES):
             self._error_passed = True
             detail = excerpt(forward)
-            blames = [*blames, Blame(self.attempt, Leg.DECODE, Loss.ERROR, detail, _THEN[Reaction.ANSWER])]
+            blames = [*blames, Blame(self.attempts, Leg.DECODE, Loss.ERROR, detail, _THEN[Reaction.ANSWER])]
         if leg is Leg.DECODE and self._is_last(forward):
             # Do not wait for the end of the HTTP body: a worker that dies now has lost nothing.
             return [*blames, Forward(forward), *self._finish_stream()]
@@ -381,8 +360,7 @@ class Flow:
             state.spoke = state.ended_well = True
             answer = Respond(event.status, event.body)
             if event.leg is Leg.PREFILL:
-                ended = self._win() if self._other is not None else []
-                return [*ended, *self._on_prefilled(event.body, now)]
+                return self._on_prefilled(event.body, now)
             self.decode_spoke_s = now
             if self._rules.merge_answer is not as_it_is and Leg.PREFILL in self._legs:
                 answer = structs.replace(answer, body=self._rules.merge_answer(self._prefill_answer, event.body))
@@ -421,7 +399,7 @@ class Flow:
             self._legs[Leg.PREFILL].ended_well = False
             return self._on_lost(Leg.PREFILL, Loss.MALFORMED, "its answer is not a JSON object", now)
         self._legs[Leg.DECODE] = LegState(self._decode, now)
-        return [StartDecode(self.attempt, params)]
+        return [StartDecode(self.attempts, params)]
 
     def _on_lost(self, leg: Leg, loss: Loss, detail: str, now: float) -> list[Action]:
         answer, summary = self._words.lost(leg, loss)
@@ -443,18 +421,14 @@ class Flow:
         if self._waits is not None and now >= self._waits.until_s:
             return self._on_unplaced(Unplaced(self._waits.message))
         actions: list[Action] = []
-        numbers = (self.attempt,) if self._other is None else (self.attempt, self._other.number)
-        for number in numbers:
-            for leg in Leg:
-                if self.over or not self._awaited(number, leg):
-                    continue
-                state = self._legs[leg]
-                if now >= self._deadline_of(leg, state):
-                    actions += self._cancel(leg)
-                    actions += self._on_lost(leg, Loss.TIMEOUT, f"silent for {now - state.since_s:.3g} s", now)
-        if now >= self._hedge_s:
-            self._hedges = True
-            actions.append(Place(Why.HEDGE, self._avoid | {state.worker for state in self._legs.values()}))
+        number = self.attempts
+        for leg in Leg:
+            if self.over or not self._awaited(number, leg):
+                continue
+            state = self._legs[leg]
+            if now >= self._deadline_of(leg, state):
+                actions += self._cancel(leg)
+                actions += self._on_lost(leg, Loss.TIMEOUT, f"silent for {now - state.since_s:.3g} s", now)
         return actions
 
     # ---- reactions
@@ -464,11 +438,6 @@ class Flow:
     ) -> list[Action]:
         """answer: the client's, if this failure decides the request. summary: the same as a sentence, for a stream
         that has begun. detail: for the log."""
-        if self._other is not None and news is not News.REJECTED:
-            self._avoid |= self._to_avoid(leg, reason)
-            blame = Blame(self.attempt, leg, reason, detail, "the other attempt goes on")
-            self._turn()
-            return [blame, *self._win()]
         before, after = self._rules.reactions[leg, news]
         reaction = before if self.first_leg is None else after
         lost_stream = self._begun and reaction in (Reaction.RETRY, Reaction.BREAK) and news is not News.REJECTED
@@ -480,7 +449,7 @@ class Flow:
             if not refusal:
                 self._avoid |= self._to_avoid(leg, reason)
                 then = "the stream goes on elsewhere"
-                return [Blame(self.attempt, leg, reason, detail, then), *self._again(Why.RECOVER, answer)]
+                return [Blame(self.attempts, leg, reason, detail, then), *self._again(Why.RECOVER, answer)]
             why = f"; the stream cannot go on elsewhere: {refusal}"
             summary += why
         if lost_stream:
@@ -489,7 +458,7 @@ class Flow:
         if reaction is Reaction.RETRY and self._retries_left == 0:
             alone = leg is Leg.PREFILL and self._limits.decode_alone  # once: this attempt has no prefill leg to lose
             reaction = Reaction.RETRY if alone else Reaction.ANSWER
-        blame = Blame(self.attempt, leg, reason, detail, _THEN[reaction] + why)
+        blame = Blame(self.attempts, leg, reason, detail, _THEN[reaction] + why)
         match reaction:
             case Reaction.TELL_DECODE:
                 return [blame, *self._tell_decode(summary, now)]
@@ -512,7 +481,7 @@ class Flow:
         if decode.spoke:
             return []  # it has its KV, or has recomputed it
         decode.since_s = now  # recomputing gets the full deadline
-        return [TellToStop(self.attempt, Leg.DECODE, reason)]
+        return [TellToStop(self.attempts, Leg.DECODE, reason)]
 
     def _again(self, why: Why, failure: Respond, *, alone: bool = False) -> list[Action]:
         self._last_failure = failure
@@ -539,8 +508,7 @@ class Flow:
     # ---- ends
 
     def _finish(self, outcome: Outcome, final: Respond | EndStream | None) -> list[Action]:
-        actions = self._win() if self._other is not None else []
-        actions += self._end_legs() if outcome is not Outcome.OK else self._let_go()
+        actions = self._end_legs() if outcome is not Outcome.OK else self._let_go()
         if self._begun and isinstance(final, Respond):  # of an attempt to go on
             final, outcome = self._words.as_end(final), Outcome.BROKEN
         self.outcome = outcome
@@ -558,7 +526,7 @@ class Flow:
 
     def _cancel(self, leg: Leg) -> list[Action]:
         self._legs[leg].running = False
-        return [CancelLeg(self.attempt, leg)]
+        return [CancelLeg(self.attempts, leg)]
 
     def _end_legs(self) -> list[Action]:
         """The attempt is over and did not succeed."""
@@ -571,46 +539,15 @@ class Flow:
         if not untold and prefill is not None and prefill.ended_well and decode is not None and not decode.spoke:
             # Its connection is closed already, so closing cannot tell it that no receiver will come: decode may have
             # ended before it knew of the transfer.
-            actions.append(TellToStop(self.attempt, Leg.PREFILL, "decode ended without taking the KV"))
+            actions.append(TellToStop(self.attempts, Leg.PREFILL, "decode ended without taking the KV"))
         return actions
 
     def _let_go(self) -> list[Action]:
         actions: list[Action] = []
         for leg, state in self._legs.items():
             if state.running:
-                actions.append(LetGo(self.attempt, leg))  # noqa: PERF401 -- a comprehension is a call
+                actions.append(LetGo(self.attempts, leg))  # noqa: PERF401 -- a comprehension is a call
         return actions
-
-    # ---- two attempts
-
-    @property
-    def _hedge_s(self) -> float:
-        """When a second attempt starts, if nothing happens before."""
-        prefill = self._legs.get(Leg.PREFILL)
-        waits = prefill is not None and prefill.running and self.prefill_spoke_s is None
-        return self._overdue_s if waits and not self._begun and self.first_leg is None else math.inf
-
-    @property
-    def _state(self) -> AttemptState:
-        """Of this attempt."""
-        return AttemptState(self.attempt, self._legs, self._decode, self._prefill_answer, self.prefill_spoke_s)
-
-    def _turn(self) -> None:
-        """What follows is about the other attempt."""
-        other, self._other = self._other, self._state
-        assert other is not None
-        self.attempt, self._legs, self._decode = other.number, other.legs, other.decode
-        self._prefill_answer, self.prefill_spoke_s = other.prefill_answer, other.prefill_spoke_s
-
-    def _win(self) -> list[Action]:
-        """This attempt goes on alone."""
-        if self._other is None:
-            return []
-        self._turn()
-        actions, lost = self._end_legs(), self.attempt
-        self._turn()
-        self._other = None
-        return [*actions, HedgeOver(self.attempt, lost)]
 
     # ---- facts
 
@@ -619,13 +556,8 @@ class Flow:
         return has_named(events, self._last_events) if self._last_events else is_done(events)
 
     def _awaited(self, attempt: int, leg: Leg) -> bool:
-        """Whether an event of this leg is news; the rest is about its attempt then."""
-        if attempt != self.attempt:
-            if self._other is None or attempt != self._other.number:
-                return False
-            self._turn()
-        state = self._legs.get(leg)
-        return state is not None and state.running
+        """Whether an event of this leg is news."""
+        return attempt == self.attempts and (state := self._legs.get(leg)) is not None and state.running
 
     def _deadline_of(self, leg: Leg, state: LegState) -> float:
         if not state.running or (leg is Leg.PREFILL and state.spoke):

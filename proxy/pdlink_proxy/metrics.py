@@ -46,13 +46,6 @@ class Metrics(Registry):
                 kind=FALLBACKS,
             )
         )
-        self.hedges = add(
-            Counter(
-                "pdlink_proxy_hedges_total",
-                "Second attempts beside one whose prefill was overdue, by what came of them.",
-                result=("won", "lost"),
-            )
-        )
         self.leg_failures = add(
             Counter(
                 "pdlink_proxy_leg_failures_total",

@@ -59,7 +59,6 @@ def opened(
     if (
         call.streaming
         or dialect.headers is not None
-        or shared.hedges
         or shared.decision_log is not None
         or shared.tracer is not None
         or ((dialect.whole is not None or shared.pools.has_engines) and shared.whole(call))

@@ -11,7 +11,7 @@ LIVE = frozenset(
     (
         *("api_keys", "api_key_file", "rate_limit", "rate_limits", "shares"),
         *("queue_size", "queue_timeout_s", "no_worker_timeout_s", "prefill_queue_tokens", "drain_s"),
-        *("retries", "hedge_factor", "hedge_after_s", "recover_streams", "on_no_prefill"),
+        *("retries", "recover_streams", "on_no_prefill"),
         *("first_byte_timeout_s", "idle_timeout_s", "request_timeout_s", "kv_header_grace_s", "decision_share"),
         *("prefill", "decode", "both", "control", "data_parallel", "cells", "kv_events"),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -60,8 +59,6 @@ class Placed(msgspec.Struct, frozen=True):
 
     prefill: str | None
     decode: str
-    overdue_s: float = math.inf
-    """From now on: without an answer of prefill by then, another attempt starts beside this one."""
 
 
 class Unplaced(msgspec.Struct, frozen=True):
@@ -143,8 +140,6 @@ class Why(Word):
     """After a stale connection; costs no retry."""
     RECOVER = "recover"
     """A stream goes on behind what the client has."""
-    HEDGE = "hedge"
-    """Prefill is overdue: this attempt runs beside the one before. It never waits for workers."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -210,13 +205,6 @@ class TellToStop(msgspec.Struct, frozen=True):
     reason: str
 
 
-class HedgeOver(msgspec.Struct, frozen=True):
-    """Of two attempts that ran one goes on; the legs of the other one have ended."""
-
-    won: int
-    lost: int
-
-
 class Forward(msgspec.Struct, frozen=True):
     """Send bytes to the client; the first ones begin the answer."""
 
@@ -238,17 +226,7 @@ class EndStream(msgspec.Struct, frozen=True):
 
 
 Action: TypeAlias = (
-    Place
-    | StartLegs
-    | StartDecode
-    | CancelLeg
-    | Blame
-    | LetGo
-    | TellToStop
-    | HedgeOver
-    | Forward
-    | Respond
-    | EndStream
+    Place | StartLegs | StartDecode | CancelLeg | Blame | LetGo | TellToStop | Forward | Respond | EndStream
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,6 @@ from pdlink_proxy.steps import (
     EndStream,
     Event,
     Forward,
-    HedgeOver,
     Leg,
     LetGo,
     Loss,
@@ -262,71 +260,6 @@ def test_prefill_is_told_only_if_closing_its_leg_could_not_tell_it() -> None:
     assert flow.on(ClientLeft(), 1.0) == [CancelLeg(1, D)], "decode had its KV"
 
 
-def hedged(kind: str = "streams") -> Flow:
-    """A flow whose prefill is overdue at 2 s, and which has a second attempt since."""
-    flow = Flow(LIMITS, 0.0, KINDS[kind])
-    flow.on(Started(), 0.0)
-    flow.on(Placed("p", "d", overdue_s=2.0), 0.0)
-    assert flow.deadline_s == 2
-    workers = {"p"} if kind == "before" else {"p", "d"}
-    assert flow.on(Tick(), 2.0) == [Place(Why.HEDGE, frozenset(workers))]
-    assert flow.on(Placed("p2", "d2"), 2.0) == [StartLegs(2, "p2", "d2", at_once=kind != "before")]
-    assert flow.deadline_s == 10
-    return flow
-
-
-@pytest.mark.parametrize("won", [1, 2])
-def test_the_first_of_two_attempts_with_a_token_goes_on_alone(won: int) -> None:
-    flow, lost = hedged(), 3 - won
-    told = flow.on(Chunk(won, P, ZERO), 3.0)
-    assert told == [CancelLeg(lost, D), CancelLeg(lost, P), HedgeOver(won, lost), Forward(ZERO)]
-    assert flow.on(Chunk(lost, P, ZERO), 3.0) == [], "too late"
-    assert flow.on(Chunk(won, D, ZERO + REST), 4.0)[0] == Forward(REST)
-    assert (flow.outcome, flow.attempt, flow.attempts) == (Outcome.OK, won, 2)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_attempt_that_fails_leaves_the_other_alone(kind: str) -> None:
-    flow = hedged(kind)
-    blame, *ended, over = flow.on(Lost(1, P, Loss.RESET, "why"), 3.0)
-    assert isinstance(blame, Blame)
-    assert ended == ([] if kind == "before" else [CancelLeg(1, D)])
-    assert over == HedgeOver(2, 1)
-    assert not flow.over
-    _, *retried = flow.on(Lost(2, P, Loss.RESET, "why"), 4.0)
-    if kind == "streams":
-        assert [type(action) for action in retried] == [TellToStop], "alone it is as any other"
-    else:
-        assert retried[-1] == Place(Why.RETRY, frozenset({"p", "p2"}))
-
-
-def test_what_every_worker_would_refuse_ends_both_attempts() -> None:
-    flow = hedged()
-    _, *ended, final = flow.on(Answered(2, P, 400, _BODY), 3.0)
-    assert ended == [CancelLeg(1, D), CancelLeg(1, P), HedgeOver(2, 1), CancelLeg(2, D)]
-    assert isinstance(final, Respond)
-    assert flow.outcome is Outcome.REJECTED
-
-
-def test_a_hedge_that_finds_nobody_changes_nothing() -> None:
-    flow = Flow(LIMITS, 0.0)
-    flow.on(Started(), 0.0)
-    flow.on(Placed("p", "d", overdue_s=2.0), 0.0)
-    flow.on(Tick(), 2.0)
-    assert flow.on(Unplaced("no other"), 2.0) == []
-    assert flow.deadline_s == 10, "it is not tried again"
-    assert flow.on(Chunk(1, P, ZERO), 3.0) == [Forward(ZERO)]
-
-
-def test_prefill_that_has_answered_is_not_overdue() -> None:
-    for news in (Chunk(1, P, ZERO), Answered(1, P, 200, _ANSWER), Lost(1, P, Loss.RESET, "")):
-        flow = Flow(LIMITS, 0.0, KINDS["before"] if isinstance(news, Answered) else None)
-        flow.on(Started(), 0.0)
-        flow.on(Placed("p", "d", overdue_s=2.0), 0.0)
-        flow.on(news, 1.0)
-        assert flow.on(Tick(), 2.0) == []
-
-
 def test_a_last_event_without_its_blank_line_reaches_the_client_whole() -> None:
     """A worker that closes right after `[DONE]` said all; without a blank line the client would not see it."""
     for cut in (b"data: [DONE]", b"data: [DONE]\n", b"data: [DONE]\r\n"):
@@ -341,9 +274,8 @@ def test_a_last_event_without_its_blank_line_reaches_the_client_whole() -> None:
 class World:
     """A driver that keeps the books and checks every action against them."""
 
-    def __init__(self, kind: str, streaming: bool, retries: int, hedge: Event | None = None) -> None:
-        """hedge: what is said to a hedge; None never hedges."""
-        self.kind, self.hedge = kind, hedge
+    def __init__(self, kind: str, streaming: bool, retries: int) -> None:
+        self.kind = kind
         self.streaming = streaming
         self.retries = retries
         self.flow = Flow(Limits(retries=retries, first_byte_s=10, idle_s=5, request_s=100), 0.0, KINDS[kind])
@@ -366,19 +298,11 @@ class World:
 
     def check(self, action: Action, placed: Event | None) -> None:
         match action:
-            case Place(why=Why.HEDGE):
-                assert not self.forwarded, "no attempt after something was sent"
-                assert self.hedge is not None
-                self.places[Why.HEDGE] += 1
-                self.happen(self.hedge)
-            case HedgeOver(won=won, lost=lost):
-                assert not any(attempt == lost for attempt, _ in self.open), "the loser's legs have ended"
-                assert won == self.flow.attempt != lost
             case Place(why=why):
                 assert not self.forwarded, "no attempt after something was sent"
                 assert not self.open, "an attempt ends before the next one begins"
                 self.places[why] += 1
-                self.happen(placed or Placed("p", "d", overdue_s=math.inf if self.hedge is None else 5.0))
+                self.happen(placed or Placed("p", "d"))
             case StartLegs(attempt=attempt, prefill=prefill):
                 if prefill:
                     self.start(attempt, P)
@@ -430,14 +354,12 @@ class World:
     kind=st.sampled_from(sorted(KINDS)),
     streaming=st.booleans(),
     retries=st.integers(0, 2),
-    hedge=st.sampled_from([None, Unplaced("no other"), Placed("p2", "d2"), Placed("p2", "d")]),
 )
 def test_in_any_order_the_client_gets_one_answer_and_no_leg_is_left(
-    data: st.DataObject, kind: str, streaming: bool, retries: int, hedge: Event | None
+    data: st.DataObject, kind: str, streaming: bool, retries: int
 ) -> None:
-    world = World(kind, streaming, retries, hedge)
-    overdue_s = math.inf if hedge is None else 5.0
-    placements: list[Event] = [Placed("p", "d", overdue_s=overdue_s), Placed(None, "d"), Unplaced("none")]
+    world = World(kind, streaming, retries)
+    placements: list[Event] = [Placed("p", "d"), Placed(None, "d"), Unplaced("none")]
     first = data.draw(st.sampled_from(placements))
     world.happen(Started(), first)
     for _ in range(data.draw(st.integers(0, 25))):
@@ -455,9 +377,7 @@ def test_in_any_order_the_client_gets_one_answer_and_no_leg_is_left(
             case "shut down":
                 world.happen(ShuttingDown())
             case "stale news":
-                running = {attempt for attempt, _ in world.open}  # beside a hedge the attempt before it, too
-                over = [attempt for attempt in range(max(world.flow.attempt, 1)) if attempt not in running]
-                attempt = data.draw(st.sampled_from(over))
+                attempt = data.draw(st.integers(0, max(world.flow.attempts, 1) - 1))
                 world.happen(Lost(attempt, data.draw(st.sampled_from(Leg)), Loss.RESET, "late"))
             case "leg":
                 _leg_says(data, world, *data.draw(st.sampled_from(legs)))

@@ -111,9 +111,8 @@ def _fails(prefill: FakeWorker, decode: FakeWorker) -> None:
         (_breaks, {}, 1),
         (_fails, {}, 1),
         (lambda *_: None, {"decode_alone_tokens": 10_000}, 1),
-        (lambda *_: None, {"hedge_factor": 100.0}, 1),
     ],
-    ids=["prefill is late", "prefill breaks", "prefill fails", "decode alone", "hedging is on"],
+    ids=["prefill is late", "prefill breaks", "prefill fails", "decode alone"],
 )
 async def test_what_is_unusual_is_an_exchanges_from_there_on(
     prefill: FakeWorker,

@@ -159,11 +159,11 @@ class _Client:
                     assert prefill == self._prefill
 
     def sent(self, data: bytes) -> None:
-        if self.data and self.flow.passes(self.flow.attempt, D, data, 1.0):
+        if self.data and self.flow.passes(self.flow.attempts, D, data, 1.0):
             self.passed += 1
             self.data += data
         else:
-            self.tell(Chunk(self.flow.attempt, D, data))
+            self.tell(Chunk(self.flow.attempts, D, data))
 
 
 def _pieces(rng: random.Random, data: bytes) -> Iterator[bytes]:
@@ -201,13 +201,13 @@ def test_a_client_reads_one_answer_wherever_its_workers_die(dialect: str, whole_
                 if client.flow.over:
                     break
                 if at == prefill_at:
-                    client.tell(Chunk(client.flow.attempt, P, events[0]))
-                    client.tell(Ended(client.flow.attempt, P))
+                    client.tell(Chunk(client.flow.attempts, P, events[0]))
+                    client.tell(Ended(client.flow.attempts, P))
                 if piece:
                     client.sent(piece)
             if client.flow.over:
                 break
-            client.tell(Lost(client.flow.attempt, D, Loss.RESET, "died"))
+            client.tell(Lost(client.flow.attempts, D, Loss.RESET, "died"))
         assert client.flow.outcome is Outcome.OK
         read = _Read(client.data)
         assert len(read.names) == 1
