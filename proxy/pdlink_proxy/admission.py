@@ -159,37 +159,37 @@ class Admission:
         wanted = self.wanted
         assert self._action is not None
         self.decision = said = Decision(
-            self._request_id,
-            time.time(),
-            self._action.why.value,
-            "placed",
-            self.recomputed or "",
-            wanted.num_tokens,
-            self.placed_s - self.started_s,
-            prefill.label if prefill is not None else None,
-            decode.label,
-            prefill.work.load if prefill is not None else None,
-            decode.work.load,
-            self.cached_tokens if prefill is not None else 0,
-            shown(wanted),
+            request_id=self._request_id,
+            at_s=time.time(),
+            why=self._action.why.value,
+            verdict="placed",
+            reason=self.recomputed or "",
+            tokens=wanted.num_tokens,
+            waited_s=self.placed_s - self.started_s,
+            prefill=prefill.label if prefill is not None else None,
+            decode=decode.label,
+            prefill_load=prefill.work.load if prefill is not None else None,
+            decode_load=decode.work.load,
+            cached_tokens=self.cached_tokens if prefill is not None else 0,
+            considered=shown(wanted),
         )
         self._shared.decisions.append(said)
 
     def note(self, verdict: str, reason: str, prefill: Worker | None = None, decode: Worker | None = None) -> None:
         """Keep a decision about it for `pdlink explain`."""
         self.decision = Decision(
-            self._request_id,
-            time.time(),
-            self._action.why.value if self._action else "",
-            verdict,
-            reason,
-            self.wanted.num_tokens,
-            self._loop.time() - self.started_s,
-            prefill.label if prefill else None,
-            decode.label if decode else None,
-            prefill.work.load if prefill else None,
-            decode.work.load if decode else None,
-            self.cached_tokens if prefill else 0,
+            request_id=self._request_id,
+            at_s=time.time(),
+            why=self._action.why.value if self._action else "",
+            verdict=verdict,
+            reason=reason,
+            tokens=self.wanted.num_tokens,
+            waited_s=self._loop.time() - self.started_s,
+            prefill=prefill.label if prefill else None,
+            decode=decode.label if decode else None,
+            prefill_load=prefill.work.load if prefill else None,
+            decode_load=decode.work.load if decode else None,
+            cached_tokens=self.cached_tokens if prefill else 0,
         )
         self._shared.decisions.append(self.decision)
 

@@ -35,6 +35,10 @@ class Alarms:
         if due_s < self._rings_s:
             self._wait(due_s)
 
+    def after(self, alarm: Alarm, delay_s: float) -> None:
+        """As `set`, from now on."""
+        self.set(alarm, asyncio.get_running_loop().time() + delay_s)
+
     def clear(self, alarm: Alarm) -> None:
         """Nothing if it was not set."""
         self._due_s.pop(alarm, None)

@@ -25,7 +25,7 @@ class Considered(msgspec.Struct, frozen=True):
     """How many there were."""
 
 
-class Decision(msgspec.Struct, frozen=True):
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """What was decided about one request, and what was known then."""
 
     request_id: str

@@ -36,7 +36,17 @@ def keep(
     outcome, kv, total_s, metrics = record.outcome, record.kv, record.total_s, shared.metrics
     shared.records.append(record)
     reason = f"{outcome}, KV {kv}"
-    shared.decisions.append(Decision(record.request_id, record.at_s, why, "ended", reason, num_tokens, total_s))
+    shared.decisions.append(
+        Decision(
+            request_id=record.request_id,
+            at_s=record.at_s,
+            why=why,
+            verdict="ended",
+            reason=reason,
+            tokens=num_tokens,
+            waited_s=total_s,
+        )
+    )
     metrics.requests.inc(outcome)
     metrics.duration.observe(total_s, outcome, exemplar=exemplar)
     if outcome in _WITH_TOKENS:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdlink.errors import PdlinkError
@@ -50,6 +51,7 @@ from .steps import (
     Tick,
     Waits,
 )
+from .upstream import tell_to_stop
 
 if TYPE_CHECKING:
     import asyncio
@@ -120,12 +122,14 @@ class Exchange:
         said: Mapping[str, str],
         over: Callable[[], None],
         *,
+        whole: bool,
         asked: PlacementRequest | None = None,
         since_s: float | None = None,
         seed: int | None = None,
     ) -> None:
         """headers: for both legs; X-Request-Id also for the client. said: the client's headers. over: called once,
-        when the answer is written or the client has left. asked, since_s, seed: of a request that has begun."""
+        when the answer is written or the client has left. whole: one worker must serve it. asked, since_s, seed: of a
+        request that has begun."""
         self._shared, self._call, self._leg_headers = shared, call, headers
         self._loop = shared.loop
         self._started_s = self._loop.time() if since_s is None else since_s
@@ -152,7 +156,7 @@ class Exchange:
             wanted(call, said.get("x-session-id")) if asked is None else asked,
             request_id=request_id,
             tenant=key_of(said),
-            whole=shared.whole(call),
+            whole=whole,
             happen=self.happen,
             failed=self.fail,
         )
@@ -348,10 +352,8 @@ class Exchange:
             *(reason, action.detail, action.then),
             extra=self._about(run.transfer_id),
         )
-        if action.reason in _OWN_FAULTS or (
-            isinstance(action.reason, int) and 500 <= action.reason != self._shared.dialect.rules.no_kv_status
-        ):
-            run.blame()
+        if self._is_own_fault(action.reason):
+            run.account.end(time.monotonic(), well=False)
         match action.reason:
             case Loss.CONNECT | Loss.RESET:
                 self._shared.pools.fault(worker, f"a request's connection failed ({reason})")
@@ -432,12 +434,22 @@ class Exchange:
 
     def says(self, leg: RunningLeg, event: Event) -> None:
         """Its end, or its loss."""
-        if isinstance(event, Answered) and 200 <= event.status < 300:
+        failed = event.loss if isinstance(event, Lost) else event.status if isinstance(event, Answered) else 200
+        if isinstance(failed, Loss) or failed >= 300:
+            own = not self._flow.over and self._is_own_fault(failed)
+            leg.account.end(time.monotonic(), well=False if own else None)  # before another attempt is placed
+        elif isinstance(event, Answered):
             if leg.leg is Leg.DECODE:
                 self._attempts[leg.attempt].note_kv(leg.headers, event.body)
             if (told := self._shared.dialect.told) is not None and (said := told(event.body)) is not None:
                 self._shared.decisions.told.append(Told(self._request_id, leg.worker.label, said))
         self.happen(event)
+
+    def _is_own_fault(self, reason: Loss | int) -> bool:
+        """Whether a leg's worker is at fault for this end, and not its peer or ourselves."""
+        if isinstance(reason, Loss):
+            return reason in _OWN_FAULTS
+        return 500 <= reason != self._shared.dialect.rules.no_kv_status
 
     def broke(self, leg: RunningLeg, error: Exception) -> None:
         """Our own code failed at what it said."""
@@ -446,7 +458,8 @@ class Exchange:
             self.fail(error)
 
     async def _tell_to_stop(self, leg: RunningLeg, reason: str) -> None:
-        if not await leg.tell_to_stop(reason):
+        shared, timeout_s = self._shared, self._shared.config.connect_timeout_s
+        if not await tell_to_stop(shared.control, leg.worker.url, leg.transfer_id, reason, timeout_s=timeout_s):
             # No error: its own deadline ends the transfer.
             log.info(
                 "request %s, transfer %s: no stop call to %s",

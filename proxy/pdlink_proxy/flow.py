@@ -334,9 +334,10 @@ class Flow:
                 events = self._recovery.join(events)
             except Diverged as error:
                 return self._malformed(Leg.DECODE, str(error), b"", now, Loss.DIVERGED)
-        actions = [*self._to_client(events), *self._cancel(Leg.DECODE)]
+        sent, cancel = self._to_client(events), self._cancel(Leg.DECODE)
         answer = self._words.broken(document)
-        return [*actions, *self._react(Leg.DECODE, News.LOST, Loss.ERROR, answer, BROKEN, excerpt(document), now)]
+        blame, *rest = self._react(Leg.DECODE, News.LOST, Loss.ERROR, answer, BROKEN, excerpt(document), now)
+        return [*sent, blame, *cancel, *rest]
 
     def _on_ended(self, leg: Leg, now: float) -> list[Action]:
         state = self._legs[leg]
@@ -413,7 +414,8 @@ class Flow:
         summary = f"{leg.value} worker: {message}"
         answer = self._words.malformed(summary, document)
         detail = f"{message}: {excerpt(document)}" if document else message
-        return [*cancel, *self._react(leg, News.LOST, loss, answer, summary, detail, now)]
+        blame, *rest = self._react(leg, News.LOST, loss, answer, summary, detail, now)
+        return [blame, *cancel, *rest]
 
     def _on_tick(self, now: float) -> list[Action]:
         if now >= self._request_deadline_s:
@@ -427,8 +429,9 @@ class Flow:
                 continue
             state = self._legs[leg]
             if now >= self._deadline_of(leg, state):
-                actions += self._cancel(leg)
-                actions += self._on_lost(leg, Loss.TIMEOUT, f"silent for {now - state.since_s:.3g} s", now)
+                cancel = self._cancel(leg)
+                blame, *rest = self._on_lost(leg, Loss.TIMEOUT, f"silent for {now - state.since_s:.3g} s", now)
+                actions += [blame, *cancel, *rest]
         return actions
 
     # ---- reactions
@@ -436,8 +439,8 @@ class Flow:
     def _react(
         self, leg: Leg, news: News, reason: Loss | int, answer: Respond, summary: str, detail: str, now: float
     ) -> list[Action]:
-        """answer: the client's, if this failure decides the request. summary: the same as a sentence, for a stream
-        that has begun. detail: for the log."""
+        """First the Blame. answer: the client's, if this failure decides the request. summary: the same as a
+        sentence, for a stream that has begun. detail: for the log."""
         before, after = self._rules.reactions[leg, news]
         reaction = before if self.first_leg is None else after
         lost_stream = self._begun and reaction in (Reaction.RETRY, Reaction.BREAK) and news is not News.REJECTED

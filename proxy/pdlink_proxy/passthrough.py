@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 from aiohttp import web
@@ -22,13 +22,14 @@ from .bounds import OutOfRange, check_numbers
 from .entry import refused
 from .fleet import PlacementRequest, count_tokens
 from .http_connection import HttpError
+from .leg_account import LegAccount
 from .openai import MESSAGES, RESPONSES, error_body
 from .queue import Waiting
 from .steps import Leg, Loss, Outcome
 from .upstream import Asking, ask, loss_of, streamed
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterator, Mapping
+    from collections.abc import Awaitable, Mapping
 
     from .app import Router
     from .shared import Shared
@@ -197,7 +198,7 @@ class PassThrough:
         config, shared = self._router.config, self._router.shared
         loop = asyncio.get_running_loop()
         response: web.StreamResponse | None = None
-        with _counted(shared, worker, wanted) as count:
+        with _Count(shared, worker, wanted) as count:
             try:
                 async with (
                     asyncio.timeout(config.first_byte_timeout_s) as silence,
@@ -288,14 +289,27 @@ class _Running:
 
 
 class _Count:
-    def __init__(self, shared: Shared, worker: Worker) -> None:
-        self._shared, self._worker = shared, worker
-        self.failure: bool | None = None
-        """Whether the worker failed; None if that is not known."""
+    """The request counts in the worker's load while this context lasts."""
+
+    def __init__(self, shared: Shared, worker: Worker, wanted: PlacementRequest) -> None:
+        self._shared, self._worker, now_s = shared, worker, time.monotonic()
+        tokens = wanted.total_tokens
+        worker.work.sent(tokens, now_s)
+        self._account = LegAccount(worker, worker.work, tokens, now_s, shared.freed)
+        self._well: bool | None = None
+        """As of `LegAccount.end`."""
+
+    def __enter__(self) -> Self:
+        self._worker.passing += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._worker.passing -= 1
+        self._account.end(time.monotonic(), well=self._well)
 
     def failed(self, reason: str) -> None:
         """By the worker's own fault."""
-        self.failure = True
+        self._well = False
         self._shared.metrics.leg_failures.inc(self._worker.side.value, reason)
 
     def lost(self, loss: Loss) -> None:
@@ -303,32 +317,10 @@ class _Count:
         if loss in (Loss.CONNECT, Loss.RESET):
             self._shared.pools.fault(self._worker, f"a request's connection failed ({loss.value})")
         if loss in (Loss.STALE, Loss.LOCAL):
-            self.failure = None
+            self._well = None
 
     def served(self) -> None:
-        self.failure = False
-
-
-@contextmanager
-def _counted(shared: Shared, worker: Worker, wanted: PlacementRequest) -> Iterator[_Count]:
-    """The request counts in the worker's load meanwhile."""
-    count = _Count(shared, worker)
-    work, breaker = worker.work, worker.breaker  # of the life of the worker that gets it
-    call = breaker.begin(time.monotonic())
-    worker.passing += 1
-    work.sent(wanted.total_tokens, time.monotonic())
-    try:
-        yield count
-    finally:
-        now = time.monotonic()
-        worker.passing -= 1
-        work.finished(wanted.total_tokens, now, served=count.failure is False)
-        if count.failure is None:
-            breaker.drop(call)
-        else:
-            breaker.end(call, now, failed=count.failure)
-            worker.judged()
-        shared.serve_queue()
+        self._well = True
 
 
 def _may_have(worker: Worker, path: str) -> bool:

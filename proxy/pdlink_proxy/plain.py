@@ -55,16 +55,16 @@ def opened(
     over: Callable[[], None],
 ) -> Plain | Exchange:
     """A request that is ready to begin. As of `Exchange`."""
-    dialect = shared.dialect
+    dialect, whole = shared.dialect, shared.whole(call)
     if (
-        call.streaming
+        whole
+        or call.streaming
         or dialect.headers is not None
         or shared.decision_log is not None
         or shared.tracer is not None
-        or ((dialect.whole is not None or shared.pools.has_engines) and shared.whole(call))
         or not ((dialect.rules_of(call) if dialect.rules_of is not None else None) or dialect.rules).plain
     ):
-        return Exchange(shared, client, call, headers, said, over)
+        return Exchange(shared, client, call, headers, said, over, whole=whole)
     return Plain(shared, client, call, headers, said, over)
 
 
@@ -167,19 +167,19 @@ class Plain:
         now_s = time.time()
         self._choice = choice
         self._decision = decision = Decision(
-            self._request_id,
-            now_s,
-            "first",
-            "placed",
-            "",
-            asked.num_tokens,
-            placed_s - self._started_s,
-            prefill.label,
-            decode.label,
-            prefill.work.load,
-            decode.work.load,
-            cached_tokens,
-            shown(asked) if asked.considered else {},
+            request_id=self._request_id,
+            at_s=now_s,
+            why="first",
+            verdict="placed",
+            reason="",
+            tokens=asked.num_tokens,
+            waited_s=placed_s - self._started_s,
+            prefill=prefill.label,
+            decode=decode.label,
+            prefill_load=prefill.work.load,
+            decode_load=decode.work.load,
+            cached_tokens=cached_tokens,
+            considered=shown(asked) if asked.considered else {},
         )
         shared.decisions.append(decision)
         attempt = Attempt(
@@ -193,10 +193,13 @@ class Plain:
         )
         bodies = shared.dialect.legs(call, attempt)
         lines, tokens = header_lines(self._headers), asked.num_tokens
-        self._prefill = PlainLeg(self, Leg.PREFILL, prefill)
-        self._prefill.start(call.path, bodies[0], lines, asked, max(1, tokens - cached_tokens))
-        self._decode = PlainLeg(self, Leg.DECODE, decode)
-        self._decode.start(call.path, bodies[1], lines, asked, tokens + asked.answer_tokens)
+        most, path, clients = shared.max_body_nbytes, call.path, shared.clients
+        account = shared.account(asked, prefill, max(1, tokens - cached_tokens))
+        self._prefill = PlainLeg(self, Leg.PREFILL, prefill, account, max_nbytes=most)
+        self._prefill.start(clients[Leg.PREFILL], path, bodies[0], lines)
+        account = shared.account(asked, decode, tokens + asked.answer_tokens)
+        self._decode = PlainLeg(self, Leg.DECODE, decode, account, max_nbytes=most)
+        self._decode.start(clients[Leg.DECODE], path, bodies[1], lines)
         limits = shared.limits
         shared.alarms.set(self._tick, min(self._started_s + limits.request_s, placed_s + limits.first_byte_s))
 
@@ -247,22 +250,22 @@ class Plain:
         if usage.completion_tokens > 1 and prefill_s is not None:
             per_token_s = (total_s - prefill_s) / (usage.completion_tokens - 1)
         record = RequestRecord(
-            request_id,
-            at_s,
-            "ok",
-            kv,
-            usage.prompt_tokens or self._asked.num_tokens,
-            1,
-            total_s,
-            stages["queue"],
-            prefill_s,
-            now_s - started_s,
-            prefill_s,
-            self.transfer_id,
-            prefill.label,
-            choice.decode.label,
-            [prefill_leg.record(started_s), decode_leg.record(started_s)],
-            per_token_s,
+            request_id=request_id,
+            at_s=at_s,
+            outcome="ok",
+            kv=kv,
+            prompt_tokens=usage.prompt_tokens or self._asked.num_tokens,
+            attempts=1,
+            total_s=total_s,
+            queued_s=stages["queue"],
+            prefill_s=prefill_s,
+            decode_s=now_s - started_s,
+            ttft_s=prefill_s,
+            transfer_id=self.transfer_id,
+            prefill=prefill.label,
+            decode=choice.decode.label,
+            legs=[prefill_leg.record(started_s), decode_leg.record(started_s)],
+            per_token_s=per_token_s,
         )
         keep(shared, record, "first", self._asked.num_tokens, stages, exemplar)
         shared.alarms.clear(self._tick)
@@ -322,7 +325,8 @@ class Plain:
 
     def _grown(self, leg: PlainLeg, hears: Hears = NOBODY) -> RunningLeg:
         """The same leg, as one to which anything can happen."""
-        return RunningLeg.grown(leg, self.shared, hears, self.transfer_id)
+        shared = self.shared
+        return RunningLeg.grown(leg, hears, self.transfer_id, shared.alarms, max_nbytes=shared.max_body_nbytes)
 
     def _unusual(self) -> Exchange:
         """What goes on with it, from where it is."""
@@ -336,6 +340,7 @@ class Plain:
             self._headers,
             self._said_by_client,
             self._over,
+            whole=False,
             asked=self._asked,
             since_s=self._started_s,
             seed=self._seed,

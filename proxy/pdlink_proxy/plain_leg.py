@@ -10,23 +10,20 @@ from .http_client import header_lines
 from .http_connection import Listener
 from .openai import read_answer
 from .records import LegRecord
-from .running_leg import MIN_PACE_TOKENS
 from .steps import Leg
 
 if TYPE_CHECKING:
-    from .fleet import PlacementRequest
-    from .http_client import Request
+    from .http_client import HttpClient, Request
     from .http_connection import Connection, Headers, HttpError
+    from .leg_account import LegAccount
     from .openai import Usage
     from .running_leg import RunningLeg
-    from .shared import Shared
     from .worker import Worker
 
 
 class Hears(Protocol):
     """The request that it belongs to."""
 
-    shared: Shared
     transfer_id: str
 
     def said(self, leg: PlainLeg, headers: Headers, body: bytes, usage: Usage) -> None:
@@ -44,60 +41,42 @@ class PlainLeg(Listener):
 
     __slots__ = (
         "_hears",
-        "ahead",
+        "_max_nbytes",
+        "account",
         "answered_s",
-        "breaker",
         "leg",
-        "outlier",
         "request",
-        "sent_s",
-        "tokens",
         "url",
-        "work",
         "worker",
     )
 
-    def __init__(self, hears: Hears, leg: Leg, worker: Worker) -> None:
-        self._hears, self.leg, self.worker = hears, leg, worker
+    def __init__(self, hears: Hears, leg: Leg, worker: Worker, account: LegAccount, *, max_nbytes: int) -> None:
+        """max_nbytes: of its answer."""
+        self._hears, self.leg, self.worker, self.account, self._max_nbytes = hears, leg, worker, account, max_nbytes
         self.answered_s: float | None = None
         """Its whole answer has come."""
         self.request: Connection | Request | None = None
         """None when that has come."""
 
-    def start(self, path: str, body: bytes, lines: bytes, request: PlacementRequest, tokens: int) -> None:
+    def start(self, client: HttpClient, path: str, body: bytes, lines: bytes) -> None:
         """As of `RunningLeg`."""
-        worker, shared = self.worker, self._hears.shared
-        self.tokens = tokens
-        self.sent_s = now = time.monotonic()
-        self.work = work = shared.pools.sent(request, worker, tokens, now)
-        self.ahead = work.load
-        self.breaker, self.outlier = worker.breaker, worker.outlier  # of the life of the worker that gets the leg
+        worker = self.worker
         worker.legs.add(self)
         self.url = url = worker.url + path
         if worker.headers:
             lines += header_lines(worker.headers)
-        self.request = shared.clients[self.leg].send("POST", url, self, body, lines)
+        self.request = client.send("POST", url, self, body, lines)
 
     def on_whole(self, status: int, headers: Headers, body: bytes) -> None:
-        hears, worker = self._hears, self.worker
-        shared = hears.shared
-        if 200 <= status < 300 and len(body) <= shared.max_body_nbytes:
+        hears = self._hears
+        if 200 <= status < 300 and len(body) <= self._max_nbytes:
             usage = read_answer(headers.content_type, body)
             if not isinstance(usage, str):
                 self.answered_s = now = time.monotonic()
                 self.request = None
-                worker.legs.discard(self)
-                pace = None
-                if self.breaker.failures:
-                    self.breaker.end(0, now, failed=False)
-                if self.ahead >= MIN_PACE_TOKENS and self.leg is Leg.PREFILL:
-                    pace = (now - self.sent_s) / self.ahead
-                self.outlier.end(now, probe=False, failed=False, pace=pace)
-                if worker.on_trial:
-                    worker.judged()
-                self.work.finished(self.tokens, now, served=True)
-                if shared.queue.num:
-                    shared.serve_queue()
+                self.worker.legs.discard(self)
+                account = self.account
+                account.end(now, well=True, pace=account.pace(now) if self.leg is Leg.PREFILL else None)
                 try:
                     hears.said(self, headers, body, usage)
                 except Exception as error:  # noqa: BLE001 -- the connection serves other requests already
@@ -113,13 +92,13 @@ class PlainLeg(Listener):
         else:
             answered_s -= zero_s
         return LegRecord(
-            self._hears.transfer_id,
-            self.leg.value,
-            self.worker.label,
-            self.sent_s - zero_s,
-            answered_s,
-            answered_s,
-            end,
+            transfer_id=self._hears.transfer_id,
+            leg=self.leg.value,
+            worker=self.worker.label,
+            sent_s=self.account.sent_s - zero_s,
+            answered_s=answered_s,
+            ended_s=answered_s,
+            end=end,
         )
 
     # ---- what is unusual

@@ -11,7 +11,7 @@ from pdlink.protocol import kv_path
 MAX_RECORDS = 1000
 
 
-class LegRecord(msgspec.Struct, frozen=True, gc=False):
+class LegRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One leg of one attempt. Times count from the arrival of the request."""
 
     transfer_id: str
@@ -31,7 +31,7 @@ class LegRecord(msgspec.Struct, frozen=True, gc=False):
     """Of its span, if the request is traced."""
 
 
-class RequestRecord(msgspec.Struct, frozen=True, gc=False):
+class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """Made when a request has ended. Times are durations on the proxy's clock."""
 
     request_id: str

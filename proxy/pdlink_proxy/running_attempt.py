@@ -129,10 +129,15 @@ class RunningAttempt:
         else:
             tokens = asked.num_tokens + asked.answer_tokens
         streams = self._call.streaming and (leg is Leg.DECODE or shared.dialect.prefill_streams)
-        running = RunningLeg(shared, hears, self.number, leg, self.chosen[leg], self.transfer_id, streams=streams)
-        self.legs[leg] = running
+        worker = self.chosen[leg]
+        account = shared.account(asked, worker, tokens)
+        self.legs[leg] = running = RunningLeg(
+            *(hears, self.number, leg, worker, self.transfer_id, account, shared.alarms),
+            max_nbytes=shared.max_body_nbytes,
+            streams=streams,
+        )
         if self.trace is not None:
             running.span_id = new_span_id()
             headers = {**(headers or {}), "traceparent": self.trace.below(running.span_id)}
         lines = header_lines({**self._leg_headers, **headers}) if headers else self._lines
-        running.start(self._call.path, body, lines, asked, tokens)
+        running.start(shared.clients[leg], self._call.path, body, lines)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .alarms import Alarms
 from .flow import Limits
+from .leg_account import LegAccount
 from .retries import RetryBudget
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from .decision_log import DecisionLog
     from .decisions import Decisions
     from .dialects import Dialect
+    from .fleet import PlacementRequest
     from .http_client import HttpClient
     from .metrics import Metrics
     from .openai import Call
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from .spans import Tracer
     from .steps import Leg
     from .tokenizing import Tokenizing
+    from .worker import Worker
 
 log = logging.getLogger("pdlink.proxy")
 
@@ -103,6 +107,16 @@ class Shared:
         """Whether the next request is one whose candidates are noted and that is logged."""
         share = self.decision_share
         return share == 1 or random.random() < share
+
+    def account(self, asked: PlacementRequest, worker: Worker, tokens: int) -> LegAccount:
+        """A leg with so many tokens to do leaves for the worker."""
+        now_s = time.monotonic()
+        return LegAccount(worker, self.pools.sent(asked, worker, tokens, now_s), tokens, now_s, self.freed)
+
+    def freed(self) -> None:
+        """A worker has less to do."""
+        if self.queue.num:
+            self.serve_queue()
 
     def serve_queue(self) -> None:
         """Something has changed for those who wait: place them soon."""

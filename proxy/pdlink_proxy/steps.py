@@ -177,7 +177,7 @@ class CancelLeg(msgspec.Struct, frozen=True):
 
 
 class Blame(msgspec.Struct, frozen=True):
-    """Count and log that the leg failed. Comes before the Place that follows from it."""
+    """Count and log that the leg failed. Comes before its CancelLeg, and before the Place that follows from it."""
 
     attempt: int
     leg: Leg

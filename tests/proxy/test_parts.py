@@ -117,7 +117,7 @@ def test_every_shape_of_prompt_is_accepted_and_untouched(prompt: str) -> None:
 
 def test_leg_bodies_are_the_clients_body_and_the_parameters() -> None:
     call = parse(CHAT, b'{"model":"m","messages":[],"stream":true,"kv_transfer_params":{"a":1}}')
-    attempt = Attempt("xfer-1", 7, 9, PrefillAddress("n", "tcp://h:1"))
+    attempt = Attempt(transfer_id="xfer-1", created=7, seed=9, prefill=PrefillAddress("n", "tcp://h:1"))
     bodies = [json.loads(body) for body in PDLINK.legs(call, attempt)]
     common = {"transfer_id": "xfer-1", "seed": 9, "created": 7}
     client = {"model": "m", "messages": [], "stream": True}

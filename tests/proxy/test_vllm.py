@@ -161,7 +161,7 @@ def test_prefill_is_told_how_many_prompts_will_come(path: str, prompt: str, coun
     """Only so can it know at once that decode waits for another one."""
     content = '"messages":[]' if path == CHAT else f'"prompt":{prompt}'
     call = parse(path, b'{"model":"m",' + content.encode() + b"}")
-    attempt = Attempt("xfer-1", 1, 2, PrefillAddress("p", CONTROL))
+    attempt = Attempt(transfer_id="xfer-1", created=1, seed=2, prefill=PrefillAddress("p", CONTROL))
     prefill = msgspec.json.decode(DIALECTS[CONCURRENT].legs(call, attempt)[0])
     assert prefill["kv_transfer_params"]["num_prompts"] == count
 

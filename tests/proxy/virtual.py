@@ -22,7 +22,18 @@ from unittest.mock import patch
 import msgspec
 
 from pdlink.config import ProxyConfig
-from pdlink_proxy import admission, answering, plain, plain_leg, pools, refusals, running_leg, watching
+from pdlink_proxy import (
+    admission,
+    answering,
+    exchange,
+    plain,
+    plain_leg,
+    pools,
+    refusals,
+    running_leg,
+    shared,
+    watching,
+)
 from pdlink_proxy import worker as of_worker
 from pdlink_proxy.client_answer import ClientAnswer
 from pdlink_proxy.decisions import Decisions
@@ -67,6 +78,9 @@ class _Jumps(selectors.SelectSelector):
         return found
 
 
+_WITH_CLOCK = (*(admission, answering, exchange, plain, plain_leg, pools, refusals, running_leg, shared, of_worker),)
+
+
 class _VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._jumps = _Jumps()
@@ -81,7 +95,18 @@ def in_virtual_time(play: Callable[[], Awaitable[None]]) -> None:
     loop = _VirtualLoop()
     clock = SimpleNamespace(monotonic=loop.time, time=loop.time)
     with ExitStack() as stack:
-        for module in (admission, answering, plain, plain_leg, pools, refusals, running_leg, of_worker):
+        for module in (
+            admission,
+            answering,
+            exchange,
+            plain,
+            plain_leg,
+            pools,
+            refusals,
+            running_leg,
+            shared,
+            of_worker,
+        ):
             stack.enter_context(patch.object(module, "time", clock))
         runner = stack.enter_context(asyncio.Runner(loop_factory=lambda: loop))
         runner.run(cast("Any", play()))

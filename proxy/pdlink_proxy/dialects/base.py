@@ -37,7 +37,7 @@ class PrefillAddress(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of several engines behind one URL, which this is."""
 
 
-class Attempt(msgspec.Struct, frozen=True):
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt: its transfer id, and its workers."""
 
     transfer_id: str
