@@ -124,7 +124,7 @@ class ProxyConfig(Section):
     """How often a stream of completions or of a chat goes on at another worker when its own died, where its answer
     can be repeated (docs/router.md). 0 ends such streams with an error."""
     queue_size: int = Field(default=1024, ge=0)
-    """Requests that may wait for a worker; more are answered 429. 0 never waits."""
+    """Requests that may wait for a worker; more are answered 503 `overloaded`. 0 never waits."""
     queue_timeout_s: Seconds = 60.0
     """Longest wait while every decode worker is full, by its own account of free blocks, or every prefill worker by
     `prefill_queue_tokens`."""

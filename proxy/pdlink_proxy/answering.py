@@ -150,7 +150,7 @@ class Answering:
             if (prefill_s := flow.prefill_spoke_s) is not None:
                 ttft_s = prefill_s - self._started_s
                 self._shared.metrics.ttft.observe(ttft_s, Leg.PREFILL.value, exemplar=self.exemplar)
-        if status == 503 or (status == 429 and flow.outcome is Outcome.UNAVAILABLE):
+        if status == 503:
             headers["Retry-After"] = str(self._shared.queue.retry_after_s())
         self.client.respond(status, content_type, headers, error_for(self._call.path, status, body))
 

@@ -77,8 +77,7 @@ class ClientWords:
             body = error_body(event.message, kind="invalid_request_error", code=InvalidRequest.code)
             return Outcome.REJECTED, Respond(InvalidRequest.http_status, body)
         if event.full:
-            body = error_body(self._with_id(event.message), kind="rate_limit_error", code=Overloaded.code)
-            return Outcome.UNAVAILABLE, Respond(429, body)
+            return Outcome.UNAVAILABLE, self.failure(Overloaded, event.message)
         return Outcome.UNAVAILABLE, self.failure(NoWorker, event.message)
 
     def lost(self, leg: Leg, loss: Loss) -> tuple[Respond, str]:

@@ -150,7 +150,7 @@ class PassThrough:
         waiting = Waiting(key_of(request.headers), model or "", wanted.total_tokens, loop.time(), waits)
         if not shared.queue.put(waiting):
             message = f"queue_size: {config.queue_size} requests wait already; try again later"
-            return _error(429, message, Overloaded.code, shared.queue.retry_after_s())
+            return _error(Overloaded.http_status, message, Overloaded.code, shared.queue.retry_after_s())
         try:
             async with asyncio.timeout(config.no_worker_timeout_s):
                 await waits.over

@@ -77,9 +77,8 @@ class Decider:
             return data
         if len(self._reserved) >= MAX_RESERVED:
             retry_after_s = router.shared.queue.retry_after_s()
-            return _error(
-                429, f"{MAX_RESERVED} decisions are open; report their ends", Overloaded.code, retry_after_s
-            )
+            message = f"{MAX_RESERVED} decisions are open; report their ends"
+            return _error(Overloaded.http_status, message, Overloaded.code, retry_after_s)
         try:
             call, asked = _read(data)
         except (BadField, InvalidRequest) as error:
@@ -89,9 +88,9 @@ class Decider:
         request_id = router.entry.leg_headers(request.headers)["X-Request-Id"]
         placed, admission = await self._place(call, asked, request_id, key_of(request.headers))
         if isinstance(placed, Unplaced):
-            code = InvalidRequest.code if placed.unfit else Overloaded.code if placed.full else NoWorker.code
-            status = 400 if placed.unfit else 429 if placed.full else 503
-            return _error(status, placed.message, code, None if placed.unfit else router.shared.queue.retry_after_s())
+            kind = InvalidRequest if placed.unfit else Overloaded if placed.full else NoWorker
+            retry_after_s = None if placed.unfit else router.shared.queue.retry_after_s()
+            return _error(kind.http_status, placed.message, kind.code, retry_after_s)
         return web.Response(body=self._reserve(call, admission, placed), content_type="application/json")
 
     async def report(self, request: web.Request) -> web.Response:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdlink.errors import Overloaded
 from pdlink_proxy.flow import Flow, Limits
 from pdlink_proxy.rules import REACTIONS, News, Reaction, Rules
 from pdlink_proxy.steps import (
@@ -449,7 +450,8 @@ def test_a_queue_that_is_full_is_said_as_429() -> None:
     flow.on(Started(), 0.0)
     (final,) = flow.on(Unplaced("full", full=True), 0.0)
     assert isinstance(final, Respond)
-    assert final.status == 429
+    assert final.status == Overloaded.http_status
+    assert b'"overloaded"' in final.body
 
 
 _PIECES = [

@@ -161,7 +161,7 @@ async def test_while_all_workers_are_away_a_request_waits_in_the_queue() -> None
 
         waiting = asyncio.create_task(ask())
         await until(lambda: len(proxy.queue) == 1)
-        assert await ask() == (429, "1")  # the queue is full
+        assert await ask() == (503, "1")  # the queue is full
         worker.dead = False
         assert await waiting == (200, "")
         assert len(proxy.queue) == 0

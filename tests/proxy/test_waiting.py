@@ -66,7 +66,7 @@ async def test_more_than_may_wait_are_told_at_once(prefill: FakeWorker, decode: 
         first = asyncio.create_task(status_of(proxy))
         await waits(proxy, 1)
         async with proxy.post() as response:
-            assert response.status == 429
+            assert response.status == 503
             assert response.headers["Retry-After"] == "1"
             assert (await response.json())["error"]["code"] == "overloaded"
         await decode.start()
@@ -169,7 +169,7 @@ async def test_a_queue_full_of_others_refuses_nobody_whose_workers_are_free(
         first = asyncio.create_task(status_of(proxy, model="busy"))
         await waits(proxy, 1)
         assert await status_of(proxy) == 200
-        assert await status_of(proxy, model="busy") == 429
+        assert await status_of(proxy, model="busy") == 503
         await decodes[1].start()
         assert await first == 200
 
