@@ -410,6 +410,12 @@ class Flow:
         self, leg: Leg, message: str, document: bytes, now: float, loss: Loss = Loss.MALFORMED
     ) -> list[Action]:
         """A running leg sent something other than tokens, or other ones."""
+        if leg is Leg.PREFILL and self._rules.prefill_may_misread and status <= 500:
+            blame = Blame(self.attempts, leg, status, detail, "decode's answer decides")
+            if Leg.DECODE in self._legs:
+                return [blame]
+            if self._limits.decode_alone:
+                return [blame, *self._again(Why.RETRY, answer, now, alone=True)]
         cancel = self._cancel(leg)
         summary = f"{leg.value} worker: {message}"
         answer = self._words.malformed(summary, document)

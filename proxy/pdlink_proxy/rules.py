@@ -82,6 +82,9 @@ class Rules:
     for every attempt with a prefill leg."""
     merge_events: Callable[[bytes, bytes], bytes] = as_it_is
     """(prefill's answer, whole events of decode's stream) -> the client's."""
+    prefill_may_misread: bool = False
+    """Prefill may have computed the prompt, and answer an error about its one token, which nobody reads: decode's
+    answer decides."""
     awaits_prefill: bool = False
     """Decode's answer lacks a part without prefill's: the client gets nothing before that is here."""
 

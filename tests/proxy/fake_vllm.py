@@ -37,6 +37,8 @@ class FakeVllm(FakeServer):
     cached_tokens: int | None = None
     """Told in the usage, as with --enable-prompt-tokens-details."""
     dead: bool = False
+    misreads: int | None = None
+    """Answer this status to a prefill leg that must call a tool, when its token is computed: it is no call yet."""
     """The engine has died; the API server answers 503."""
     fail_with: int | None = None
     words: str = ""
@@ -100,6 +102,8 @@ class FakeVllm(FakeServer):
             return _error(self.fail_with, "Internal server error")
         named = request.path in ("/v1/responses", "/v1/messages")
         answer = NamedAnswer(self, request, body) if named else Answer(self, request, body)
+        if self.misreads is not None and answer.is_prefill and body.get("tool_choice", "auto") != "auto":
+            return _error(self.misreads, "Invalid JSON: EOF while parsing a list")
         if not body.get("stream"):
             return web.Response(body=self.answer_override or answer.whole(), content_type="application/json")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

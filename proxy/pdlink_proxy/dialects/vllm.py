@@ -21,6 +21,7 @@ this proxy sent it counts.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -37,7 +38,7 @@ from ..upstream import ask
 from .base import Attempt, Dialect, Health, Known
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from ..openai import Call
     from ..recovery import Links
@@ -172,6 +173,12 @@ def for_one_reader(call: Call) -> bool:
         return True
     # A list, even of a single prompt.
     return has_several(bytes(call.fields.get("prompt", b"null")))
+
+
+def may_misread(call: Call) -> bool:
+    """Whether a tool must be called: one token of that is no JSON, and vLLM answers 400 or 500 after computing it.
+    The field stays in prefill's leg: without it vLLM may leave the tools out of the prompt, or refuse the request."""
+    return bytes(call.fields.get("tool_choice", b"null")) not in (b"null", b'"auto"', b'"none"')
 
 
 def params_of(answer: bytes) -> bytes | None:
@@ -339,17 +346,27 @@ def unless_repeatable(call: Call, _links: Links) -> str:
 
 _PATHS = (COMPLETIONS, CHAT, RESPONSES, MESSAGES)
 
+_RULES = Rules(
+    untold=True,
+    lost_statuses=_LOST_STATUSES,
+    no_kv_status=_NO_KV_STATUS,
+    merge_answer=_merge_answer,
+    merge_events=_merge_events,
+)
+
+
+def rules_for(rules: Rules) -> Callable[[Call], Rules | None]:
+    """`Dialect.rules_of`, for connectors with these rules."""
+    misread = replace(rules, prefill_may_misread=True)
+    return lambda call: misread if may_misread(call) else None
+
+
 VLLM = Dialect(
     "vllm",
     _legs,
     look,
-    Rules(
-        untold=True,
-        lost_statuses=_LOST_STATUSES,
-        no_kv_status=_NO_KV_STATUS,
-        merge_answer=_merge_answer,
-        merge_events=_merge_events,
-    ),
+    _RULES,
+    rules_for(_RULES),
     paths=_PATHS,
     whole=needs_all_of_it,
     resumes=Resumes(unless_repeatable),

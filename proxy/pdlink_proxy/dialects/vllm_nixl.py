@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .vllm import NOT_FOR_PREFILL, VLLM, for_one_reader, params_of, prefill_body
+from .vllm import NOT_FOR_PREFILL, VLLM, for_one_reader, params_of, prefill_body, rules_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,12 +34,14 @@ def _headers(attempt: Attempt) -> tuple[Mapping[str, str], Mapping[str, str]]:
     return headers, headers
 
 
+_RULES = replace(VLLM.rules, handover=params_of)
 VLLM_NIXL = replace(
     VLLM,
     name="vllm-nixl",
     legs=_legs,
     headers=_headers,
-    rules=replace(VLLM.rules, handover=params_of),
+    rules=_RULES,
+    rules_of=rules_for(_RULES),
     whole=for_one_reader,
     kv_path=lambda _headers, _body: None,
     needs_control=False,
