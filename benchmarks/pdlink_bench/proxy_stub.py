@@ -21,7 +21,10 @@ from typing import TYPE_CHECKING, ClassVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-EVENT = b'data: {"id":"c","object":"text_completion","model":"m","choices":[{"index":0,"text":" word"}]}\n\n'
+EVENT = (
+    b'data: {"id":"c","object":"text_completion","model":"m",'
+    b'"choices":[{"index":0,"text":" word","finish_reason":null}]}\n\n'
+)
 WHOLE = json.dumps(
     {
         "id": "c",
@@ -44,7 +47,8 @@ def _chunk(data: bytes) -> bytes:
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
-_END = _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+_FINISH = EVENT.replace(b'" word"', b'""').replace(b"null", b'"length"')
+_END = _chunk(_FINISH + b"data: [DONE]\n\n") + b"0\r\n\r\n"
 _STOPPED = b"HTTP/1.1 202 Accepted\r\nContent-Length: 0\r\n\r\n"
 CHUNKS = 128
 PACE_S = 0.02

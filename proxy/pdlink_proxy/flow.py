@@ -40,7 +40,11 @@ from .rules import News, Reaction, Rules, as_it_is
 from .sse import (
     FAILURES,
     EventTooLong,
+    before_end,
+    before_finish_error,
+    fails,
     has_error,
+    has_finish,
     has_named,
     is_done,
     problem_of,
@@ -80,6 +84,7 @@ if TYPE_CHECKING:
     from .recovery import Recovery
 
 _THEN = {
+_NO_FINISH = "the stream ended without a finish_reason"
     Reaction.ANSWER: "the client gets the error",
     Reaction.TELL_DECODE: "decode goes on without it",
     Reaction.RETRY: "tried again",
@@ -146,6 +151,8 @@ class Flow:
         self._may_resend = True
         self._avoid: frozenset[str] = frozenset()
         self._last_failure: Respond | None = None
+        self._finished = bool(last_events)
+        """A finish_reason has come from decode, or its streams have none."""
         self._error_passed = False
 
     @property
@@ -309,11 +316,20 @@ class Flow:
             except Diverged as error:
                 return self._malformed(leg, str(error), b"", now, Loss.DIVERGED)
             if not forward:
+        if has_finish(forward) and not self._last_events:
+            if fails(forward):
+                before, event = before_finish_error(forward)
+                return self._failed_by(
+                    leg, before, Loss.ERROR, "its answer ended with finish_reason error", event, now
+                )
+            self._finished = True
                 return blames
         if leg is Leg.DECODE and self._last_events and has_named(forward, FAILURES):
             self._error_passed = True
             detail = excerpt(forward)
             blames = [*blames, Blame(self.attempts, Leg.DECODE, Loss.ERROR, detail, _THEN[Reaction.ANSWER])]
+            if not (self._finished or self._error_passed):
+                return self._failed_by(leg, before_end(forward), Loss.MALFORMED, _NO_FINISH, b"", now)
         if leg is Leg.DECODE and self._is_last(forward):
             # Do not wait for the end of the HTTP body: a worker that dies now has lost nothing.
             return [*blames, Forward(forward), *self._finish_stream()]
@@ -338,6 +354,16 @@ class Flow:
         answer = self._words.broken(document)
         blame, *rest = self._react(Leg.DECODE, News.LOST, Loss.ERROR, answer, BROKEN, excerpt(document), now)
         return [*sent, blame, *cancel, *rest]
+    def _failed_by(
+        self, leg: Leg, events: bytes, loss: Loss, message: str, document: bytes, now: float
+    ) -> list[Action]:
+        """A leg sent these events, and then an end that is none of an answer. A client that has nothing yet gets none
+        of them: another attempt may give the whole answer."""
+        if not self._begun:
+            events, self.first_leg = b"", None
+        sent = self._to_client(events)
+        return [*sent, *self._malformed(leg, message, document, now, loss)]
+
 
     def _on_ended(self, leg: Leg, now: float) -> list[Action]:
         state = self._legs[leg]
@@ -346,11 +372,12 @@ class Flow:
             state.ended_well = True
             return []
         rest = state.events.take_rest()
-        if leg is Leg.DECODE and state.spoke and self._is_last(rest):
+        if leg is Leg.DECODE and state.spoke and self._is_last(rest) and self._finished:
             # Only the blank line after the last event is missing; without it the client would not see the event.
             forward = rest.rstrip(b"\r\n") + b"\n\n"
             return [Forward(forward), *self._finish_stream()]
-        return self._on_lost(leg, Loss.MALFORMED, "the stream ended early", now)
+        detail = _NO_FINISH if self._is_last(rest) else "the stream ended early"
+        return self._on_lost(leg, Loss.MALFORMED, detail, now)
 
     def _on_answered(self, event: Answered, now: float) -> list[Action]:
         state = self._legs[event.leg]

@@ -16,7 +16,7 @@ from pdlink.errors import InvalidRequest, PdlinkError
 
 from .bounds import Count, OutOfRange, Priority, Seed, Tokens, check_numbers, check_sampling
 from .fleet import BYTES_PER_TOKEN, UNKNOWN_ANSWER_TOKENS, PlacementRequest, count_tokens
-from .sse import DONE
+from .sse import DONE, fails
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -388,6 +388,8 @@ def read_answer(content_type: str, body: bytes) -> Usage | str:
         well = bool(found) and all(each.meta_info is not None for each in found)
     elif found.choices is None:
         well = (found.output, found.content, found.meta_info) != _NOTHING
+    elif fails(body):
+        return "the answer ended with finish_reason error"
     else:
         try:
             return _USAGE.decode(found.usage) if found.usage else _NO_USAGE

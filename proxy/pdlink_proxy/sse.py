@@ -63,8 +63,14 @@ class EventBuffer:
         return not self._held and data.endswith(b"\n\n")
 
     def passes_tokens(self, data: bytes) -> bool:
-        """The same, and that none of them is an error or the end. False, too, for a few that are neither."""
-        return not self._held and data.endswith(b"\n\n") and ERROR_MARK not in data and b"[DONE]" not in data[-16:]
+        """The same, and that none of them is an error or tells of an end. False, too, for a few that do not."""
+        return (
+            not self._held
+            and data.endswith(b"\n\n")
+            and ERROR_MARK not in data
+            and b"[DONE]" not in data[-16:]
+            and not has_finish(data)
+        )
 
     def pass_whole_events(self, data: bytes) -> bytes:
         """`feed`, then `take_whole_events`; does not copy bytes that are whole events already."""
@@ -114,6 +120,38 @@ def before_done(data: bytes, comment: bytes) -> bytes:
         return data
     start = data.rfind(b"\n", 0, data.rindex(b"[DONE]")) + 1
     return data[:start] + comment + data[start:]
+
+
+# Quotes in generated text are escaped, and of the other events each says null.
+_FINISH = re.compile(rb'"finish_reason": ?(?! |null)')
+_FINISH_ERROR = re.compile(rb'"finish_reason": ?"error"')
+
+
+def has_finish(data: bytes) -> bool:
+    """Whether whole events have a finish_reason."""
+    return _FINISH.search(data) is not None
+
+
+def fails(document: bytes) -> bool:
+    """Whether an answer, or whole events, have the finish_reason "error"."""
+    return _FINISH_ERROR.search(document) is not None
+
+
+def before_finish_error(data: bytes) -> tuple[bytes, bytes]:
+    """Of whole events that `fails`: those before the first one with that, and that one."""
+    start = 0
+    while (end := _BOUNDARY.search(data, start)) is not None:
+        if fails(event := data[start : end.end()]):
+            return data[:start], event
+        start = end.end()
+    return data, b""
+
+
+def before_end(data: bytes) -> bytes:
+    """Whole events that end with [DONE]: those before it."""
+    end = data.rindex(b"[DONE]")
+    start = max(data.rfind(b"\n\n", 0, end) + 2, data.rfind(b"\n\r\n", 0, end) + 3)
+    return data[: start if start > 2 else 0]
 
 
 ERROR_MARK = b'{"error"'

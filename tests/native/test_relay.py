@@ -65,6 +65,8 @@ def test_events_pass_as_they_are(stream: Stream) -> None:
     [
         b"0\r\n\r\n",
         chunk(b"data: [DONE]\n\n"),
+        chunk(b'data: {"choices": [{"text": "", "finish_reason": "stop"}]}\n\n'),
+        chunk(b'data: {"choices":[{"finish_reason":null},{"finish_reason":"stop"}]}\n\n'),
         chunk(b'data: {"error": {"message": "no"}}\n\n'),
         chunk(EVENT[:-1]),
         b"5;name=value\r\nabcde\r\n",

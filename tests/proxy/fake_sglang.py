@@ -115,7 +115,8 @@ class FakeSglang(FakeServer):
         for number, text in enumerate(said):
             if number == self.break_at:
                 abort(request)
-            event = {"choices": [{"index": number // limit, **_text(text, chat, "delta")}]}
+            end = "length" if number % limit == limit - 1 else None
+            event = {"choices": [{"index": number // limit, **_text(text, chat, "delta"), "finish_reason": end}]}
             await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
         await response.write(DONE)
         return response
@@ -159,6 +160,8 @@ class FakeSglang(FakeServer):
             if body.get("return_logprob"):
                 computed = [] if self.mode == "decode" else [[-float(at), at, None] for at in range(3)]
                 info |= {"input_token_logprobs": computed, "output_token_logprobs": [[0.0, 7, None]] * tokens}
+            if tokens == limit:
+                info["finish_reason"] = {"type": "length", "length": limit}
             text = "".join(f"{sign}{index}.{token} " for token in range(tokens))
             return {"text": text, "output_ids": [7] * tokens, "meta_info": info}
 

@@ -6,16 +6,14 @@ tokens are counted out.
 from __future__ import annotations
 
 import argparse
+import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from tests.proxy.fakes import DONE, FakeServer, Received, abort, serve
-
-if TYPE_CHECKING:
-    import asyncio
 
 HELD = {
     "do_remote_prefill": True,
@@ -37,10 +35,10 @@ class FakeVllm(FakeServer):
     cached_tokens: int | None = None
     """Told in the usage, as with --enable-prompt-tokens-details."""
     dead: bool = False
-    misreads: int | None = None
-    """Answer this status to a prefill leg that must call a tool, when its token is computed: it is no call yet."""
     """The engine has died; the API server answers 503."""
     fail_with: int | None = None
+    misreads: int | None = None
+    """Answer this status to a prefill leg that must call a tool, when its token is computed: it is no call yet."""
     words: str = ""
     """It adds these to each token, as a worker that computes something else."""
     resets: int = 0
@@ -55,6 +53,8 @@ class FakeVllm(FakeServer):
     """Close the connection in place of this token."""
     wait_at: dict[int, asyncio.Event] = field(default_factory=dict)
     answer_override: bytes | None = None
+    stream_override: list[bytes] | None = None
+    """Events of its streams, each sent by itself, in place of those that it makes."""
     kv_path: str = ""
     """What decode's PDLinkConnector says of a request with a transfer."""
     source: dict[str, Any] = field(default_factory=dict)
@@ -108,6 +108,11 @@ class FakeVllm(FakeServer):
             return web.Response(body=self.answer_override or answer.whole(), content_type="application/json")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        if self.stream_override is not None:
+            for event in self.stream_override:
+                await response.write(event)
+                await asyncio.sleep(0.01)
+            return response
         for event in answer.opening():
             await response.write(event)
         for token in range(answer.limit):

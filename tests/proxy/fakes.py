@@ -31,6 +31,9 @@ DEADLINE_S = 60.0
 """Of every wait in these tests; reaching it is a failure."""
 
 DONE = b"data: [DONE]\n\n"
+FINISH = b'data: {"choices":[{"index":0,"text":"","finish_reason":"stop"}]}\n\n'
+END = FINISH + DONE
+"""Of a whole answer: an answer without a reason of its end is none."""
 
 
 async def until(true: Callable[[], bool], what: str = "condition", deadline_s: float = DEADLINE_S) -> None:
@@ -319,7 +322,7 @@ class FakeWorker(FakeServer):
         if len(events) == self.break_after:
             abort(request)
         if leg != "prefill":
-            await self._write(response, DONE)
+            await self._write(response, END)
         return response
 
     def _events(self, body: dict[str, Any]) -> list[bytes]:

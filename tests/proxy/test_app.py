@@ -17,7 +17,7 @@ from pdlink_proxy.flow import Flow
 from pdlink_proxy.running_attempt import RunningAttempt
 from pdlink_proxy.running_leg import RunningLeg
 from pdlink_proxy.worker import State
-from tests.proxy.fakes import DEADLINE_S, DONE, FakeWorker, event, proxy_of, tokens_of, until
+from tests.proxy.fakes import DEADLINE_S, DONE, END, FakeWorker, event, proxy_of, tokens_of, until
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ async def test_draining_ends_running_streams_whole_and_refuses_new_requests(
             assert "shutting down" in (await refused.json())["error"]["message"]
         assert not drain.done()
         decode.gates[1].set()
-        assert tokens_of(await running.read()) == event("one") + event("two") + DONE
+        assert tokens_of(await running.read()) == event("one") + event("two") + END
         async with asyncio.timeout(DEADLINE_S):
             await drain
 

@@ -77,5 +77,5 @@ async def test_a_client_that_reads_slowly_holds_its_worker_back_and_gets_every_b
         assert not decode.received[0].answered
         said = await reader.read()
         await until(lambda: decode.received[0].answered)
-    assert said.count(b"data: {") == 300
+    assert said.count(b"data: {") == 301
     assert said.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")

@@ -52,7 +52,7 @@ async def test_a_request_with_a_retry_is_one_line_with_both_attempts_and_their_l
             request_id = response.headers["X-Request-Id"]
         (line,) = await lines(path, 1)
         assert (line["request_id"], line["outcome"], line["kv"]) == (request_id, "ok", "transferred")
-        assert (line["input_length"], line["output_length"]) == (1200, 3)
+        assert (line["input_length"], line["output_length"]) == (1200, 4)
         assert len(line["hash_ids"]) == 2
         first, second = line["attempts"]
         assert (first["why"], second["why"]) == ("first", "retry")
@@ -64,7 +64,7 @@ async def test_a_request_with_a_retry_is_one_line_with_both_attempts_and_their_l
         assert first["transfer_id"] != second["transfer_id"]
         assert 0 <= line["queued_s"] <= line["total_s"]
         trace = read_trace(path, 10)
-        assert (trace.prompt_tokens.tolist(), trace.answer_tokens.tolist()) == ([1200], [3])
+        assert (trace.prompt_tokens.tolist(), trace.answer_tokens.tolist()) == ([1200], [4])
         assert trace.keys == (tuple(line["hash_ids"]),)
         found = await asyncio.to_thread(fetch_explanation, proxy.url, request_id)
         console = Console(width=250, record=True, quiet=False)

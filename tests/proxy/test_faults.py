@@ -11,12 +11,12 @@ import pytest
 from pdlink_proxy import worker as workers
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.worker import FAILURES
-from tests.proxy.fakes import DONE, FakeWorker, Proxy, event, proxy_of, tokens_of, until
+from tests.proxy.fakes import DONE, END, FakeWorker, Proxy, event, proxy_of, tokens_of, until
 
 if TYPE_CHECKING:
     import aiohttp
 
-WHOLE = event("zero") + event("one") + event("two") + DONE
+WHOLE = event("zero") + event("one") + event("two") + END
 
 
 async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:

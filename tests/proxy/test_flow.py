@@ -41,13 +41,14 @@ from pdlink_proxy.steps import (
     Waits,
     Why,
 )
-from tests.proxy.fakes import DONE, event
+from pdlink_proxy.tries import phases, until_first
+from tests.proxy.fakes import DONE, END, FINISH, event
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 P, D = Leg.PREFILL, Leg.DECODE
-ZERO, REST = event("zero"), event("one") + event("two") + DONE
+ZERO, REST = event("zero"), event("one") + event("two") + END
 LIMITS = Limits(retries=1, first_byte_s=10, idle_s=5, request_s=100)
 _ANSWER = b'{"choices":[]}'
 _BODY = b'{"error":{"message":"m","type":"t","param":null,"code":"c"}}'
@@ -265,7 +266,7 @@ def test_a_last_event_without_its_blank_line_reaches_the_client_whole() -> None:
     """A worker that closes right after `[DONE]` said all; without a blank line the client would not see it."""
     for cut in (b"data: [DONE]", b"data: [DONE]\n", b"data: [DONE]\r\n"):
         flow = running()
-        flow.on(Chunk(1, D, ZERO), 1.0)
+        flow.on(Chunk(1, D, FINISH), 1.0)
         flow.on(Chunk(1, D, cut), 1.0)
         forwarded = b"".join(action.data for action in flow.on(Ended(1, D), 1.0) if isinstance(action, Forward))
         assert forwarded == b"data: [DONE]\n\n"

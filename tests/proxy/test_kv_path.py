@@ -12,7 +12,7 @@ from pdlink.protocol.reasons import refused_code
 from pdlink_proxy.sse import before_done
 from tests.proxy import fakes
 from tests.proxy.fake_vllm import FakeVllm
-from tests.proxy.fakes import DONE, FakeWorker, event, proxy_of, until
+from tests.proxy.fakes import DONE, END, FakeWorker, event, proxy_of, until
 
 HEADER = "X-Pdlink-KV"
 
@@ -40,7 +40,7 @@ async def test_what_decode_says_of_the_kv_reaches_the_client_and_the_metric(
             assert response.headers[HEADER] == told
             data = await response.read()
         if stream:
-            assert fakes.settled(data) == (event("zero") + event("one") + event("two") + DONE, told)
+            assert fakes.settled(data) == (event("zero") + event("one") + event("two") + END, told)
         await until(lambda: proxy.counted("requests_kv_total", path=told.partition(";")[0]) == 1)
 
 

@@ -8,9 +8,9 @@ import io
 import msgspec
 import pytest
 
-from tests.proxy.fakes import DONE, FakeWorker, event, proxy_of, tokens_of, until
+from tests.proxy.fakes import END, FakeWorker, event, proxy_of, tokens_of, until
 
-WHOLE = event("zero") + event("one") + event("two") + DONE
+WHOLE = event("zero") + event("one") + event("two") + END
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -74,10 +74,7 @@ async def test_bytes_arrive_verbatim_wherever_they_are_cut(
     prefill: FakeWorker, decode: FakeWorker, split: int
 ) -> None:
     odd = (
-        b': a comment\n\nevent: x\ndata: {"a":\r\ndata: 1}\r\n\r\n'
-        + event("\u20ac \n\n [DONE]")
-        + b"id: 7\n\n"
-        + DONE
+        b': a comment\n\nevent: x\ndata: {"a":\r\ndata: 1}\r\n\r\n' + event("\u20ac \n\n [DONE]") + b"id: 7\n\n" + END
     )
     decode.stream_override = event("zero") + odd
     decode.split = prefill.split = split

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from tests.private import write_private
-from tests.proxy.fakes import DONE, FakeWorker, event, tokens_of
+from tests.proxy.fakes import END, FakeWorker, event, tokens_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
 START_S = 60.0
-WHOLE = event("zero") + event("one") + event("two") + DONE
+WHOLE = event("zero") + event("one") + event("two") + END
 
 
 class Running:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdlink_proxy.relaying import Relays
-from tests.proxy.fakes import FakeWorker, Proxy, event, proxy_of, tokens_of, until
+from tests.proxy.fakes import END, FakeWorker, Proxy, event, proxy_of, tokens_of, until
 from tests.proxy.test_client_answer import connected, request
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ async def lent(proxy: Proxy, decode: FakeWorker) -> AsyncGenerator[bytes]:
 async def test_a_lent_stream_is_the_same_for_its_client(prefill: FakeWorker, decode: FakeWorker) -> None:
     async with proxy_of([prefill], [decode]) as proxy:
         got = [read async for read in lent(proxy, decode)][-1]
-        assert tokens_of(got) == b"".join(map(event, WORDS)) + b"data: [DONE]\n\n"
+        assert tokens_of(got) == b"".join(map(event, WORDS)) + END
         assert len(relays_of(proxy)) == 0
         assert proxy.counted("requests_total", outcome="ok") == 1
 
@@ -65,7 +65,7 @@ async def test_events_that_come_in_pieces_reach_the_client_whole(
     decode.split = split
     async with proxy_of([prefill], [decode]) as proxy, proxy.post(prompt="hello", stream=True) as response:
         got = await response.read()
-    assert tokens_of(got) == b"".join(map(event, WORDS)) + b"data: [DONE]\n\n"
+    assert tokens_of(got) == b"".join(map(event, WORDS)) + END
 
 
 async def test_a_stream_in_random_chunks_is_the_same_for_its_client(prefill: FakeWorker, decode: FakeWorker) -> None:
@@ -78,7 +78,7 @@ async def test_a_stream_in_random_chunks_is_the_same_for_its_client(prefill: Fak
             decode.split = chance.choice([None, *range(20, 400)])
             async with proxy.post(prompt="hello", stream=True) as response:
                 got = await response.read()
-            assert tokens_of(got) == b"".join(map(event, decode.tokens)) + b"data: [DONE]\n\n"
+            assert tokens_of(got) == b"".join(map(event, decode.tokens)) + END
 
 
 async def test_the_worker_of_a_lent_stream_hears_that_the_client_left(
@@ -146,5 +146,5 @@ async def test_a_client_that_reads_slowly_gets_all_of_a_lent_stream(prefill: Fak
         await until(lambda: any(front.writing_paused for front in proxy.doors._fronts), "a full socket")
         assert not decode.received[0].answered
         got += await reader.read()
-    assert got.count(b"data:") == len(decode.tokens) + 1
+    assert got.count(b"data:") == len(decode.tokens) + 2
     assert b"data: [DONE]" in got[-60:]

@@ -9,7 +9,7 @@ import pytest
 
 from pdlink.config import ProxyConfig
 from pdlink_proxy.reloading import LIVE, WORKERS, taken
-from tests.proxy.fakes import DONE, FakeWorker, event, proxy_of, settings, tokens_of, until
+from tests.proxy.fakes import END, FakeWorker, event, proxy_of, settings, tokens_of, until
 
 
 def test_live_settings_are_settings() -> None:
@@ -49,7 +49,7 @@ async def test_a_stream_goes_on_while_limits_queue_and_workers_change(
         async with proxy.post() as answer:
             assert answer.status == 429
         first.gates[1].set()
-        assert tokens_of(await running.read()) == event("zero") + event("one") + event("two") + DONE
+        assert tokens_of(await running.read()) == event("zero") + event("one") + event("two") + END
         router.adopt(settings([prefill], [second, second]))
         assert [worker.url for worker in router.pools.all] == [prefill.url, second.url]
     said = [record.getMessage() for record in caplog.records]

@@ -9,7 +9,7 @@ import pytest
 
 from pdlink.observe.spans import read_context
 from tests.observe.collector import Collector, Got
-from tests.proxy.fakes import DONE, FakeWorker, event, proxy_of, until
+from tests.proxy.fakes import END, FakeWorker, event, proxy_of, until
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel is not installed")
 
@@ -141,7 +141,7 @@ async def test_the_sampled_flag_is_honoured_and_handed_on(
 
 
 async def test_a_dead_collector_changes_nothing_for_requests(prefill: FakeWorker, decode: FakeWorker) -> None:
-    whole = b"".join(map(event, decode.tokens)) + DONE
+    whole = b"".join(map(event, decode.tokens)) + END
     tracing = {"endpoint": "http://127.0.0.1:9", "max_waiting": 10}
     async with proxy_of([prefill], [decode], tracing=tracing) as proxy:
         for _ in range(5):

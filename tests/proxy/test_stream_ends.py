@@ -1,0 +1,128 @@
+"""A stream is an answer if it says why it ends. Any other end is a failure: of its worker, and for the client."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pdlink_proxy.sse import DONE, before_end, before_finish_error, fails, has_finish, payloads
+from tests.proxy.fake_vllm import FakeVllm
+from tests.proxy.fakes import proxy_of
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.proxy.fakes import Proxy
+
+
+def chunk(delta: dict[str, Any], end: str | None = None) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": end}
+    return b"data: " + json.dumps({"id": "d", "choices": [choice]}).encode() + b"\n\n"
+
+
+ROLE, TOKEN = chunk({"role": "assistant", "content": ""}), chunk({"content": "Hel"})
+BAD = {
+    "only [DONE]": ([DONE], "malformed"),
+    "a role": ([ROLE, DONE], "malformed"),
+    "a role and [DONE] in one piece": ([ROLE + DONE], "malformed"),
+    "a token": ([ROLE, TOKEN, DONE], "malformed"),
+    "a token and [DONE] in one piece": ([ROLE, TOKEN + DONE], "malformed"),
+    "a reason that is none": ([ROLE, TOKEN, chunk({}, "error"), DONE], "error"),
+    "a token that came with it": ([ROLE, TOKEN + chunk({}, "error") + DONE], "error"),
+}
+BEFORE_A_BYTE = ("only [DONE]", "a role and [DONE] in one piece")
+"""The client has got nothing yet, so the request may be tried again from its beginning."""
+
+
+async def pair(dialect: str, num: int = 1) -> tuple[FakeVllm, list[FakeVllm]]:
+    connector = "nixl" if dialect == "vllm-nixl" else "pdlink"
+    prefill, *decodes = [await FakeVllm(connector).start() for _ in range(num + 1)]
+    return prefill, decodes
+
+
+async def running(dialect: str, num: int, **more: Any) -> AsyncIterator[tuple[Proxy, list[FakeVllm]]]:
+    prefill, decodes = await pair(dialect, num)
+    control = {"control": {prefill.url: ["tcp://127.0.0.1:1"]}} if dialect == "vllm" else {}
+    async with proxy_of([prefill], decodes, dialect=dialect, policy="round_robin", **control, **more) as proxy:
+        yield proxy, decodes
+    for each in (prefill, *decodes):
+        await each.stop()
+
+
+async def ask(proxy: Proxy, **more: Any) -> tuple[int, bytes]:
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "temperature": 0, **more}
+    async with proxy.post("/v1/chat/completions", **body) as response:
+        return response.status, await response.read()
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "vllm-nixl"])
+@pytest.mark.parametrize("kind", BAD)
+async def test_a_stream_without_a_reason_for_its_end_is_a_failure(dialect: str, kind: str) -> None:
+    events, reason = BAD[kind]
+    async for proxy, (decode,) in running(dialect, 1, recover_streams=0, retries=0):
+        decode.stream_override = events
+        status, data = await ask(proxy)
+        if kind in BEFORE_A_BYTE:
+            assert status == 502
+            assert json.loads(data)["error"]["type"] == "server_error"
+        else:
+            assert status == 200
+            *_, error, done = [payload for payload in payloads(data) if payload]
+            assert done == b"[DONE]"
+            assert json.loads(error)["error"]["type"] == "stream_error"
+            assert data.count(b"[DONE]") == 1
+            assert (b"Hel" in data) == (b"Hel" in b"".join(events)), "tokens before it are the client's"
+        assert b'"finish_reason": "error"' not in data
+        assert proxy.counted("leg_failures_total", leg="decode", reason=reason) == 1
+        assert proxy.counted("requests_total", outcome="ok") == 0
+        assert proxy.router.pools.all[1].breaker.failures == 1
+
+
+@pytest.mark.parametrize("kind", BAD)
+async def test_another_worker_gives_the_whole_answer_where_one_ends_without_a_reason(kind: str) -> None:
+    async for proxy, (bad, good) in running("vllm", 2):
+        bad.stream_override, good.stream_override = (
+            BAD[kind][0],
+            [ROLE, TOKEN, chunk({"content": "lo"}, "stop"), DONE],
+        )
+        for _ in range(2):
+            status, data = await ask(proxy)
+            assert status == 200
+            said = [json.loads(line[6:]) for line in data.splitlines() if line.startswith(b"data: {")]
+            texts = [each["choices"][0]["delta"].get("content") or "" for each in said]
+            assert "".join(texts) == "Hello"
+            assert [each["choices"][0]["finish_reason"] for each in said].count("stop") == 1
+        assert bad.received
+        assert proxy.counted("requests_total", outcome="ok") == 2
+
+
+async def test_an_answer_in_one_piece_that_ended_in_an_error_is_a_failure() -> None:
+    async for proxy, (decode,) in running("vllm", 1, retries=0):
+        decode.answer_override = json.dumps(
+            {"choices": [{"index": 0, "text": "", "finish_reason": "error"}]}
+        ).encode()
+        status, data = await ask(proxy, stream=False)
+        assert status == 502
+        assert json.loads(data)["error"]["type"] == "server_error"
+
+
+def test_text_that_looks_like_a_reason_is_none() -> None:
+    event = chunk({"content": '"finish_reason":"error" [DONE]'})
+    assert not has_finish(event)
+    assert not fails(event)
+    assert has_finish(chunk({}, "stop"))
+    for space in (b"", b" "):
+        assert not has_finish(b'data: {"finish_reason":' + space + b"null}\n\n")
+        assert has_finish(b'data: {"finish_reason":' + space + b'{"type":"stop"}}\n\n')
+        assert fails(b'data: {"finish_reason":' + space + b'"error"}\n\n')
+
+
+def test_events_are_cut_before_their_end() -> None:
+    assert before_end(DONE) == b""
+    assert before_end(ROLE + DONE) == ROLE
+    assert before_end(ROLE.replace(b"\n", b"\r\n") + b"data:[DONE]\r\n\r\n") == ROLE.replace(b"\n", b"\r\n")
+    assert before_end(ROLE + b"id: 7\ndata: [DONE]\n\n") == ROLE
+    last = chunk({}, "error")
+    assert before_finish_error(ROLE + TOKEN + last + DONE) == (ROLE + TOKEN, last)
