@@ -117,13 +117,16 @@ def advice(explained: Explained) -> list[str]:
 
 def _until_first(record: dict[str, Any], slower_than: float | None) -> str:
     """What the time to the first token went into, on the proxy's clock."""
-    queued_s, ttft_s = record["queued_s"], record["ttft_s"]
+    queued_s, lost_s, ttft_s = record["queued_s"], record.get("lost_s", 0.0), record["ttft_s"]
     parts = [f"{1000 * queued_s:,.1f} ms queued"]
+    if lost_s:
+        parts.append(f"{1000 * lost_s:,.1f} ms in attempts that were lost")
+    left_s = ttft_s - queued_s - lost_s
     if record["prefill_s"] is not None:
-        leg_s = min(record["prefill_s"], ttft_s) - queued_s
-        parts += [f"{1000 * leg_s:,.1f} ms in prefill's leg", f"{1000 * (ttft_s - queued_s - leg_s):,.1f} ms then"]
+        leg_s = min(record["prefill_s"], ttft_s) - queued_s - lost_s
+        parts += [f"{1000 * leg_s:,.1f} ms in prefill's leg", f"{1000 * (left_s - leg_s):,.1f} ms then"]
     else:
-        parts.append(f"{1000 * (ttft_s - queued_s):,.1f} ms until decode answered")
+        parts.append(f"{1000 * left_s:,.1f} ms until decode answered")
     later = (
         f"; slower than {slower_than:.0%} of the last requests"
         if slower_than is not None and slower_than >= 0.5

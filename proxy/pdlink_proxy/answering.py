@@ -18,6 +18,7 @@ from .metrics import exemplar_of
 from .records import RequestRecord
 from .sse import before_done
 from .steps import Leg, Outcome
+from .tries import until_first
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -147,7 +148,7 @@ class Answering:
                 self.tally.whole(body)
             self._tail = body
             headers[kv_path.HEADER] = self.kv_value
-            if (prefill_s := flow.prefill_spoke_s) is not None:
+            if (prefill_s := flow.tries[-1].prefill_s) is not None:
                 ttft_s = prefill_s - self._started_s
                 self._shared.metrics.ttft.observe(ttft_s, Leg.PREFILL.value, exemplar=self.exemplar)
         if status == 503:
@@ -178,10 +179,12 @@ class Answering:
         for each in attempts:
             for leg in each.legs.values():
                 legs.append(leg.record(started_s))  # noqa: PERF401 -- two comprehensions are two calls
-        prefill_s = None if flow.prefill_spoke_s is None else flow.prefill_spoke_s - started_s
-        decode_s = None if flow.decode_spoke_s is None else flow.decode_spoke_s - started_s
-        ttft_s = self._opened_s - started_s if self.opened else None if self._call.streaming else prefill_s
-        total_s, (prompt_tokens, answer_tokens) = self._shared.loop.time() - started_s, said_usage(self._tail)
+        now_s, whole_s = self._shared.loop.time(), None if self._call.streaming else flow.tries[-1].prefill_s
+        first_s = self._opened_s if self.opened else whole_s
+        queued_s, lost_s, of = until_first(flow.tries, now_s if first_s is None else first_s)
+        times = of.since(started_s)
+        ttft_s = None if first_s is None else first_s - started_s
+        total_s, (prompt_tokens, answer_tokens) = now_s - started_s, said_usage(self._tail)
         further = (answer_tokens or self._events) - 1
         per_token_s: float | None = None
         if outcome is Outcome.OK and ttft_s is not None and further > 0:
@@ -194,15 +197,17 @@ class Answering:
             prompt_tokens=prompt_tokens or self._admission.num_prompt_tokens,
             attempts=flow.attempts,
             total_s=total_s,
-            queued_s=self._admission.placed_s - started_s,
-            prefill_s=prefill_s,
-            decode_s=decode_s,
+            queued_s=queued_s,
+            lost_s=lost_s,
+            prefill_s=times.prefill_s,
+            decode_s=times.decode_s,
             ttft_s=ttft_s,
             transfer_id=attempt.transfer_id if attempt is not None else "",
             prefill=chosen[Leg.PREFILL].label if Leg.PREFILL in chosen else None,
             decode=chosen[Leg.DECODE].label if Leg.DECODE in chosen else None,
             legs=legs,
             per_token_s=per_token_s,
+            tries=[each.since(started_s) for each in flow.tries],
         )
 
     # ---- small things
@@ -221,7 +226,8 @@ class Answering:
             self._headers[_WORKER_HEADERS[leg]] = worker.label
 
     def _times(self, last: str) -> str:
-        admission, decode_s = self._admission, self._flow.decode_spoke_s
-        self.stages = timing.stages(self._flow.prefill_spoke_s, decode_s, admission)
-        since_s = None if decode_s is None else decode_s - admission.placed_s
-        return timing.server_timing(self.stages, since_s, last, self._shared.loop.time() - admission.started_s)
+        tries, admission, now_s = self._flow.tries, self._admission, self._shared.loop.time()
+        self.stages = timing.stages(tries, now_s, admission.placement_s)
+        decode_s, placed_s = tries[-1].decode_s, tries[-1].placed_s
+        since_s = None if decode_s is None or placed_s is None else decode_s - placed_s
+        return timing.server_timing(self.stages, since_s, last, now_s - self._started_s)

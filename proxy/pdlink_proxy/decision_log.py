@@ -79,10 +79,13 @@ class Logged(msgspec.Struct, frozen=True):
     reason: str
     """What was decided last."""
     queued_s: float
+    """In the queue, until the attempt that gave the first token had workers."""
     prefill_s: float | None
     ttft_s: float | None
     total_s: float
     attempts: list[LoggedAttempt]
+    lost_s: float = 0.0
+    """In attempts before that one, which were lost."""
 
 
 def logged_attempt(placed: Decision, transfer_id: str, ends: Mapping[str, str]) -> LoggedAttempt:

@@ -70,6 +70,7 @@ def logged(record: RequestRecord, admission: Admission, tally: Tally, attempts: 
         kv=record.kv,
         reason=last.reason if last is not None else "",
         queued_s=record.queued_s,
+        lost_s=record.lost_s,
         prefill_s=record.prefill_s,
         ttft_s=record.ttft_s,
         total_s=record.total_s,

@@ -79,12 +79,13 @@ from .steps import (
     Waits,
     Why,
 )
+from .tries import Try
 
 if TYPE_CHECKING:
     from .recovery import Recovery
 
-_THEN = {
 _NO_FINISH = "the stream ended without a finish_reason"
+_THEN = {
     Reaction.ANSWER: "the client gets the error",
     Reaction.TELL_DECODE: "decode goes on without it",
     Reaction.RETRY: "tried again",
@@ -131,10 +132,8 @@ class Flow:
         self._recovery = recovery
         self.outcome: Outcome | None = None
         """None until over."""
-        self.prefill_spoke_s: float | None = None
-        """Time of prefill's token in this attempt."""
-        self.decode_spoke_s: float | None = None
-        """Time of decode's first token, or of its answer, in this attempt."""
+        self.tries = [Try(now)]
+        """Times of its attempts; the newest one is last."""
         self._limits, self._rules = limits, rules or Rules()
         self._request_id, self._keyed = request_id, keyed
         self._last_events = last_events
@@ -151,9 +150,9 @@ class Flow:
         self._may_resend = True
         self._avoid: frozenset[str] = frozenset()
         self._last_failure: Respond | None = None
+        self._error_passed = False
         self._finished = bool(last_events)
         """A finish_reason has come from decode, or its streams have none."""
-        self._error_passed = False
 
     @property
     def _words(self) -> ClientWords:
@@ -259,7 +258,7 @@ class Flow:
         self.attempts += 1
         self._waits = None
         self._legs, self._decode = {}, event.decode
-        self._prefill_answer, self.prefill_spoke_s, self.decode_spoke_s = b"", None, None
+        self._prefill_answer, self.tries[-1].placed_s = b"", now
         at_once = self._rules.handover is None
         if event.prefill is None or at_once:
             self._legs[Leg.DECODE] = LegState(event.decode, now)
@@ -287,9 +286,9 @@ class Flow:
                     return self._malformed(leg, *problem, now)
                 state.spoke, state.since_s = True, now
                 if leg is Leg.PREFILL:
-                    self.prefill_spoke_s = now
+                    self.tries[-1].prefill_s = now
                 else:
-                    self.decode_spoke_s = now
+                    self.tries[-1].decode_s = now
                 if self.first_leg is None:
                     self.first_leg = leg
                     forward = event
@@ -316,6 +315,7 @@ class Flow:
             except Diverged as error:
                 return self._malformed(leg, str(error), b"", now, Loss.DIVERGED)
             if not forward:
+                return blames
         if has_finish(forward) and not self._last_events:
             if fails(forward):
                 before, event = before_finish_error(forward)
@@ -323,14 +323,13 @@ class Flow:
                     leg, before, Loss.ERROR, "its answer ended with finish_reason error", event, now
                 )
             self._finished = True
-                return blames
         if leg is Leg.DECODE and self._last_events and has_named(forward, FAILURES):
             self._error_passed = True
             detail = excerpt(forward)
             blames = [*blames, Blame(self.attempts, Leg.DECODE, Loss.ERROR, detail, _THEN[Reaction.ANSWER])]
+        if leg is Leg.DECODE and self._is_last(forward):
             if not (self._finished or self._error_passed):
                 return self._failed_by(leg, before_end(forward), Loss.MALFORMED, _NO_FINISH, b"", now)
-        if leg is Leg.DECODE and self._is_last(forward):
             # Do not wait for the end of the HTTP body: a worker that dies now has lost nothing.
             return [*blames, Forward(forward), *self._finish_stream()]
         return [*blames, *self._to_client(forward)]
@@ -354,6 +353,7 @@ class Flow:
         answer = self._words.broken(document)
         blame, *rest = self._react(Leg.DECODE, News.LOST, Loss.ERROR, answer, BROKEN, excerpt(document), now)
         return [*sent, blame, *cancel, *rest]
+
     def _failed_by(
         self, leg: Leg, events: bytes, loss: Loss, message: str, document: bytes, now: float
     ) -> list[Action]:
@@ -363,7 +363,6 @@ class Flow:
             events, self.first_leg = b"", None
         sent = self._to_client(events)
         return [*sent, *self._malformed(leg, message, document, now, loss)]
-
 
     def _on_ended(self, leg: Leg, now: float) -> list[Action]:
         state = self._legs[leg]
@@ -389,7 +388,7 @@ class Flow:
             answer = Respond(event.status, event.body)
             if event.leg is Leg.PREFILL:
                 return self._on_prefilled(event.body, now)
-            self.decode_spoke_s = now
+            self.tries[-1].decode_s = now
             if self._rules.merge_answer is not as_it_is and Leg.PREFILL in self._legs:
                 answer = structs.replace(answer, body=self._rules.merge_answer(self._prefill_answer, event.body))
             return self._finish(Outcome.OK, answer)
@@ -411,12 +410,18 @@ class Flow:
         if status in (401, 403) and self._keyed:
             return self._on_lost(leg, Loss.BARRED, detail, now)
         answer, summary = self._words.answered(leg, status, event.body)
+        if leg is Leg.PREFILL and self._rules.prefill_may_misread and status <= 500:
+            blame = Blame(self.attempts, leg, status, detail, "decode's answer decides")
+            if Leg.DECODE in self._legs:
+                return [blame]
+            if self._limits.decode_alone:
+                return [blame, *self._again(Why.RETRY, answer, now, alone=True)]
         lost = News.LOST if status in self._rules.lost_statuses else News.FAILED
         news = News.REJECTED if 400 <= status < 500 else lost
         return self._react(leg, news, status, answer, summary, detail, now)
 
     def _on_prefilled(self, answer: bytes, now: float) -> list[Action]:
-        self._prefill_answer, self.prefill_spoke_s = answer, now
+        self._prefill_answer, self.tries[-1].prefill_s = answer, now
         if self._rules.awaits_prefill:
             kept, self._kept = self._kept, []
             return [action for event in kept for action in self.on(event, now)]
@@ -437,12 +442,6 @@ class Flow:
         self, leg: Leg, message: str, document: bytes, now: float, loss: Loss = Loss.MALFORMED
     ) -> list[Action]:
         """A running leg sent something other than tokens, or other ones."""
-        if leg is Leg.PREFILL and self._rules.prefill_may_misread and status <= 500:
-            blame = Blame(self.attempts, leg, status, detail, "decode's answer decides")
-            if Leg.DECODE in self._legs:
-                return [blame]
-            if self._limits.decode_alone:
-                return [blame, *self._again(Why.RETRY, answer, now, alone=True)]
         cancel = self._cancel(leg)
         summary = f"{leg.value} worker: {message}"
         answer = self._words.malformed(summary, document)
@@ -485,7 +484,7 @@ class Flow:
             if not refusal:
                 self._avoid |= self._to_avoid(leg, reason)
                 then = "the stream goes on elsewhere"
-                return [Blame(self.attempts, leg, reason, detail, then), *self._again(Why.RECOVER, answer)]
+                return [Blame(self.attempts, leg, reason, detail, then), *self._again(Why.RECOVER, answer, now)]
             why = f"; the stream cannot go on elsewhere: {refusal}"
             summary += why
         if lost_stream:
@@ -500,11 +499,11 @@ class Flow:
                 return [blame, *self._tell_decode(summary, now)]
             case Reaction.RESEND:
                 self._may_resend = False
-                return [blame, *self._again(Why.RESEND, answer)]
+                return [blame, *self._again(Why.RESEND, answer, now)]
             case Reaction.RETRY:
                 self._retries_left -= not alone
                 self._avoid |= self._to_avoid(leg, reason)
-                return [blame, *self._again(Why.RETRY, answer, alone=alone)]
+                return [blame, *self._again(Why.RETRY, answer, now, alone=alone)]
             case Reaction.ANSWER:
                 outcome = Outcome.REJECTED if news is News.REJECTED else Outcome.FAILED
                 return [blame, *self._finish(outcome, answer)]
@@ -519,8 +518,9 @@ class Flow:
         decode.since_s = now  # recomputing gets the full deadline
         return [TellToStop(self.attempts, Leg.DECODE, reason)]
 
-    def _again(self, why: Why, failure: Respond, *, alone: bool = False) -> list[Action]:
+    def _again(self, why: Why, failure: Respond, now: float, *, alone: bool = False) -> list[Action]:
         self._last_failure = failure
+        self.tries.append(Try(now))
         actions = self._end_legs()
         self._legs, self.first_leg = {}, None
         return [*actions, Place(why, self._avoid, alone)]

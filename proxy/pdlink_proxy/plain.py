@@ -31,6 +31,7 @@ from .pools import Choice
 from .records import RequestRecord
 from .running_leg import NOBODY, RunningLeg
 from .steps import Leg
+from .tries import Try
 
 if TYPE_CHECKING:
     import asyncio
@@ -266,6 +267,7 @@ class Plain:
             decode=choice.decode.label,
             legs=[prefill_leg.record(started_s), decode_leg.record(started_s)],
             per_token_s=per_token_s,
+            tries=[Try(0.0, stages["queue"], prefill_s, now_s - started_s)],
         )
         keep(shared, record, "first", self._asked.num_tokens, stages, exemplar)
         shared.alarms.clear(self._tick)

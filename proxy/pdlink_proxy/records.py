@@ -8,6 +8,8 @@ import msgspec
 
 from pdlink.protocol import kv_path
 
+from .tries import Try  # noqa: TC001  (msgspec reads the annotation at run time)
+
 MAX_RECORDS = 1000
 
 
@@ -45,9 +47,11 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     attempts: int
     total_s: float
     queued_s: float
-    """Until its last attempt had workers."""
+    """In the queue, until the attempt that gave the first token had workers."""
+    lost_s: float = 0.0
+    """In attempts before that one, which were lost."""
     prefill_s: float | None
-    """Until prefill had answered."""
+    """Until prefill had answered in that attempt."""
     decode_s: float | None
     """Until decode had."""
     ttft_s: float | None
@@ -59,6 +63,8 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     decode: str | None
     legs: list[LegRecord] = []
     """Of all attempts, in the order in which they were sent."""
+    tries: list[Try] = []
+    """Times of all attempts, from the request's arrival."""
     per_token_s: float | None = None
     """Mean time of each token after the first one; None of an answer without such tokens."""
 

@@ -89,8 +89,8 @@ class Decider:
         placed, admission = await self._place(call, asked, request_id, key_of(request.headers))
         if isinstance(placed, Unplaced):
             kind = InvalidRequest if placed.unfit else Overloaded if placed.full else NoWorker
-            retry_after_s = None if placed.unfit else router.shared.queue.retry_after_s()
-            return _error(kind.http_status, placed.message, kind.code, retry_after_s)
+            again_s = None if placed.unfit else router.shared.queue.retry_after_s()
+            return _error(kind.http_status, placed.message, kind.code, again_s)
         return web.Response(body=self._reserve(call, admission, placed), content_type="application/json")
 
     async def report(self, request: web.Request) -> web.Response:

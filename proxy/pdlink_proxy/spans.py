@@ -11,6 +11,8 @@ import msgspec
 
 from pdlink.observe.spans import Span, context_for, new_span_id, unix_offset_s
 
+from .tries import phases
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -103,19 +105,19 @@ def request_spans(record: RequestRecord, span_id: str) -> list[Span]:
 
 
 def _phases(record: RequestRecord, came_s: float, span_id: str) -> Sequence[Span]:
-    """From one that was reached to the next one."""
-    marks = {"queue": record.queued_s, "prefill": record.prefill_s, "transfer": record.decode_s}
-    if record.outcome == "ok":
-        marks["decode"] = record.total_s
-    found, last_s = [], 0.0
-    for name, until_s in marks.items():
-        if until_s is not None:
-            begin_s, end_s, mine = came_s + last_s, came_s + max(last_s, until_s), new_span_id()
-            found.append(
-                Span(name=name, track="requests", span_id=mine, parent_id=span_id, begin_s=begin_s, end_s=end_s)
-            )
-            last_s = max(last_s, until_s)
-    return found
+    """Of each attempt, one after the other."""
+    return [
+        Span(
+            name=each.name,
+            track="requests",
+            span_id=new_span_id(),
+            parent_id=span_id,
+            begin_s=came_s + each.begin_s,
+            end_s=came_s + each.end_s,
+            attributes={"pdlink.attempt": each.attempt},
+        )
+        for each in phases(record.tries, record.total_s, well=record.outcome == "ok")
+    ]
 
 
 def _leg(leg: LegRecord, came_s: float, span_id: str, total_s: float) -> Span:

@@ -1,8 +1,8 @@
 """Server-Timing: where the time of a request went, in ms.
 
-`queue` until the attempt had workers, of which `placement` chose them; `prefill` until its token; `transfer`, how
-long decode's first token came after it: the KV on its way, as far as it was waited for. `decode` is that token since
-the legs began. And all until now: `ttft` or `total`.
+`queue`, how long it waited for workers in all its attempts; `placement`, how long the last choice of them took. Of
+the last attempt, `prefill` until its token; `transfer`, how long decode's first token came after it: the KV on its
+way, as far as it was waited for; `decode` is that token since the legs began. And all until now: `ttft` or `total`.
 """
 
 from __future__ import annotations
@@ -12,22 +12,25 @@ from typing import TYPE_CHECKING
 from pdlink._http import server_timing as written
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from .admission import Admission
+    from .tries import Try
 
 HEADER = "Server-Timing"
 STAGES = ("queue", "placement", "prefill", "transfer")
 
 
-def stages(prefill_s: float | None, decode_s: float | None, admission: Admission) -> dict[str, float]:
-    """Seconds of each part of the way to the first token, as far as they are known. prefill_s, decode_s: when each
-    leg had its token."""
-    found = {"queue": admission.placed_s - admission.started_s, "placement": admission.placement_s}
-    if prefill_s is not None:
-        found["prefill"] = prefill_s - admission.placed_s
-        if decode_s is not None and decode_s >= prefill_s:
-            found["transfer"] = decode_s - prefill_s
+def stages(tries: Sequence[Try], now_s: float, placement_s: float) -> dict[str, float]:
+    """Seconds of each part of the way to the first token, as far as they are known."""
+    queue_s = 0.0
+    for each in tries:
+        queue_s += (now_s if each.placed_s is None else each.placed_s) - each.wanted_s
+    found = {"queue": queue_s, "placement": placement_s}
+    last = tries[-1]
+    if last.placed_s is not None and last.prefill_s is not None:
+        found["prefill"] = last.prefill_s - last.placed_s
+        if last.decode_s is not None and last.decode_s >= last.prefill_s:
+            found["transfer"] = last.decode_s - last.prefill_s
     return found
 
 

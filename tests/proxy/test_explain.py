@@ -89,6 +89,22 @@ def test_explanation_shows_the_transfer_and_where_the_time_to_the_first_token_we
     assert advice(told()) == []
 
 
+def test_explanation_of_a_rescued_stream_adds_up() -> None:
+    """Its first token came from an attempt that was lost later, or after attempts that were lost."""
+    for record, words in (
+        ({"attempts": 2}, "10.0 ms queued, 390.0 ms in prefill's leg, 12.0 ms then"),
+        (
+            {"attempts": 2, "queued_s": 0.02, "lost_s": 0.3},
+            "20.0 ms queued, 300.0 ms in attempts that were lost, 80.0 ms in prefill's leg, 12.0 ms then",
+        ),
+    ):
+        console = Console(file=io.StringIO(), width=300)
+        console.print(table_of(told(**record)))
+        assert isinstance(console.file, io.StringIO)
+        assert words in console.file.getvalue()
+        assert advice(told(**record)) == []
+
+
 @pytest.mark.parametrize(
     ("record", "words"),
     [

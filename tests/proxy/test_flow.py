@@ -276,8 +276,9 @@ def test_a_last_event_without_its_blank_line_reaches_the_client_whole() -> None:
 class World:
     """A driver that keeps the books and checks every action against them."""
 
-    def __init__(self, kind: str, streaming: bool, retries: int) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, streaming: bool, retries: int, waits_s: float) -> None:
+        """waits_s: of each attempt, for its workers."""
+        self.kind, self.waits_s = kind, waits_s
         self.streaming = streaming
         self.retries = retries
         self.flow = Flow(Limits(retries=retries, first_byte_s=10, idle_s=5, request_s=100), 0.0, KINDS[kind])
@@ -304,6 +305,7 @@ class World:
                 assert not self.forwarded, "no attempt after something was sent"
                 assert not self.open, "an attempt ends before the next one begins"
                 self.places[why] += 1
+                self.now += self.waits_s
                 self.happen(placed or Placed("p", "d"))
             case StartLegs(attempt=attempt, prefill=prefill):
                 if prefill:
@@ -356,11 +358,12 @@ class World:
     kind=st.sampled_from(sorted(KINDS)),
     streaming=st.booleans(),
     retries=st.integers(0, 2),
+    waits_s=st.sampled_from([0.0, 0.5]),
 )
 def test_in_any_order_the_client_gets_one_answer_and_no_leg_is_left(
-    data: st.DataObject, kind: str, streaming: bool, retries: int
+    data: st.DataObject, kind: str, streaming: bool, retries: int, waits_s: float
 ) -> None:
-    world = World(kind, streaming, retries)
+    world = World(kind, streaming, retries, waits_s)
     placements: list[Event] = [Placed("p", "d"), Placed(None, "d"), Unplaced("none")]
     first = data.draw(st.sampled_from(placements))
     world.happen(Started(), first)
@@ -394,8 +397,30 @@ def test_in_any_order_the_client_gets_one_answer_and_no_leg_is_left(
         assert world.to_client == ZERO + REST
     elif world.flow.outcome is Outcome.OK:
         assert world.finals == [Respond(200, _ANSWER)]
+    times_add_up(world)
     assert world.places[Why.RETRY] <= world.retries
     assert world.places[Why.RESEND] <= 1
+
+
+def times_add_up(world: World) -> None:
+    """What the request waited for, attempt by attempt, is what it took: without gaps and twice nothing."""
+    tries, end_s = world.flow.tries, world.now
+    assert len(tries) >= world.flow.attempts
+    found = phases(tries, end_s, well=world.flow.outcome is Outcome.OK)
+    assert [each.begin_s for each in found] == [0.0, *(each.end_s for each in found[:-1])]
+    assert found[-1].end_s == end_s
+    assert all(each.begin_s <= each.end_s for each in found)
+    queued_s = sum(each.end_s - each.begin_s for each in found if each.name == "queue")
+    if tries[-1].placed_s is not None:
+        assert queued_s == pytest.approx(world.waits_s * len(tries))
+    for first_s in (end_s, *(each.end_s for each in found)):
+        until = until_first(tries, first_s)
+        assert until.queued_s >= 0
+        assert until.lost_s >= 0
+        begun_s = first_s if until.of.placed_s is None else min(first_s, until.of.placed_s)
+        assert until.queued_s + until.lost_s == pytest.approx(begun_s)
+        if until.of.prefill_s is not None and until.of.placed_s is not None:
+            assert until.of.placed_s <= until.of.prefill_s
 
 
 def _leg_says(data: st.DataObject, world: World, attempt: int, leg: Leg) -> None:
@@ -446,7 +471,7 @@ def test_a_retry_that_finds_nobody_ends_with_what_was_lost() -> None:
     assert b"decode worker lost" in final.body
 
 
-def test_a_queue_that_is_full_is_said_as_429() -> None:
+def test_a_full_queue_is_said_by_the_status_of_its_error() -> None:
     flow = Flow(LIMITS, 0.0)
     flow.on(Started(), 0.0)
     (final,) = flow.on(Unplaced("full", full=True), 0.0)

@@ -24,7 +24,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 async def pair(dialect: str, **more: Any) -> AsyncIterator[tuple[Proxy, FakeVllm, FakeVllm]]:
     connector = "nixl" if dialect == "vllm-nixl" else "pdlink"
     prefill, decode = await FakeVllm(connector).start(), await FakeVllm(connector).start()
-    control = {"control": {prefill.url: ["tcp://127.0.0.1:1"]}} if dialect == "vllm" else {}
+    control: dict[str, Any] = {"control": {prefill.url: ["tcp://127.0.0.1:1"]}} if dialect == "vllm" else {}
     async with proxy_of([prefill], [decode], dialect=dialect, **control, **more) as proxy:
         yield proxy, prefill, decode
     await prefill.stop()

@@ -12,6 +12,7 @@ from pdlink_proxy.dialects import DIALECTS
 from pdlink_proxy.openai import CHAT, COMPLETIONS, parse
 from pdlink_proxy.recovery import Diverged, Recovery
 from pdlink_proxy.retries import RetryBudget
+from pdlink_proxy.tries import phases
 
 from .fake_sglang import FakeSglang
 from .fake_vllm import FakeVllm
@@ -88,6 +89,27 @@ async def test_a_worker_that_ends_a_stream_with_an_error_is_replaced(
             assert text_of(await proxy.stream()) == "".join(TOKENS)
         assert bad.received
         assert proxy.counted("leg_failures_total", leg="decode", reason="error") >= 1
+
+
+async def test_times_of_a_rescued_stream_are_those_of_each_attempt_and_add_up(
+    prefill: FakeWorker, decodes: list[FakeWorker]
+) -> None:
+    bad, *good = decodes
+    bad.break_after = 3
+    async with proxy_of([prefill], [bad, *good]) as proxy:
+        for _ in range(3):
+            await proxy.stream()
+        await until(lambda: len(proxy.router.records) == 3, "their records")
+        rescued = next(each for each in proxy.router.records if each.attempts == 2)
+        assert len(rescued.tries) == 2
+        assert rescued.ttft_s is not None
+        assert rescued.prefill_s is not None
+        assert 0 <= rescued.queued_s <= rescued.prefill_s <= rescued.tries[1].wanted_s, "of the first attempt"
+        assert rescued.lost_s == 0
+        parts = phases(rescued.tries, rescued.total_s, well=True)
+        assert {each.attempt for each in parts} == {1, 2}
+        assert [each.name for each in parts if each.attempt == 1][-1] == "lost"
+        assert sum(each.end_s - each.begin_s for each in parts) == pytest.approx(rescued.total_s)
 
 
 async def test_a_second_death_is_survived_and_one_too_many_is_said(

@@ -44,7 +44,7 @@ async def pair(dialect: str, num: int = 1) -> tuple[FakeVllm, list[FakeVllm]]:
 
 async def running(dialect: str, num: int, **more: Any) -> AsyncIterator[tuple[Proxy, list[FakeVllm]]]:
     prefill, decodes = await pair(dialect, num)
-    control = {"control": {prefill.url: ["tcp://127.0.0.1:1"]}} if dialect == "vllm" else {}
+    control: dict[str, Any] = {"control": {prefill.url: ["tcp://127.0.0.1:1"]}} if dialect == "vllm" else {}
     async with proxy_of([prefill], decodes, dialect=dialect, policy="round_robin", **control, **more) as proxy:
         yield proxy, decodes
     for each in (prefill, *decodes):

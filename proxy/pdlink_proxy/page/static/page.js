@@ -95,10 +95,11 @@ function transfers(state) {
 }
 
 function waterfall(r, longest) {
-  const end = r.ttft_s ?? r.total_s, queue = Math.min(r.queued_s, end), prefill = Math.max(0, Math.min((r.prefill_s ?? queue) - queue, end - queue));
-  const words = `queued ${seconds(queue)}, prefill ${seconds(prefill)}, then ${seconds(end - queue - prefill)}`;
+  const end = r.ttft_s ?? r.total_s, queue = r.queued_s, lost = r.lost_s, placed = queue + lost;
+  const prefill = Math.max(0, Math.min((r.prefill_s ?? placed) - placed, end - placed)), rest = end - placed - prefill;
+  const words = `queued ${seconds(queue)}, ${lost ? `lost ${seconds(lost)}, ` : ""}prefill ${seconds(prefill)}, then ${seconds(rest)}`;
   return el("span", { class: "bar", role: "img", "aria-label": words, title: words },
-    ...[["queue", queue], ["prefill", prefill], ["rest", end - queue - prefill]].map(([name, s]) => el("span", { class: name, width: `${(100 * s / longest).toFixed(1)}%` })));
+    ...[["queue", queue], ["lost", lost], ["prefill", prefill], ["rest", rest]].map(([name, s]) => el("span", { class: name, width: `${(100 * s / longest).toFixed(1)}%` })));
 }
 
 function requests(state) {
