@@ -77,7 +77,11 @@ class Answering:
         attempt = self.attempt
         if attempt is not None and attempt.kv is not None:
             return attempt.kv
-        return kv_path.TRANSFERRING if self._call.streaming and not self._decode_spoke else kv_path.UNKNOWN
+        if self._call.streaming and not self._decode_spoke:
+            return kv_path.TRANSFERRING
+        # Some engines say it in the last event, where there is one.
+        later = self._call.streaming and self._shared.dialect.rules.said_mark and self._flow.outcome is None
+        return kv_path.TRANSFERRING if later else kv_path.UNKNOWN
 
     # ---- a stream
 

@@ -26,6 +26,7 @@ from .flow import Flow
 from .openai import LAST_EVENTS, error_body, wanted
 from .recovery import PATHS, Recovery
 from .running_attempt import RunningAttempt
+from .sse import payloads
 from .steps import (
     Answered,
     Blame,
@@ -276,7 +277,10 @@ class Exchange:
         flow, forward = self._flow, b""
         if self._lent is not None and self._relays is not None:
             self._relays.take_back(self._lent)
-        for action in flow.on(event, self._loop.time()):
+        actions = flow.on(event, self._loop.time())
+        if flow.said:
+            self._note_said()
+        for action in actions:
             match action:
                 # The usual ones first: each case that does not match costs its test.
                 case Forward(data=data):
@@ -441,8 +445,7 @@ class Exchange:
         elif isinstance(event, Answered):
             if leg.leg is Leg.DECODE:
                 self._attempts[leg.attempt].note_kv(leg.headers, event.body)
-            if (told := self._shared.dialect.told) is not None and (said := told(event.body)) is not None:
-                self._shared.decisions.told.append(Told(self._request_id, leg.worker.label, said))
+            self._tell_source(leg.worker.label, event.body)
         self.happen(event)
 
     def _is_own_fault(self, reason: Loss | int) -> bool:
@@ -450,6 +453,21 @@ class Exchange:
         if isinstance(reason, Loss):
             return reason in _OWN_FAULTS
         return 500 <= reason != self._shared.dialect.rules.no_kv_status
+
+    def _note_said(self) -> None:
+        """Decode has said in its stream how its KV came."""
+        flow, dialect = self._flow, self._shared.dialect
+        events, flow.said = flow.said, b""
+        attempt = self._attempts[flow.attempts]
+        for payload in payloads(events):
+            if dialect.rules.said_mark in payload:
+                attempt.note_kv({}, payload)
+                self._tell_source(attempt.chosen[Leg.DECODE].label, payload)
+
+    def _tell_source(self, label: str, answer: bytes) -> None:
+        """For `explain`, where the KV of a leg's prompt came from, if its answer says it."""
+        if (told := self._shared.dialect.told) is not None and (said := told(answer)) is not None:
+            self._shared.decisions.told.append(Told(self._request_id, label, said))
 
     def broke(self, leg: RunningLeg, error: Exception) -> None:
         """Our own code failed at what it said."""

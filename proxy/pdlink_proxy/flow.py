@@ -144,6 +144,8 @@ class Flow:
         self._decode = ""
         """Decode's worker of this attempt."""
         self._prefill_answer = b""
+        self.said = b""
+        """Decode's newest events with `Rules.said_mark`, as they came."""
         self._kept: list[Chunk | Ended | Answered] = []
         """Of decode legs whose prefill has not answered (`Rules.awaits_prefill`)."""
         self._retries_left = limits.retries
@@ -301,6 +303,8 @@ class Flow:
         blames: list[Action] = []
         if leg is Leg.DECODE:
             if Leg.PREFILL in self._legs:
+                if self._rules.said_mark and self._rules.said_mark in forward:
+                    self.said = forward
                 forward = self._rules.merge_events(self._prefill_answer, forward)
             if has_error(forward) or (self._last_events and has_named(forward, FAILURES)):
                 if self._recovery is not None and (cut := until_error(forward)) and not is_rejection(cut[1]):

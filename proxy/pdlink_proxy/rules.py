@@ -85,6 +85,8 @@ class Rules:
     prefill_may_misread: bool = False
     """Prefill may have computed the prompt, and answer an error about its one token, which nobody reads: decode's
     answer decides."""
+    said_mark: bytes = b""
+    """In the event of decode's stream that says how its KV came (`Dialect.kv_path`); `merge_events` takes it out."""
     awaits_prefill: bool = False
     """Decode's answer lacks a part without prefill's: the client gets nothing before that is here."""
 

@@ -55,6 +55,8 @@ class FakeVllm(FakeServer):
     answer_override: bytes | None = None
     stream_override: list[bytes] | None = None
     """Events of its streams, each sent by itself, in place of those that it makes."""
+    says_at_end: bool = False
+    """A stream's last event has `kv_transfer_params`, as of vLLM 0.33."""
     kv_path: str = ""
     """What decode's PDLinkConnector says of a request with a transfer."""
     source: dict[str, Any] = field(default_factory=dict)
@@ -195,9 +197,9 @@ class Answer:
             text = self.text(index, token)
             said = {"delta": {"content": text}} if self.chat else {"text": text}
             logprobs = {"token_logprobs": [-0.5]} if self.logprobs else None
-            out.append(
-                self._event({"index": index, **said, "logprobs": logprobs, "finish_reason": "length" * last or None})
-            )
+            more = self.handed() if last and self.server.says_at_end else {}
+            choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": "length" * last or None}
+            out.append(self._event(choice, **more))
         return out
 
     def closing(self) -> bytes:
@@ -209,8 +211,8 @@ class Answer:
         error = {"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}}
         return b"data: " + msgspec.json.encode(error) + b"\n\n" + DONE
 
-    def _event(self, choice: dict[str, Any]) -> bytes:
-        return b"data: " + msgspec.json.encode({**self.head, "choices": [choice]}) + b"\n\n"
+    def _event(self, choice: dict[str, Any], **more: Any) -> bytes:
+        return b"data: " + msgspec.json.encode({**self.head, "choices": [choice], **more}) + b"\n\n"
 
 
 class NamedAnswer(Answer):

@@ -21,7 +21,7 @@ from pdlink_proxy.steps import Leg
 from pdlink_proxy.worker import State
 from tests.private import write_private
 from tests.proxy.fake_vllm import HELD, FakeVllm
-from tests.proxy.fakes import DONE, Proxy, proxy_of, tokens_of, until
+from tests.proxy.fakes import DONE, Proxy, proxy_of, settled, tokens_of, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -293,8 +293,24 @@ async def test_how_the_kv_came_is_told_in_a_header_and_nowhere_else(
             body = await response.read()
         assert b"pdlink_kv" not in body
         assert msgspec.json.decode(body)["kv_transfer_params"] is None
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("at_end", [True, False], ids=["vLLM 0.33", "vLLM 0.32"])
+async def test_how_the_kv_of_a_stream_came_is_told_at_its_end(pair: Pair, path: str, at_end: bool) -> None:
+    """vLLM 0.33 says it in the last event, 0.32 nowhere."""
+    pair.decode.kv_path, pair.decode.says_at_end = "recomputed;reason=other_prompt", at_end
+    pair.decode.wait_at = {1: asyncio.Event()}
+    more: dict[str, Any] = {"messages": []} if path == CHAT else {"prompt": "x"}
+    async with pair.proxy(CONCURRENT) as proxy:
         async with proxy.post(path, stream=True, **more) as response:
-            assert response.headers["X-Pdlink-KV"] == "unknown", "vLLM tells it in no stream"
+            assert response.headers["X-Pdlink-KV"] == "transferring", "not known yet"
+            pair.decode.wait_at[1].set()
+            data, told = settled(await response.read())
+        assert told == (pair.decode.kv_path if at_end else "unknown")
+        assert b"pdlink_kv" not in data
+        await until(lambda: len(proxy.router.records) == 1, "its record")
+        assert proxy.router.records[0].kv == told
 
 
 async def test_cached_tokens_that_are_not_known_yet_are_not_told(pair: Pair) -> None:

@@ -268,7 +268,8 @@ class _WithParams(msgspec.Struct):
 
 
 def _kv_path(_headers: Mapping[str, str], body: bytes) -> str | None:
-    """The KV path that decode's connector writes into the answer; vLLM 0.32 writes it into no stream."""
+    """The KV path that decode's connector writes into the answer; in a stream into the last event (vLLM 0.33), or
+    nowhere (0.32)."""
     params = _params(body)
     return params.pdlink_kv if params is not None else None
 
@@ -295,9 +296,9 @@ def _merge_answer(prefill_answer: bytes, answer: bytes) -> bytes:
 
 
 def _merge_events(prefill_answer: bytes, events: bytes) -> bytes:
-    for mark in _MARKS:
+    for mark in (*_MARKS, _PARAMS_MARK):
         if mark in events:
-            return rewritten(events, mark, lambda document: _merged_object(prefill_answer, document))
+            events = rewritten(events, mark, lambda document: _merged_object(prefill_answer, document))
     return events
 
 
@@ -352,6 +353,7 @@ _RULES = Rules(
     no_kv_status=_NO_KV_STATUS,
     merge_answer=_merge_answer,
     merge_events=_merge_events,
+    said_mark=_PARAMS_MARK,
 )
 
 
