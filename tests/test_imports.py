@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -176,3 +177,56 @@ def test_protocol_reads_no_clock_and_opens_nothing() -> None:
 def test_parts_that_need_no_torch_load_none(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+PROXY = ROOT / "proxy/pdlink_proxy"
+MOST_FLOORS = 12
+
+
+def proxy_modules(path: Path, *, types: bool) -> set[str]:
+    """Modules of the proxy that one of them imports; types: also those whose names it needs for types alone."""
+    found: set[str] = set()
+    folder = path.parent.relative_to(PROXY).parts
+
+    def look(node: ast.AST) -> None:
+        for each in ast.iter_child_nodes(node):
+            for_types = (
+                isinstance(each, ast.If) and isinstance(each.test, ast.Name) and each.test.id == "TYPE_CHECKING"
+            )
+            if for_types and not types:
+                continue
+            if isinstance(each, ast.ImportFrom) and each.level:
+                base = (*folder[: len(folder) - each.level + 1], *(each.module.split(".") if each.module else ()))
+                for alias in each.names:
+                    deeper = PROXY.joinpath(*base, alias.name)
+                    found.add(".".join((*base, alias.name) if deeper.with_suffix(".py").exists() else base))
+            look(each)
+
+    look(ast.parse(path.read_text()))
+    return found
+
+
+def proxy_name(path: Path) -> str:
+    return ".".join(path.relative_to(PROXY).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_modules_of_the_proxy_import_no_circle_and_stand_on_few_floors() -> None:
+    needs = {proxy_name(path): proxy_modules(path, types=False) for path in PROXY.rglob("*.py")}
+    floors: dict[str, int] = {}
+    for name in graphlib.TopologicalSorter(needs).static_order():  # raises CycleError
+        floors[name] = 1 + max((floors[each] for each in needs.get(name, ())), default=0)
+    assert max(floors.values()) <= MOST_FLOORS
+
+
+def test_what_serves_a_route_knows_services_and_not_the_router() -> None:
+    """Not even for types: a route that reaches back into the whole proxy can be understood with all of it alone."""
+    users = {proxy_name(path) for path in PROXY.rglob("*.py") if "app" in proxy_modules(path, types=True)}
+    assert users == {"__init__", "front"}
+
+
+def test_a_leg_an_attempt_and_an_answer_are_given_values() -> None:
+    """They know neither the services of the proxy nor, but for an attempt and an answer, what requests share."""
+    for name in ("leg_account", "running_leg", "plain_leg", "flow", "recovery", "client_answer"):
+        assert not {"services", "shared", "app"} & proxy_modules(PROXY / f"{name}.py", types=True), name
+    for name in ("running_attempt", "answering", "exchange", "plain", "admission"):
+        assert not {"services", "app"} & proxy_modules(PROXY / f"{name}.py", types=True), name

@@ -218,7 +218,7 @@ def run_proxy(
             else "every request is answered 503"
         )
         log.warning("prefill: no prefill workers, so %s; --prefill URL names one", what)
-    if not app[ROUTER].entry.api_keys and not is_loopback(config.at.host):
+    if not app[ROUTER].services.entry.api_keys and not is_loopback(config.at.host):
         log.warning("listen %s without api_keys: the proxy is open to anybody who reaches it", config.listen)
 
     def ready(url: str) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def run_proxy(
                 log.error("the settings are unchanged: %s", error)
         router.reload()
         if config.allow_file is not None:
-            _reload(config.allow_file, router.discovery.allow)
+            _reload(config.allow_file, router.services.discovery.allow)
 
     gc.collect()
     gc.freeze()  # modules live as long as the process

@@ -23,7 +23,7 @@ from .upstream import Asking, describe
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .app import Router
+    from .services import Services
     from .worker import Worker
 
 _SERVING = ("ok", "degraded")
@@ -48,8 +48,8 @@ GET  /decisions  why the last requests went where they went; ?request=ID for one
 class About:
     """Routes of one proxy."""
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
+    def __init__(self, services: Services) -> None:
+        self._services = services
 
     def add_routes(self, app: web.Application) -> None:
         """GET of each, and last, what answers every other path and method."""
@@ -63,11 +63,11 @@ class About:
         app.router.add_get("/metrics", self.exposition)
 
     async def models(self, request: web.Request) -> web.Response:
-        if not self._router.entry.may_enter(request):
-            return self._router.entry.no_entry()
+        if not self._services.entry.may_enter(request):
+            return self._services.entry.no_entry()
         data = [
-            {"id": model, "object": "model", "created": self._router.started, "owned_by": "pdlink"}
-            for model in self._router.pools.models()
+            {"id": model, "object": "model", "created": self._services.started, "owned_by": "pdlink"}
+            for model in self._services.pools.models()
         ]
         return _json(200, {"object": "list", "data": data})
 
@@ -76,33 +76,33 @@ class About:
 
         Without a key (load balancers) only the status is shown, no workers and addresses.
         """
-        status, reason = self._router.standing()
+        status, reason = self._services.standing()
         http_status = 200 if status in _SERVING else 503
-        if not self._router.entry.may_enter(request):
+        if not self._services.entry.may_enter(request):
             return _json(http_status, {"status": status})
-        beside = await self._router.beside()
-        running = self._router.num_running + sum(each.running for each in beside.values())
+        beside = await self._services.beside()
+        running = self._services.num_running + sum(each.running for each in beside.values())
         body: dict[str, Any] = {"status": status, "reason": reason, "active_requests": running}
         for side in Leg:
-            body[side.value] = self._router.described(side, beside)
-        if self._router.discovery.sources:
-            body["sources"] = self._router.discovery.describe()
-        body["refused_pairs"] = [pair.describe() for pair in self._router.pools.refusals]
-        body["mismatched"] = [each.describe() for each in self._router.pools.mismatches]
-        if self._router.siblings is not None:
-            body["processes"] = self._router.siblings.said(beside)
+            body[side.value] = self._services.described(side, beside)
+        if self._services.discovery.sources:
+            body["sources"] = self._services.discovery.describe()
+        body["refused_pairs"] = [pair.describe() for pair in self._services.pools.refusals]
+        body["mismatched"] = [each.describe() for each in self._services.pools.mismatches]
+        if self._services.siblings is not None:
+            body["processes"] = self._services.siblings.said(beside)
         # Tells which proxy answers: another one may listen on the same port.
         body["proxy"] = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "started": self._router.started,
+            "started": self._services.started,
             "version": __version__,
         }
         return _json(http_status, body)
 
     async def ready(self, _: web.Request) -> web.Response:
         """GET /readyz: the status of /health alone. For load balancers."""
-        status, _reason = self._router.standing()
+        status, _reason = self._services.standing()
         return _json(200 if status in _SERVING else 503, {"status": status})
 
     async def live(self, _: web.Request) -> web.Response:
@@ -111,12 +111,12 @@ class About:
 
     async def explain(self, request: web.Request) -> web.Response:
         """GET /decisions: why the last requests, or that of `?request=ID`, went where they went."""
-        if not self._router.entry.may_enter(request):
-            return self._router.entry.no_entry()
+        if not self._services.entry.may_enter(request):
+            return self._services.entry.no_entry()
         request_id = request.query.get("request")
-        decisions = self._router.decisions.of(request_id)
-        if self._router.siblings is not None:
-            for found in (await self._router.siblings.ask_all("decisions", request_id)).values():
+        decisions = self._services.decisions.of(request_id)
+        if self._services.siblings is not None:
+            for found in (await self._services.siblings.ask_all("decisions", request_id)).values():
                 decisions += msgspec.convert(found, list[Decision])
             decisions.sort(key=lambda each: each.at_s)
         if request_id is None:
@@ -127,14 +127,14 @@ class About:
     async def _course(self, request_id: str) -> dict[str, Any]:
         """How long a request that has ended took for what, among the last ones, and its transfers as far as workers
         still know them."""
-        records = self._router.recorded(await self._router.beside(records=True))
+        records = self._services.recorded(await self._services.beside(records=True))
         record = next((each for each in reversed(records) if each.request_id == request_id), None)
         if record is None:
             return {"record": None, "slower_than": None, "transfers": []}
         waits = [each.ttft_s for each in records if each.ttft_s is not None]
         faster = sum(each < record.ttft_s for each in waits) if record.ttft_s is not None else 0
         ids = {leg.transfer_id for leg in record.legs} | {record.transfer_id}
-        reports = (await self._router.reports.now()).values()
+        reports = (await self._services.reports.now()).values()
         known = [msgspec.structs.asdict(each) for report in reports for each in report.ended]
         return {
             "record": record,
@@ -144,28 +144,28 @@ class About:
 
     async def _sources(self, request_id: str, decisions: Sequence[Decision]) -> list[dict[str, Any]]:
         """What the workers that had this request say of its prompt's KV; of one that does not say, why."""
-        ask = self._router.dialect.sources
+        ask = self._services.dialect.sources
         labels = {label for each in decisions for label in (each.prefill, each.decode) if label is not None}
 
         async def of(worker: Worker) -> list[dict[str, Any]]:
             assert ask is not None
             try:
-                asking = Asking(self._router.shared.control, worker.url, self._router.config.connect_timeout_s)
+                asking = Asking(self._services.shared.control, worker.url, self._services.config.connect_timeout_s)
                 found = await ask(asking, request_id)
             except (HttpError, OSError, ValueError) as error:  # TimeoutError is an OSError
                 return [{"worker": worker.label, "error": describe(error)}]
             return [{"worker": worker.label, **msgspec.structs.asdict(each)} for each in found]
 
-        asked = [worker for worker in self._router.pools.all if worker.label in labels] if ask is not None else []
-        told = self._router.decisions.told_of(request_id)
-        if self._router.siblings is not None:
-            for found in (await self._router.siblings.ask_all("told", request_id)).values():
+        asked = [worker for worker in self._services.pools.all if worker.label in labels] if ask is not None else []
+        told = self._services.decisions.told_of(request_id)
+        if self._services.siblings is not None:
+            for found in (await self._services.siblings.ask_all("told", request_id)).values():
                 told += msgspec.convert(found, list[Told])
         said = [{"worker": each.worker, **msgspec.structs.asdict(each.said)} for each in told]
         return list(itertools.chain(said, *await asyncio.gather(*map(of, asked))))
 
     async def version(self, request: web.Request) -> web.Response:
-        entry = self._router.entry
+        entry = self._services.entry
         return _json(200, {"version": __version__}) if entry.may_enter(request) else entry.no_entry()
 
     async def about(self, _: web.Request) -> web.Response:
@@ -173,14 +173,14 @@ class About:
         return web.Response(text=_ABOUT)
 
     async def exposition(self, request: web.Request) -> web.Response:
-        if not self._router.entry.may_enter(request):
-            return self._router.entry.no_entry()
-        siblings, others = self._router.siblings, list[Numbers]()
+        if not self._services.entry.may_enter(request):
+            return self._services.entry.no_entry()
+        siblings, others = self._services.siblings, list[Numbers]()
         if siblings is not None:
             found = await siblings.ask_all("numbers")
             others = [msgspec.convert(each, Numbers) for each in found.values()]
-            self._router.metrics.count_processes(siblings.said(found))
-        body, content_type = self._router.metrics.exposition(request.headers.get("Accept", ""), others)
+            self._services.metrics.count_processes(siblings.said(found))
+        body, content_type = self._services.metrics.exposition(request.headers.get("Accept", ""), others)
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def nowhere(self, request: web.Request) -> web.Response:

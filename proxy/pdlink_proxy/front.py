@@ -207,7 +207,7 @@ class Doors(web.Server):
         self.paths = {f"POST {path} HTTP/1.1\r\n".encode(): path for path in (COMPLETIONS, CHAT)}
         """By the first line of a request that is served here."""
         self.loop = asyncio.get_running_loop()
-        self._keepalive_s, self._body_s = keepalive_s, router.config.idle_timeout_s
+        self._keepalive_s, self._body_s = keepalive_s, router.services.config.idle_timeout_s
         self._fronts: set[Front] = set()
         self._sweep: asyncio.TimerHandle | None = None
         self._closing = False

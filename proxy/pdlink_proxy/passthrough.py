@@ -31,7 +31,7 @@ from .upstream import Asking, ask, loss_of, streamed
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
 
-    from .app import Router
+    from .services import Services
     from .shared import Shared
     from .upstream import Streamed
     from .worker import Worker
@@ -70,32 +70,32 @@ class _Named(msgspec.Struct):
 class PassThrough:
     """These routes of one proxy."""
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
+    def __init__(self, services: Services) -> None:
+        self._services = services
 
     def add_routes(self, app: web.Application) -> None:
         for path in PATHS:
-            if path in self._router.dialect.paths:
+            if path in self._services.dialect.paths:
                 continue
             app.router.add_post(path, self.handle)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        router = self._router
-        headers = router.entry.leg_headers(request.headers)
+        services = self._services
+        headers = services.entry.leg_headers(request.headers)
         outcome = Outcome.FAILED
         try:
-            body = await router.entry.admitted(request)
+            body = await services.entry.admitted(request)
             if isinstance(body, web.Response):
                 outcome = Outcome.UNAVAILABLE if body.status == 503 else Outcome.REJECTED
                 answer: web.StreamResponse = body
             else:
-                with router.running(_Running()):
-                    answer, outcome = await self._pass(request, body, {**own_headers(router, request), **headers})
+                with services.running(_Running()):
+                    answer, outcome = await self._pass(request, body, {**own_headers(services, request), **headers})
         except asyncio.CancelledError:
             outcome = Outcome.CLIENT_LEFT
             raise
         finally:
-            router.metrics.requests.inc(outcome.value)
+            services.metrics.requests.inc(outcome.value)
         if not answer.prepared:
             answer.headers.setdefault("X-Request-Id", headers["X-Request-Id"])
         return reworded(request.path, answer)
@@ -103,16 +103,16 @@ class PassThrough:
     async def _pass(
         self, request: web.Request, body: bytes, headers: Mapping[str, str]
     ) -> tuple[web.StreamResponse, Outcome]:
-        router, shared, loop = self._router, self._router.shared, asyncio.get_running_loop()
+        services, shared, loop = self._services, self._services.shared, asyncio.get_running_loop()
         try:
             named = _named(body)
         except OutOfRange as error:
             return refused(400, str(error), error.code, error.param), Outcome.REJECTED
-        if named.model is not None and (unknown := router.entry.unknown_model(named.model)) is not None:
+        if named.model is not None and (unknown := services.entry.unknown_model(named.model)) is not None:
             return unknown, Outcome.REJECTED
         most = max(0, named.max_tokens or named.max_output_tokens or 0)
         wanted = PlacementRequest(named.model or "", count_tokens(body), most, body)
-        if (refusal := router.entry.over_limit(request, wanted.total_tokens)) is not None:
+        if (refusal := services.entry.over_limit(request, wanted.total_tokens)) is not None:
             return refusal, Outcome.REJECTED
         shared.retries.earn()
         if (refusal := await self._wait_for_any(request, wanted, named.model)) is not None:
@@ -129,11 +129,11 @@ class PassThrough:
             if found is Loss.STALE:
                 tried.discard(worker.url)
             lost += 1
-            if lost > router.config.retries or not shared.retries.spend(loop.time()):
+            if lost > services.config.retries or not shared.retries.spend(loop.time()):
                 break
         if lost:
             return _error(502, "the worker of this request was lost", PeerLost.code), Outcome.FAILED
-        if router.pools.usable(Leg.DECODE, named.model):
+        if services.pools.usable(Leg.DECODE, named.model):
             return _error(404, f"no worker here serves POST {request.path}", "not_found"), Outcome.REJECTED
         return self._nobody(), Outcome.UNAVAILABLE
 
@@ -141,8 +141,8 @@ class PassThrough:
         self, request: web.Request, wanted: PlacementRequest, model: str | None
     ) -> web.Response | None:
         """Wait in the queue, as requests of two legs do, while there is no worker; the error after that."""
-        shared, config, loop = self._router.shared, self._router.config, asyncio.get_running_loop()
-        waits = _Waits(self._router, model)
+        shared, config, loop = self._services.shared, self._services.config, asyncio.get_running_loop()
+        waits = _Waits(self._services, model)
         if waits.place_now():
             return None
         if not config.no_worker_timeout_s or not config.queue_size:
@@ -161,7 +161,7 @@ class PassThrough:
         return None
 
     def _nobody(self) -> web.Response:
-        retry_after_s = self._router.shared.queue.retry_after_s()
+        retry_after_s = self._services.shared.queue.retry_after_s()
         return _error(503, "no healthy worker; see /health", NoWorker.code, retry_after_s)
 
     async def _worker(self, path: str, wanted: PlacementRequest, model: str | None, tried: set[str]) -> Worker | None:
@@ -169,7 +169,7 @@ class PassThrough:
 
         Only a worker that is chosen is asked for its routes: a fleet has thousands.
         """
-        pools = self._router.pools
+        pools = self._services.pools
         for side in (Leg.DECODE, Leg.PREFILL):
             while found := [
                 worker for worker in pools.usable(side, model) if worker.url not in tried and _may_have(worker, path)
@@ -183,8 +183,8 @@ class PassThrough:
 
     async def _routes_of(self, worker: Worker) -> frozenset[str]:
         """What its /openapi.json lists; empty if it has none."""
-        shared = self._router.shared
-        asking = Asking(shared.control, worker.url, self._router.config.connect_timeout_s)
+        shared = self._services.shared
+        asking = Asking(shared.control, worker.url, self._services.config.connect_timeout_s)
         with suppress(HttpError, OSError, TimeoutError, msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             reply = await ask(asking, "/openapi.json", _MAX_OPENAPI_NBYTES)
             if reply.status == 200:
@@ -195,7 +195,7 @@ class PassThrough:
         self, request: web.Request, worker: Worker, body: bytes, headers: Mapping[str, str], wanted: PlacementRequest
     ) -> tuple[web.StreamResponse, Outcome] | Loss | None:
         """The answer; a loss, after which another worker may give one; or None if this one has no such route."""
-        config, shared = self._router.config, self._router.shared
+        config, shared = self._services.config, self._services.shared
         loop = asyncio.get_running_loop()
         response: web.StreamResponse | None = None
         with _Count(shared, worker, wanted) as count:
@@ -245,23 +245,23 @@ class PassThrough:
     async def _say(self, said: Awaitable[object]) -> None:
         """Raises _ClientLost if the client has left, or reads nothing for `idle_timeout_s`."""
         try:
-            async with asyncio.timeout(self._router.config.idle_timeout_s):
+            async with asyncio.timeout(self._services.config.idle_timeout_s):
                 await said
         except (ConnectionError, TimeoutError):
             raise _ClientLost from None
 
 
-def own_headers(router: Router, request: web.Request) -> dict[str, str]:
+def own_headers(services: Services, request: web.Request) -> dict[str, str]:
     """The headers of a client that mean something to the servers of these routes."""
-    names = _OWN_HEADERS if router.entry.api_keys else (*_OWN_HEADERS, "x-api-key")  # else it is ours, to check
+    names = _OWN_HEADERS if services.entry.api_keys else (*_OWN_HEADERS, "x-api-key")  # else it is ours, to check
     return {name: said for name in names if (said := clean(request.headers.get(name)))}
 
 
 class _Waits:
     """A request in the queue."""
 
-    def __init__(self, router: Router, model: str | None) -> None:
-        self._pools, self._model = router.pools, model
+    def __init__(self, services: Services, model: str | None) -> None:
+        self._pools, self._model = services.pools, model
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def place_now(self) -> bool:

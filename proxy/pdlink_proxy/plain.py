@@ -327,8 +327,7 @@ class Plain:
 
     def _grown(self, leg: PlainLeg, hears: Hears = NOBODY) -> RunningLeg:
         """The same leg, as one to which anything can happen."""
-        shared = self.shared
-        return RunningLeg.grown(leg, hears, self.transfer_id, shared.alarms, max_nbytes=shared.max_body_nbytes)
+        return leg.grown(hears, self.transfer_id, self.shared.alarms)
 
     def _unusual(self) -> Exchange:
         """What goes on with it, from where it is."""

@@ -10,14 +10,16 @@ from .http_client import header_lines
 from .http_connection import Listener
 from .openai import read_answer
 from .records import LegRecord
+from .running_leg import RunningLeg
 from .steps import Leg
 
 if TYPE_CHECKING:
+    from . import running_leg
+    from .alarms import Alarms
     from .http_client import HttpClient, Request
     from .http_connection import Connection, Headers, HttpError
     from .leg_account import LegAccount
     from .openai import Usage
-    from .running_leg import RunningLeg
     from .worker import Worker
 
 
@@ -83,6 +85,18 @@ class PlainLeg(Listener):
                     hears.broke(self, error)
                 return
         hears.unusual(self).on_whole(status, headers, body)
+
+    def grown(self, hears: running_leg.Hears, transfer_id: str, alarms: Alarms) -> RunningLeg:
+        """The same leg from where it is, as one to which anything can happen."""
+        leg = RunningLeg(
+            *(hears, 1, self.leg, self.worker, transfer_id, self.account, alarms),
+            max_nbytes=self._max_nbytes,
+            streams=False,
+        )
+        self.worker.legs.discard(self)
+        leg.take_over(self.url, self.answered_s, self.request)
+        self.request = None
+        return leg
 
     def record(self, zero_s: float) -> LegRecord:
         """As of `RunningLeg`."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from pdlink.observe.timeline import Ended
 
-    from .app import Router
+    from .services import Services
     from .worker import Worker
 
 PATH = "/pdlink/probe"
@@ -79,12 +79,12 @@ class Probed(msgspec.Struct, frozen=True):
 class Prober:
     """The probes of one proxy."""
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
+    def __init__(self, services: Services) -> None:
+        self._services = services
         self._one = asyncio.Lock()
 
     async def probe(self, request: web.Request) -> web.Response:
-        data = await self._router.entry.admitted(request)
+        data = await self._services.entry.admitted(request)
         if isinstance(data, web.Response):
             return data
         try:
@@ -92,12 +92,12 @@ class Prober:
             if not 1 <= asked.num_tokens <= MAX_TOKENS:
                 raise InvalidRequest(f"num_tokens: got {asked.num_tokens}; expected 1 to {MAX_TOKENS}; send fewer")
             prefill, decode = self._worker(Leg.PREFILL, asked.prefill), self._worker(Leg.DECODE, asked.decode)
-            if (name := self._router.dialect.name) not in _PROBED:
+            if (name := self._services.dialect.name) not in _PROBED:
                 raise InvalidRequest(f"dialect: got {name}; expected pdlink or vllm; send a request instead")
         except (msgspec.DecodeError, InvalidRequest) as error:
             body = error_body(str(error), kind="invalid_request_error", code=InvalidRequest.code)
             return web.Response(status=400, body=body, content_type="application/json")
-        if (refusal := self._router.entry.over_limit(request, asked.num_tokens)) is not None:
+        if (refusal := self._services.entry.over_limit(request, asked.num_tokens)) is not None:
             return refusal
         async with self._one:
             probed = await self._probed(prefill, decode, asked.num_tokens)
@@ -105,7 +105,7 @@ class Prober:
 
     def _worker(self, leg: Leg, label: str) -> Worker:
         """Raises InvalidRequest unless there is such a worker, and it has been heard."""
-        workers = self._router.pools.workers[leg]
+        workers = self._services.pools.workers[leg]
         found = next((worker for worker in workers if worker.label == label), None)
         if found is None:
             known = ", ".join(worker.label for worker in workers)
@@ -115,7 +115,7 @@ class Prober:
         return found
 
     async def _probed(self, prefill: Worker, decode: Worker, num_tokens: int) -> Probed:
-        dialect = self._router.dialect
+        dialect = self._services.dialect
         transfer_id, began_s = f"probe-{secrets.token_hex(16)}", time.monotonic()
         ids = [33 + byte % 90 for byte in secrets.token_bytes(num_tokens)]  # printable: no tokenizer lacks them
         asked = {"model": decode.health.model if decode.health else "", "prompt": ids, "max_tokens": 2}
@@ -125,7 +125,7 @@ class Prober:
             created=int(time.time()),
             seed=secrets.randbits(31),
             prefill=prefill.address,
-            decode_ranks=self._router.config.decode_ranks,
+            decode_ranks=self._services.config.decode_ranks,
             prefill_url=prefill.url,
             link=prefill.link,
         )
@@ -181,7 +181,7 @@ class Prober:
         """Its headers and body, or why there are none."""
         answer = Streamed()
         lines = header_lines({"X-Request-Id": request_id, **worker.headers})
-        request = self._router.shared.control.start("POST", worker.url + COMPLETIONS, answer, body, lines)
+        request = self._services.shared.control.start("POST", worker.url + COMPLETIONS, answer, body, lines)
         answer.request = request
         try:
             await answer.head
@@ -195,16 +195,16 @@ class Prober:
         return leg, answer.headers, whole, ""
 
     async def _stop(self, worker: Worker, transfer_id: str, reason: str) -> None:
-        if not self._router.dialect.rules.untold:
-            timeout_s = self._router.config.connect_timeout_s
-            control = self._router.shared.control
+        if not self._services.dialect.rules.untold:
+            timeout_s = self._services.config.connect_timeout_s
+            control = self._services.shared.control
             await tell_to_stop(control, worker.url, transfer_id, reason, timeout_s=timeout_s)
 
     async def _refused(self, prefill: Worker, decode: Worker) -> dict[str, str] | None:
         """What differs, by decode's health of now: the last poll may be older than the refusal."""
-        asking = Asking(self._router.shared.control, decode.url, _REPORT_S)
+        asking = Asking(self._services.shared.control, decode.url, _REPORT_S)
         try:
-            health = await self._router.dialect.look(asking, Known(decode.health, well=True))
+            health = await self._services.dialect.look(asking, Known(decode.health, well=True))
         except (HttpError, OSError, PdlinkError):
             return None
         for each in health.refused if isinstance(health, Health) else ():
@@ -218,7 +218,7 @@ class Prober:
 
     async def _sent(self, prefill: Worker, transfer_id: str) -> Ended | None:
         """What its sender measured; None if it does not say."""
-        asking = Asking(self._router.shared.control, prefill.url, _REPORT_S)
+        asking = Asking(self._services.shared.control, prefill.url, _REPORT_S)
         deadline_s = time.monotonic() + _REPORT_S
         while time.monotonic() < deadline_s:
             try:
@@ -244,5 +244,5 @@ def _message(body: bytes) -> str:
         return body[:200].decode(errors="replace")
 
 
-def add_probe(app: web.Application, router: Router) -> None:
-    app.router.add_post(PATH, Prober(router).probe)
+def add_probe(app: web.Application, services: Services) -> None:
+    app.router.add_post(PATH, Prober(services).probe)

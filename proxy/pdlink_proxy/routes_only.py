@@ -29,8 +29,8 @@ from .openai import CHAT, COMPLETIONS, BadField, Call, error_body, parse, wanted
 from .steps import Leg, Place, Placed, Unplaced, Waits, Why
 
 if TYPE_CHECKING:
-    from .app import Router
     from .fleet import PlacementRequest, WorkerState
+    from .services import Services
     from .steps import Event
     from .worker import Worker
 
@@ -58,10 +58,10 @@ class _Reserved:
 class Decider:
     """The decisions of one proxy that have not ended."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, services: Services) -> None:
         """Raises ConfigError for a key file without keys."""
-        self._router = router
-        file = router.config.route_key_file
+        self._services = services
+        file = services.config.route_key_file
         self._secret = read_secrets(file, "route_key_file")[0].encode() if file is not None else None
         self._reserved: dict[str, _Reserved] = {}
 
@@ -71,37 +71,39 @@ class Decider:
 
     async def decide(self, request: web.Request) -> web.Response:
         """200 with the workers, and what to change in the client's body for each of them."""
-        router = self._router
-        data = await router.entry.admitted(request)
+        services = self._services
+        data = await services.entry.admitted(request)
         if isinstance(data, web.Response):
             return data
         if len(self._reserved) >= MAX_RESERVED:
-            retry_after_s = router.shared.queue.retry_after_s()
+            retry_after_s = services.shared.queue.retry_after_s()
             message = f"{MAX_RESERVED} decisions are open; report their ends"
             return _error(Overloaded.http_status, message, Overloaded.code, retry_after_s)
         try:
             call, asked = _read(data)
         except (BadField, InvalidRequest) as error:
             return _error(InvalidRequest.http_status, str(error), InvalidRequest.code)
-        if (refusal := router.entry.over_limit(request, asked.total_tokens)) is not None:
+        if (refusal := services.entry.over_limit(request, asked.total_tokens)) is not None:
             return refusal
-        request_id = router.entry.leg_headers(request.headers)["X-Request-Id"]
+        request_id = services.entry.leg_headers(request.headers)["X-Request-Id"]
         placed, admission = await self._place(call, asked, request_id, key_of(request.headers))
         if isinstance(placed, Unplaced):
             kind = InvalidRequest if placed.unfit else Overloaded if placed.full else NoWorker
-            again_s = None if placed.unfit else router.shared.queue.retry_after_s()
+            again_s = None if placed.unfit else services.shared.queue.retry_after_s()
             return _error(kind.http_status, placed.message, kind.code, again_s)
         return web.Response(body=self._reserve(call, admission, placed), content_type="application/json")
 
     async def report(self, request: web.Request) -> web.Response:
         """DELETE /route/ID: the request of this decision has ended."""
-        router = self._router
-        if not router.entry.may_enter(request):
-            return router.entry.no_entry()
+        services = self._services
+        if not services.entry.may_enter(request):
+            return services.entry.no_entry()
         transfer_id = request.match_info["id"]
         if self.ended(transfer_id):
             return web.Response(status=204)
-        if router.siblings is not None and any((await router.siblings.ask_all("route_ended", transfer_id)).values()):
+        if services.siblings is not None and any(
+            (await services.siblings.ask_all("route_ended", transfer_id)).values()
+        ):
             return web.Response(status=204)
         return _error(404, "no such decision; it has expired or ended", "not_found")
 
@@ -115,7 +117,7 @@ class Decider:
     async def _place(
         self, call: Call, asked: PlacementRequest, request_id: str, tenant: str
     ) -> tuple[Placed | Unplaced, Admission]:
-        shared, loop = self._router.shared, asyncio.get_running_loop()
+        shared, loop = self._services.shared, asyncio.get_running_loop()
         later: asyncio.Future[Placed | Unplaced] = loop.create_future()
 
         def happen(event: Event) -> None:
@@ -149,10 +151,10 @@ class Decider:
             admission.leave()
 
     def _reserve(self, call: Call, admission: Admission, placed: Placed) -> bytes:
-        router, shared, asked = self._router, self._router.shared, admission.wanted
+        services, shared, asked = self._services, self._services.shared, admission.wanted
         prefill, decode = admission.chosen.get(Leg.PREFILL), admission.chosen[Leg.DECODE]
         transfer_id, now = f"xfer-{secrets.token_hex(16)}", time.monotonic()
-        expires = math.ceil(time.time() + router.config.route_s)
+        expires = math.ceil(time.time() + services.config.route_s)
         answer: dict[str, Any] = {"transfer_id": transfer_id, "expires": expires, "kv": admission.recomputed}
         load = [(decode, asked.total_tokens)]
         signed = self._signed(transfer_id, expires, prefill)
@@ -165,7 +167,7 @@ class Decider:
                 created=int(time.time()),
                 seed=secrets.randbits(32),
                 prefill=prefill.address,
-                decode_ranks=router.config.decode_ranks,
+                decode_ranks=services.config.decode_ranks,
                 prefill_url=prefill.url,
                 link=prefill.link,
             )
@@ -179,7 +181,7 @@ class Decider:
             answer["decode"]["after_prefill"] = dialect.rules.handover is not None
             load.append((prefill, max(1, asked.num_tokens - admission.cached_tokens)))
         states = tuple((shared.pools.sent(asked, worker, tokens, now), tokens) for worker, tokens in load)
-        timer = asyncio.get_running_loop().call_later(router.config.route_s, self._free, transfer_id)
+        timer = asyncio.get_running_loop().call_later(services.config.route_s, self._free, transfer_id)
         self._reserved[transfer_id] = _Reserved(admission, states, timer)
         return msgspec.json.encode(answer)
 
@@ -207,11 +209,11 @@ class Decider:
         for state, tokens in reserved.states:
             state.finished(tokens, time.monotonic(), served=served)
         self._log_end(transfer_id, reserved, "reported" if served else "expired")
-        self._router.shared.serve_queue()
+        self._services.shared.serve_queue()
 
     def _log_end(self, transfer_id: str, reserved: _Reserved, outcome: str) -> None:
         """For `pdlink explain` and the decision log: its edge does not say what became of the legs."""
-        admission, shared = reserved.admission, self._router.shared
+        admission, shared = reserved.admission, self._services.shared
         placed = admission.decision
         admission.note("ended", f"route {outcome}")
         if shared.decision_log is None or not admission.sampled or placed is None:

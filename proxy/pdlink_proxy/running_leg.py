@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from .http_client import HttpClient, Request
     from .http_connection import Connection, HttpError
     from .leg_account import LegAccount
-    from .plain_leg import PlainLeg
     from .worker import Worker
 
 _NO_HEADERS = Headers([])
@@ -144,23 +143,18 @@ class RunningLeg(Listener):
         self._max_nbytes, self._streams = max_nbytes, streams
         self._request: Connection | Request | _Ended = _ENDED
 
-    @classmethod
-    def grown(cls, leg: PlainLeg, request: Hears, transfer_id: str, alarms: Alarms, *, max_nbytes: int) -> RunningLeg:
-        """Of a request's first attempt, from where it is."""
-        self = cls(
-            *(request, 1, leg.leg, leg.worker, transfer_id, leg.account, alarms), max_nbytes=max_nbytes, streams=False
-        )
-        self.url = leg.url
-        self.answered_s = self.ended_s = leg.answered_s
-        if leg.request is None:
+    def take_over(self, url: str, answered_s: float | None, request: Connection | Request | None) -> None:
+        """It has left before this listens to it. answered_s, request: of its whole answer, or None and its
+        connection."""
+        self.url = url
+        self.answered_s = self.ended_s = answered_s
+        if request is None:
             self._over = True
             self.fate, self._hears = "served", NOBODY
         else:
-            leg.worker.legs.discard(leg)
-            leg.worker.legs.add(self)
-            leg.request.pass_to(self)
-            self._request, leg.request = leg.request, None
-        return self
+            self.worker.legs.add(self)
+            request.pass_to(self)
+            self._request = request
 
     def start(self, client: HttpClient, path: str, body: bytes, lines: bytes) -> None:
         """lines: headers."""

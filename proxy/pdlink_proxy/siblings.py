@@ -17,14 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pdlink.config import ProxyConfig
-
 from .records import RequestRecord  # noqa: TC001  (msgspec reads the annotation at run time)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    from .app import Router
 
     Answer = Callable[[Any], object]
 
@@ -109,35 +105,6 @@ class Siblings:
             log.debug("a question of another process: %s", error)
         finally:
             writer.close()
-
-
-def answers_of(router: Router) -> dict[str, Answer]:
-    """By question, what answers it."""
-
-    def doing(records: Any) -> object:
-        in_flight = {f"{worker.side.value} {worker.id}": worker.in_flight for worker in router.pools.all}
-        return Doing(router.num_running, router.num_queued, in_flight, list(router.records) if records else [])
-
-    def members(_: Any) -> object:
-        router.membership.read_kept()
-        return True
-
-    def adopt(said: Any) -> object:
-        router.adopt(ProxyConfig.model_validate(said))
-        return True
-
-    def route_ended(transfer_id: Any) -> object:
-        return router.decider is not None and router.decider.ended(transfer_id)
-
-    return {
-        "numbers": lambda _: router.metrics.numbers(),
-        "doing": doing,
-        "members": members,
-        "adopt": adopt,
-        "route_ended": route_ended,
-        "decisions": lambda request_id: router.decisions.of(request_id),
-        "told": lambda request_id: router.decisions.told_of(request_id),
-    }
 
 
 def tell(directory: Path, number: int, question: str, argument: object) -> None:

@@ -23,8 +23,8 @@ from .worker import State
 if TYPE_CHECKING:
     from pdlink.observe.trace import Laid
 
-    from .app import Router
     from .records import RequestRecord
+    from .services import Services
     from .worker import Worker
 
 PATH = "/pdlink/timeline"
@@ -33,18 +33,18 @@ _MAX_NBYTES = 64 * 2**20
 """Of one worker's events: 64 transfers of a model with 100 layers in 30 chunks each are 30 MiB."""
 
 
-def add_timeline(app: web.Application, router: Router) -> None:
+def add_timeline(app: web.Application, services: Services) -> None:
     """With `?request=ID`, an X-Request-Id or X-Pdlink-Transfer, of that one alone."""
 
     async def timeline(request: web.Request) -> web.Response:
-        if not router.entry.may_enter(request):
-            return router.entry.no_entry()
+        if not services.entry.may_enter(request):
+            return services.entry.no_entry()
         asked = request.query.get("request")
-        kept = router.recorded(await router.beside(records=True))
+        kept = services.recorded(await services.beside(records=True))
         records = [each for each in kept if asked is None or asked in (each.request_id, *_transfers(each))]
         only = None if asked is None else {asked, *(name for each in records for name in _transfers(each))}
-        both_sides = {worker.url: worker for worker in router.pools.all if worker.state is not State.UNREACHABLE}
-        answers = await asyncio.gather(*(_ask(router, worker) for worker in both_sides.values()))
+        both_sides = {worker.url: worker for worker in services.pools.all if worker.state is not State.UNREACHABLE}
+        answers = await asyncio.gather(*(_ask(services, worker) for worker in both_sides.values()))
         workers = [answer for answer in answers if not isinstance(answer, str)]
         requests = [Request(_transfers(each), request_spans(each, new_span_id())) for each in records]
         made = await asyncio.to_thread(make, workers, requests, only=only)
@@ -60,11 +60,11 @@ def add_timeline(app: web.Application, router: Router) -> None:
     app.router.add_get(PATH, timeline)
 
 
-async def _ask(router: Router, worker: Worker) -> Laid | str:
+async def _ask(services: Services, worker: Worker) -> Laid | str:
     """Its label if it does not answer."""
     began_s = time.monotonic()
     try:
-        reply = await ask(Asking(router.shared.control, worker.url, _TIMEOUT_S), "/pdlink/events", _MAX_NBYTES)
+        reply = await ask(Asking(services.shared.control, worker.url, _TIMEOUT_S), "/pdlink/events", _MAX_NBYTES)
         answered_s = time.monotonic()
         if reply.status != 200:
             return worker.label

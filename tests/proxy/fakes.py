@@ -403,8 +403,8 @@ class Proxy:
     @property
     def queue(self) -> Queue:
         """The requests that wait for workers."""
-        assert self.router._shared is not None
-        return self.router._shared.queue
+        assert self.router.services._shared is not None
+        return self.router.services._shared.queue
 
     def post(self, path: str = "/v1/completions", **body: Any) -> Any:
         """A request context; `stream` and the like are passed as keywords."""
@@ -422,7 +422,7 @@ class Proxy:
         """A sample of the proxy's own metrics; 0 if it does not exist yet."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        text = self.router.metrics.exposition()[0].decode()
+        text = self.router.services.metrics.exposition()[0].decode()
         return sum(
             sample.value
             for family in text_string_to_metric_families(text)
@@ -472,9 +472,11 @@ async def proxy_of(
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
         try:
             if settled:
-                await until(lambda: all(worker.heard_s for worker in router.pools.all), "every worker's health")
+                await until(
+                    lambda: all(worker.heard_s for worker in router.services.pools.all), "every worker's health"
+                )
             yield Proxy(f"http://127.0.0.1:{runner.addresses[0][1]}", router, client, config, doors)
         finally:
             await runner.cleanup()
-            leftover = {worker.url: worker.in_flight for worker in router.pools.all if worker.in_flight}
+            leftover = {worker.url: worker.in_flight for worker in router.services.pools.all if worker.in_flight}
             assert leftover == {}, "legs were left behind"

@@ -172,7 +172,7 @@ async def test_https_workers_are_verified_against_the_configured_authority(tmp_p
     async with proxy_of([prefill], [decode], worker_ca=cert) as proxy:
         assert b"two" in await proxy.stream()
     async with proxy_of([prefill], [decode], settled=False, worker_ca=other) as proxy:
-        pool = proxy.router.pools
+        pool = proxy.router.services.pools
         await until(lambda: all(worker.state is State.UNREACHABLE for worker in pool.all), "both are turned down")
         assert "CERTIFICATE_VERIFY_FAILED" in pool.all[0].reason
         async with proxy.post() as response:

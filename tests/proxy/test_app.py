@@ -76,7 +76,7 @@ async def test_a_proxy_without_workers_is_alive_and_not_ready(decode: FakeWorker
                 assert response.status == status
                 assert list(await response.json()) == ["status"]
             await decode.stop()
-            await until(lambda: proxy.router.pools.all[0].state is State.UNREACHABLE)
+            await until(lambda: proxy.router.services.pools.all[0].state is State.UNREACHABLE)
         async with proxy.client.get(f"{proxy.url}/version") as response:
             assert response.status == 401
 
@@ -104,7 +104,7 @@ async def test_health_lists_every_worker_and_asks_none(prefill: FakeWorker, deco
         assert body["decode"][0]["state"] == "ok"
         assert body["decode"][0]["health"]["name"] == decode.name
         await decode.stop()
-        await until(lambda: proxy.router.pools.all[1].state.value == "unreachable")
+        await until(lambda: proxy.router.services.pools.all[1].state.value == "unreachable")
         async with proxy.client.get(f"{proxy.url}/health") as response:
             assert response.status == 503
             body = await response.json()
@@ -125,10 +125,10 @@ async def test_a_proxy_is_not_ready_before_it_has_asked_its_prefill_workers(deco
     prefill = FakeWorker("prefill", port=slow.sockets[0].getsockname()[1])
     async with slow, proxy_of([prefill], [decode], settled=False, connect_timeout_s=30) as proxy:
         await asked.wait()
-        await until(lambda: proxy.router.pools.all[1].state.value == "ok")
+        await until(lambda: proxy.router.services.pools.all[1].state.value == "ok")
         async with proxy.client.get(f"{proxy.url}/health") as response:
             assert (response.status, (await response.json())["reason"]) == (503, "no healthy prefill worker")
-        proxy.router.pools.all[0].unreachable("said the test")
+        proxy.router.services.pools.all[0].unreachable("said the test")
         async with proxy.client.get(f"{proxy.url}/health") as response:
             assert response.status == 200
 
@@ -139,7 +139,7 @@ async def test_health_answers_while_every_worker_connection_is_taken(prefill: Fa
     async with proxy_of([prefill], [decode], max_connections=2) as proxy:
         answers = [asyncio.create_task(proxy.stream()) for _ in range(4)]
         await until(lambda: len(decode.received) >= 1)
-        heard = {worker: worker.heard_s or 0.0 for worker in proxy.router.pools.all}
+        heard = {worker: worker.heard_s or 0.0 for worker in proxy.router.services.pools.all}
         await until(lambda: all((worker.heard_s or 0.0) > before for worker, before in heard.items()), "next answers")
         decode.gate.set()
         assert len(await asyncio.gather(*answers)) == 4
@@ -205,7 +205,7 @@ async def test_an_ended_request_leaves_nothing_to_the_garbage_collector(
             for stream in (True, False):
                 async with proxy.post(stream=stream) as answer:
                     await answer.read()
-            await until(lambda: proxy.router.num_running == 0, "the end")
+            await until(lambda: proxy.router.services.num_running == 0, "the end")
             await until(lambda: not any(type(each) in kinds for each in gc.get_objects()), "nothing left")
         finally:
             gc.enable()

@@ -85,7 +85,7 @@ async def test_equal_beginnings_have_equal_ids_and_only_a_share_is_written(
     path = tmp_path / "share"
     async with proxy_of([prefill], [decode], decision_log=str(path), decision_share=0) as proxy:
         await proxy.stream()
-        assert proxy.router.decisions[0].considered == {}
+        assert proxy.router.services.decisions[0].considered == {}
     assert written(path) == []
 
 
@@ -103,9 +103,9 @@ async def test_what_an_edge_was_told_ends_in_the_record_and_in_the_log(
         first, second = await lines(path, 2)
         assert (first["outcome"], second["outcome"]) == ("reported", "expired")
         assert first["attempts"][0]["decode"] == {"worker": "decode-0", "end": "reported", "load": 0.0}
-        verdicts = [each.verdict for each in proxy.router.decisions]
+        verdicts = [each.verdict for each in proxy.router.services.decisions]
         assert verdicts == ["placed", "ended", "placed", "ended"]
-        assert proxy.router.decisions[-1].reason == "route expired"
+        assert proxy.router.services.decisions[-1].reason == "route expired"
 
 
 async def test_a_log_that_was_renamed_goes_on_in_a_new_file(

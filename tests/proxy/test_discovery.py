@@ -340,10 +340,12 @@ async def test_the_proxy_serves_what_a_directory_lists(
     write(tmp_path, "p", role="prefill", url=prefill.url)
     write(tmp_path, "d", role="decode", url=decodes[0].url)
     async with proxy_of([], [], settled=False, discover=[f"file:{tmp_path}"]) as proxy:
-        await until(lambda: proxy.router.standing()[0] == "ok", "the workers")
+        await until(lambda: proxy.router.services.standing()[0] == "ok", "the workers")
         await proxy.stream()
         write(tmp_path, "d", role="decode", url=decodes[1].url)
-        await until(lambda: [w.url for w in proxy.router.pools.usable(Leg.DECODE)] == [decodes[1].url], "the other")
+        await until(
+            lambda: [w.url for w in proxy.router.services.pools.usable(Leg.DECODE)] == [decodes[1].url], "the other"
+        )
         await proxy.stream()
         assert [len(worker.received) for worker in decodes] == [1, 1]
         async with proxy.client.get(f"{proxy.url}/health") as response:

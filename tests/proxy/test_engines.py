@@ -151,18 +151,20 @@ async def test_a_leg_that_finds_the_server_gone_takes_out_all_of_its_engines(ser
         async with proxy.post(COMPLETIONS) as response:
             assert response.status == 200
             assert response.headers["X-Pdlink-KV"].startswith("recomputed")
-        assert [worker.state for worker in proxy.router.pools.workers[Leg.PREFILL]] == [State.UNREACHABLE] * 2
-        assert len([each for each in proxy.router.decisions if each.verdict == "failed"]) == 1
+        assert [worker.state for worker in proxy.router.services.pools.workers[Leg.PREFILL]] == [
+            State.UNREACHABLE
+        ] * 2
+        assert len([each for each in proxy.router.services.decisions if each.verdict == "failed"]) == 1
         await prefill.start()
-        for worker in proxy.router.pools.workers[Leg.PREFILL]:
+        for worker in proxy.router.services.pools.workers[Leg.PREFILL]:
             worker.poke.set()
-        await until(lambda: len(proxy.router.pools.usable(Leg.PREFILL)) == 2, "both engines")
+        await until(lambda: len(proxy.router.services.pools.usable(Leg.PREFILL)) == 2, "both engines")
 
 
 async def test_the_health_of_a_server_is_asked_once_and_is_that_of_all_its_engines(servers: list[FakeVllm]) -> None:
     prefill = servers[0]
     async with in_front(servers, health_interval_s=0.01) as proxy:
-        engines = proxy.router.pools.workers[Leg.PREFILL]
+        engines = proxy.router.services.pools.workers[Leg.PREFILL]
         assert prefill.models_asked == 1
         prefill.dead = True
         await until(lambda: all(worker.state is State.FAILED for worker in engines), "the answer 503")
@@ -174,9 +176,9 @@ async def test_the_health_of_a_server_is_asked_once_and_is_that_of_all_its_engin
         entry = {"url": prefill.url, "control": [CONTROL], "data_parallel": 4}
         members = parse({"prefill": [entry], "decode": [servers[1].url]}, "workers", dialect=DIALECTS["vllm"])
         prefill.api_key = ""
-        proxy.router.membership.replace(members)
-        await until(lambda: len(proxy.router.pools.usable(Leg.PREFILL)) == 4, "two more engines")
-        assert proxy.router.pools.workers[Leg.PREFILL][:2] == engines
+        proxy.router.services.membership.replace(members)
+        await until(lambda: len(proxy.router.services.pools.usable(Leg.PREFILL)) == 4, "two more engines")
+        assert proxy.router.services.pools.workers[Leg.PREFILL][:2] == engines
 
 
 async def test_engines_are_told_apart_in_health_and_metrics(servers: list[FakeVllm]) -> None:
@@ -200,7 +202,7 @@ async def test_a_server_for_both_legs_is_two_workers_for_prefill_and_one_for_dec
     one = servers[0]
     settings: dict[str, Any] = {"control": {one.url: CONTROL}, "data_parallel": {one.url: 2}}
     async with proxy_of([one], [one], dialect="vllm", **settings) as proxy:
-        workers = [(worker.label, worker.engine, worker.url) for worker in proxy.router.pools.all]
+        workers = [(worker.label, worker.engine, worker.url) for worker in proxy.router.services.pools.all]
         assert workers == [("prefill-0", 0, one.url), ("prefill-1", 1, one.url), ("decode-0", None, one.url)]
         async with proxy.post(COMPLETIONS, max_tokens=2) as response:
             assert response.status == 200
@@ -234,7 +236,7 @@ async def test_a_probe_asks_the_engine_that_it_is_to_measure(servers: list[FakeV
 async def test_kv_events_of_each_engine_are_its_own(servers: list[FakeVllm]) -> None:
     sources = ["tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"]
     async with in_front(servers, kv_events={servers[0].url: sources}) as proxy:
-        found = proxy.router.pools.kv_events.sources
+        found = proxy.router.services.pools.kv_events.sources
         assert [found[f"{servers[0].url}?data_parallel_rank={engine}"] for engine in (0, 1)] == [
             (one,) for one in sources
         ]
@@ -244,13 +246,13 @@ async def test_an_operator_drains_all_engines_of_a_server_and_keeps_them_apart(s
     entry = {"url": servers[0].url, "control": [CONTROL], "data_parallel": 2}
     decodes = [server.url for server in servers[1:]]
     async with in_front(servers) as proxy:
-        before = proxy.router.pools.workers[Leg.PREFILL]
+        before = proxy.router.services.pools.workers[Leg.PREFILL]
         members = parse({"prefill": [entry], "decode": decodes}, "workers", dialect=DIALECTS["vllm"])
-        proxy.router.membership.replace(members)
-        assert proxy.router.pools.workers[Leg.PREFILL] == before, "they keep their state"
+        proxy.router.services.membership.replace(members)
+        assert proxy.router.services.pools.workers[Leg.PREFILL] == before, "they keep their state"
         drained = parse({"prefill": [{**entry, "drain": True}], "decode": decodes}, "w", dialect=DIALECTS["vllm"])
-        proxy.router.membership.replace(drained)
-        assert not proxy.router.pools.usable(Leg.PREFILL)
+        proxy.router.services.membership.replace(drained)
+        assert not proxy.router.services.pools.usable(Leg.PREFILL)
 
 
 @pytest.mark.parametrize(

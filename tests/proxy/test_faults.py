@@ -50,7 +50,9 @@ async def test_prefills_rejection_reaches_the_client_and_ends_decode(
             assert (await error_of(response))["code"] == "code_400"
         await until(lambda: decode.received[0].aborted, "decode's leg being closed")
         assert proxy.counted("requests_total", outcome="rejected") == 1
-        assert all(worker.state.value == "ok" for worker in proxy.router.pools.all), "a 4xx is no fault of a worker"
+        assert all(worker.state.value == "ok" for worker in proxy.router.services.pools.all), (
+            "a 4xx is no fault of a worker"
+        )
 
 
 @pytest.mark.parametrize(
@@ -109,12 +111,12 @@ async def test_a_prefill_leg_that_is_lost_after_the_answer_is_nobodys_fault(
         async with proxy.post() as answer:
             assert answer.status == 200
             await answer.read()
-        (worker,) = proxy.router.pools.workers[Leg.PREFILL]
+        (worker,) = proxy.router.services.pools.workers[Leg.PREFILL]
         await prefill.stop()
         await until(lambda: worker.in_flight == 0, "the end of its leg")
         await asyncio.sleep(0)
         assert decode.stops == []
-        assert sum(proxy.router.metrics.totals()["proxy_leg_failures"].values()) == 0
+        assert sum(proxy.router.services.metrics.totals()["proxy_leg_failures"].values()) == 0
 
 
 # ---- decode fails before anything was sent
@@ -296,7 +298,7 @@ async def test_a_client_that_leaves_during_prefill_ends_both_legs(
         async with asyncio.timeout(1.0):
             await until(lambda: prefill.received[0].aborted and decode.received[0].aborted, "both legs being closed")
         await until(lambda: proxy.counted("requests_total", outcome="client_left") == 1)
-        assert all(worker.state.value == "ok" for worker in proxy.router.pools.all)
+        assert all(worker.state.value == "ok" for worker in proxy.router.services.pools.all)
 
 
 async def test_a_client_that_leaves_during_decode_ends_decode_and_tells_prefill(
@@ -359,7 +361,7 @@ async def test_a_stale_pooled_connection_is_not_the_clients_problem(prefill: Fak
         assert proxy.counted("attempts_total", why="retry") == 0
         ids = [got.transfer_id for got in decode.received]
         assert len(ids) == len(set(ids)) == 3, "a new transfer id, since the first may have arrived"
-        assert proxy.router.pools.all[1].faults == 0
+        assert proxy.router.services.pools.all[1].faults == 0
 
 
 async def test_a_leg_that_answers_late_is_not_cut_off(prefill: FakeWorker, decode: FakeWorker) -> None:
@@ -398,7 +400,7 @@ async def test_a_worker_whose_legs_fail_is_left_alone_though_its_health_is_good_
         for _ in range(3 * FAILURES):
             assert await _status(proxy, stream=stream) == 200
         assert len(bad.received) == FAILURES
-        pool = proxy.router.pools.workers[Leg.PREFILL]
+        pool = proxy.router.services.pools.workers[Leg.PREFILL]
         assert [worker.describe()["fails"] for worker in pool] == [True, False]
         bad.fail_with, pool[0].breaker._closed_until_s = None, 0.0
         for _ in range(4):
@@ -413,7 +415,7 @@ async def test_where_most_workers_fail_none_is_left_alone(prefills: list[FakeWor
     async with proxy_of(prefills, [decode], policy="round_robin", retries=0, on_no_prefill="fail") as proxy:
         for _ in range(4 * FAILURES):
             await _status(proxy, stream=True)
-        assert len(proxy.router.pools.usable(Leg.PREFILL)) == 2
+        assert len(proxy.router.services.pools.usable(Leg.PREFILL)) == 2
 
 
 async def test_a_decode_that_got_no_kv_is_not_left_alone(prefill: FakeWorker, decodes: list[FakeWorker]) -> None:
@@ -422,7 +424,7 @@ async def test_a_decode_that_got_no_kv_is_not_left_alone(prefill: FakeWorker, de
     async with proxy_of([prefill], decodes, policy="round_robin", retries=0) as proxy:
         for _ in range(4 * FAILURES):
             await _status(proxy, stream=True)
-        assert not any(worker.breaker.keeps_away(0.0) for worker in proxy.router.pools.all)
+        assert not any(worker.breaker.keeps_away(0.0) for worker in proxy.router.services.pools.all)
 
 
 @pytest.mark.parametrize("answer", ["ends early", "begins with an error", "errs in the middle", "not an answer"])
@@ -443,7 +445,9 @@ async def test_a_worker_whose_answers_are_none_is_left_alone_though_their_status
         for _ in range(3 * FAILURES):
             await _status(proxy, stream=bad.answer_override is None)
         assert len(bad.received) == FAILURES
-        measured = [worker.work.tokens_per_s is not None for worker in proxy.router.pools.workers[Leg.DECODE]]
+        measured = [
+            worker.work.tokens_per_s is not None for worker in proxy.router.services.pools.workers[Leg.DECODE]
+        ]
         assert measured == [False, True]
 
 
@@ -451,7 +455,7 @@ async def test_legs_of_a_former_life_say_nothing_of_the_next(prefill: FakeWorker
     old = decodes[0]
     old.gates[1] = goes_on = asyncio.Event()
     async with proxy_of([prefill], decodes, policy="round_robin", health_interval_s=0.01) as proxy:
-        worker = proxy.router.pools.workers[Leg.DECODE][0]
+        worker = proxy.router.services.pools.workers[Leg.DECODE][0]
         requests = [asyncio.create_task(_status(proxy, stream=True)) for _ in range(2 * FAILURES)]
         await until(lambda: len(old.received) == FAILURES, "requests at the old life")
         old.break_after = 2
@@ -472,7 +476,7 @@ async def test_errors_that_a_request_caused_in_a_stream_do_not_count_against_a_w
     async with proxy_of([prefill], decodes, policy="round_robin") as proxy:
         for _ in range(4 * FAILURES):
             await _status(proxy, stream=True)
-        assert not any(worker.breaker.keeps_away(0.0) for worker in proxy.router.pools.all)
+        assert not any(worker.breaker.keeps_away(0.0) for worker in proxy.router.services.pools.all)
 
 
 @pytest.mark.parametrize("status", [400, 500])
@@ -496,7 +500,7 @@ async def test_requests_in_hand_at_a_worker_that_answers_no_probe_go_elsewhere(
     prefill.gate, decode.gate = asyncio.Event(), asyncio.Event()
     decode.on_stop = lambda _: decode.gate.set() if decode.gate else None
     async with proxy_of([prefill], [decode], health_interval_s=0.05, connect_timeout_s=0.2) as proxy:
-        (worker,) = proxy.router.pools.at(hung.url)
+        (worker,) = proxy.router.services.pools.at(hung.url)
         async with asyncio.TaskGroup() as tasks:
             asking = tasks.create_task(_status(proxy))
             await until(lambda: len(hung.received) == 1, "the request there")

@@ -52,7 +52,9 @@ async def test_decodes_answer_is_the_clients_and_the_prompt_is_computed_by_prefi
             assert b"0.0" in data
             assert (len(prefill.received), len(decode.received)) == (number, number)
         assert prefill.received[0].body["tool_choice"] == choice, "or the servers would make other prompts"
-        assert all(worker.state.value == "ok" and not worker.breaker.failures for worker in proxy.router.pools.all)
+        assert all(
+            worker.state.value == "ok" and not worker.breaker.failures for worker in proxy.router.services.pools.all
+        )
         assert proxy.counted("requests_total", outcome="ok") == 6
 
 

@@ -85,7 +85,7 @@ async def test_what_is_unusual_or_refused_goes_to_aiohttp(
 ) -> None:
     async with proxy_of([prefill], [decode]) as proxy:
         assert await whole(proxy, asked) == [status]
-        assert not proxy.router._exchanges
+        assert not proxy.router.services.exchanges
 
 
 async def test_aiohttp_goes_on_with_a_connection_whose_requests_differ(
@@ -116,8 +116,8 @@ async def test_a_client_that_leaves_takes_its_request_along(prefill: FakeWorker,
     async with proxy_of([prefill], [decode]) as proxy:
         async with connected(proxy.url) as (_, writer):
             writer.write(request(stream=True))
-            await until(lambda: proxy.router.num_running == 1, "the request")
-        await until(lambda: proxy.router.num_running == 0, "its end")
+            await until(lambda: proxy.router.services.num_running == 1, "the request")
+        await until(lambda: proxy.router.services.num_running == 0, "its end")
         assert proxy.counted("requests_total", outcome="client_left") == 1
 
 

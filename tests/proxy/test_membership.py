@@ -47,7 +47,9 @@ async def test_an_operator_adds_drains_and_removes_workers(
     async with proxy_of(prefills[:1], decodes[:1], **admin) as proxy:
         status, shown = await asked(proxy, "POST", {"role": "decode", "url": decodes[1].url})
         assert (status, [worker["label"] for worker in shown["decode"]]) == (200, ["decode-0", "decode-1"])
-        await until(lambda: all(worker.heard_s for worker in proxy.router.pools.all), "the new worker's health")
+        await until(
+            lambda: all(worker.heard_s for worker in proxy.router.services.pools.all), "the new worker's health"
+        )
         for _ in range(4):
             await proxy.stream()
         assert [len(worker.received) for worker in decodes] == [2, 2]
@@ -70,7 +72,9 @@ async def test_a_removed_worker_finishes_its_requests(
         running = asyncio.create_task(proxy.stream())
         await until(lambda: bool(decodes[0].received), "the request to begin")
         await asked(proxy, "PUT", {"prefill": [prefill.url], "decode": [decodes[1].url]})
-        await until(lambda: all(worker.heard_s for worker in proxy.router.pools.all), "the new worker's health")
+        await until(
+            lambda: all(worker.heard_s for worker in proxy.router.services.pools.all), "the new worker's health"
+        )
         await proxy.stream()
         assert len(decodes[1].received) == 1
         goes_on.set()
@@ -93,10 +97,10 @@ async def test_a_list_that_cannot_be_meant_changes_nothing(
     prefill: FakeWorker, decode: FakeWorker, admin: dict[str, Any], body: Any, named: str
 ) -> None:
     async with proxy_of([prefill], [decode], **admin) as proxy:
-        before = proxy.router.pools.all
+        before = proxy.router.services.pools.all
         status, answer = await asked(proxy, "PUT", body)
         assert (status, named in answer["error"]["message"]) == (400, True), answer
-        assert proxy.router.pools.all == before
+        assert proxy.router.services.pools.all == before
         status, _ = await asked(proxy, "DELETE", url="http://nobody")
         assert status == 400
 
@@ -107,7 +111,7 @@ async def test_only_operators_change_workers(prefill: FakeWorker, decode: FakeWo
             assert (await asked(proxy, method, {}, key="client"))[0] == 401
     async with proxy_of([prefill], [decode]) as proxy:
         assert (await asked(proxy, "PUT", {}))[0] == 403
-        assert len(proxy.router.pools.all) == 2
+        assert len(proxy.router.services.pools.all) == 2
 
 
 async def test_a_watched_file_replaces_the_workers_and_a_broken_one_does_not(
@@ -128,7 +132,7 @@ async def test_a_watched_file_replaces_the_workers_and_a_broken_one_does_not(
 
     write(json.dumps({"prefill": [prefill.url], "decode": [decodes[0].url]}))
     async with proxy_of([], [], settled=False, workers_file=str(path), **admin) as proxy:
-        pools = proxy.router.pools
+        pools = proxy.router.services.pools
 
         async def decode_is(worker: FakeWorker) -> None:
             await until(
@@ -213,14 +217,14 @@ async def test_nothing_is_said_of_a_worker_that_was_removed(
                 line for line in lines if line.startswith("pdlink_proxy_worker_healthy{") and decodes[0].url in line
             ]
 
-        await until(lambda: len(proxy.router.pools.refusals) == 1, "the refused pair")
+        await until(lambda: len(proxy.router.services.pools.refusals) == 1, "the refused pair")
         assert len(await healthy()) == 1
-        prefiller, gone, _ = proxy.router.pools.all
+        prefiller, gone, _ = proxy.router.services.pools.all
         await asked(proxy, "DELETE", url=decodes[0].url)
         assert await healthy() == []
-        assert proxy.router.standing() == ("ok", "")
-        proxy.router.pools.mispaired(prefiller, gone)  # by a request that it still has
-        assert proxy.router.standing() == ("ok", "")
+        assert proxy.router.services.standing() == ("ok", "")
+        proxy.router.services.pools.mispaired(prefiller, gone)  # by a request that it still has
+        assert proxy.router.services.standing() == ("ok", "")
 
 
 @pytest.mark.parametrize(

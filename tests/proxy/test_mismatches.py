@@ -64,7 +64,7 @@ def test_a_fleet_in_disorder_is_shown_in_part() -> None:
 async def test_no_request_is_spent_on_finding_out(prefills: list[FakeWorker], decode: FakeWorker) -> None:
     prefills[0].fingerprint, prefills[1].fingerprint, decode.fingerprint = NEW, OLD, OLD
     async with proxy_of(prefills, [decode]) as proxy:
-        await until(lambda: proxy.router.standing()[0] == "degraded", "the comparison")
+        await until(lambda: proxy.router.services.standing()[0] == "degraded", "the comparison")
         for _ in range(6):
             await proxy.stream()
         assert [len(each.received) for each in prefills] == [0, 6]
@@ -72,7 +72,7 @@ async def test_no_request_is_spent_on_finding_out(prefills: list[FakeWorker], de
             body = await response.json()
         assert (response.status, [each["stranded"] for each in body["mismatched"]]) == (200, ["prefill"])
         prefills[0].fingerprint, prefills[0].epoch = OLD, "e2"
-        await until(lambda: proxy.router.standing()[0] == "ok", "its update")
+        await until(lambda: proxy.router.services.standing()[0] == "ok", "its update")
 
 
 async def test_a_misfit_that_no_handshake_has_found_is_the_reason_of_its_requests(
@@ -81,7 +81,7 @@ async def test_a_misfit_that_no_handshake_has_found_is_the_reason_of_its_request
     """It was told as `no_prefill`, although a prefill worker is healthy and /health names what differs."""
     prefill.fingerprint, decode.fingerprint = NEW, OLD
     async with proxy_of([prefill], [decode]) as proxy:
-        await until(lambda: proxy.router.standing()[0] == "degraded", "the comparison")
+        await until(lambda: proxy.router.services.standing()[0] == "degraded", "the comparison")
         async with proxy.post() as response:
             assert response.headers["X-Pdlink-KV"] == "recomputed;reason=refused:model_revision_or_content"
 

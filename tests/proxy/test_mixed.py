@@ -56,7 +56,12 @@ async def test_sglang_requests_of_several_answers_have_a_plain_server_to_go_to()
             assert (await kv_of(proxy, n=2))[::2] == (200, "both-0")
             await prefill.stop()
             await until(
-                lambda: proxy.router.pools.workers[next(iter(proxy.router.pools.workers))][0].state.value != "ok"
+                lambda: (
+                    proxy.router.services.pools.workers[next(iter(proxy.router.services.pools.workers))][
+                        0
+                    ].state.value
+                    != "ok"
+                )
             )
             assert await kv_of(proxy) == (200, "recomputed;reason=no_pair", "both-0")
             async with proxy.client.get(f"{proxy.url}/readyz") as response:
@@ -123,9 +128,9 @@ def test_what_only_a_plain_server_can_serve_waits_for_one() -> None:
 
 async def test_workers_of_one_group_cost_no_comparison(prefills: list[FakeWorker], decodes: list[FakeWorker]) -> None:
     async with proxy_of(prefills, decodes) as proxy:
-        assert len(proxy.router.pools._groups) == 1
+        assert len(proxy.router.services.pools._groups) == 1
     async with proxy_of(prefills, decodes, cells={decodes[0].url: "a"}) as proxy:
-        assert len(proxy.router.pools._groups) == 2
+        assert len(proxy.router.services.pools._groups) == 2
 
 
 def test_a_decode_worker_without_a_prefill_worker_of_its_cell_computes_or_waits() -> None:

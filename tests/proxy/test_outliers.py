@@ -126,20 +126,22 @@ async def test_a_worker_that_fails_every_second_leg_gets_no_more(
 
     monkeypatch.setattr(bad, "answer", moody)
     async with proxy_of([prefill], decodes, policy="round_robin") as proxy:
-        state = next(worker for worker in proxy.router.pools.all if worker.url == bad.url)
+        state = next(worker for worker in proxy.router.services.pools.all if worker.url == bad.url)
         for _ in range(200):
             async with proxy.post() as response:
                 assert response.status == 200
             if state.outlier.out:
                 break
         assert state.outlier.out, "seed 7"
-        assert proxy.router.pools.usable(state.side) == [
-            worker for worker in proxy.router.pools.all if worker.url == good.url
+        assert proxy.router.services.pools.usable(state.side) == [
+            worker for worker in proxy.router.services.pools.all if worker.url == good.url
         ]
         assert "fail" in state.describe()["left_out"]
         await proxy.client.get(f"{proxy.url}/metrics")
         assert proxy.counted("worker_left_out", worker=bad.url, leg="decode") == 1
-        assert all(worker.outlier.failed == 0 for worker in proxy.router.pools.all if worker.url == prefill.url)
+        assert all(
+            worker.outlier.failed == 0 for worker in proxy.router.services.pools.all if worker.url == prefill.url
+        )
         bad_legs = len(bad.received)
         for _ in range(10):
             async with proxy.post() as response:
@@ -148,7 +150,7 @@ async def test_a_worker_that_fails_every_second_leg_gets_no_more(
         monkeypatch.setattr(bad, "answer", answer)
         bad.fail_with = None
         state.outlier._until_s = 0.0
-        await until(lambda: state in proxy.router.pools.usable(state.side), "the end of the pause")
+        await until(lambda: state in proxy.router.services.pools.usable(state.side), "the end of the pause")
         for _ in range(2):
             async with proxy.post() as response:
                 assert response.status == 200

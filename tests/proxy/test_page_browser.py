@@ -138,8 +138,8 @@ async def test_page_shows_what_the_state_says_also_with_a_dead_worker(browser: B
             for _ in range(20):
                 await asyncio.gather(*(proxy.stream(prompt="x") for _ in range(50)))
             await decode[2].stop()
-            await until(lambda: proxy.router.pools.all[4].state is State.UNREACHABLE)
-            assert len(proxy.router.records) == 1000
+            await until(lambda: proxy.router.services.pools.all[4].state is State.UNREACHABLE)
+            assert len(proxy.router.services.records) == 1000
             async with shown(browser, f"{proxy.url}/pdlink/") as page:
                 await verdict(page, "1 of 5 workers is away, decode-2")
                 rows, state = await cells(page), await state_of(proxy)
@@ -275,7 +275,7 @@ async def test_everything_is_reached_by_keyboard_in_order_and_the_focus_is_seen_
             stops.append(at)
         assert all(stop["seen"] for stop in stops), stops
         assert [stop["y"] for stop in stops] == sorted(stop["y"] for stop in stops), "as the page reads"
-        newest = proxy.router.records[-1].request_id
+        newest = proxy.router.services.records[-1].request_id
         names = [stop["name"] for stop in stops]
         assert names.index("filter") < [name.rstrip("…") in newest for name in names].index(True)
         request = page.locator("#requests button").first

@@ -123,7 +123,7 @@ async def test_a_proxy_learns_the_ways_of_its_workers_from_their_streams(
     prefills: list[FakeWorker], decode: FakeWorker
 ) -> None:
     async with proxy_of(prefills, [decode], policy="cost") as proxy:
-        pools, records = proxy.router.shared.pools, proxy.router.shared.records
+        pools, records = proxy.router.services.shared.pools, proxy.router.services.shared.records
         for each in pools.workers[Leg.PREFILL]:  # as they would be after some work
             each.work.sent(4000, 0.0)
             each.work.finished(4000, 1.0, served=True)

@@ -119,7 +119,7 @@ async def test_a_404_of_a_worker_that_lists_nothing_is_remembered() -> None:
             async with proxy.client.post(proxy.url + "/v1/rerank", json={"model": "m"}) as response:
                 assert response.status == 200
         assert len(having.got) == 3
-        lacks = {worker.url: worker.lacks for worker in proxy.router.pools.all}
+        lacks = {worker.url: worker.lacks for worker in proxy.router.services.pools.all}
         assert lacks[having.url] == set()
 
 
@@ -141,7 +141,7 @@ async def test_what_nobody_has_is_a_404_and_what_nobody_can_serve_now_a_503(deco
         async with proxy.client.post(proxy.url + "/v1/responses", json={"model": "other"}) as response:
             assert (response.status, (await response.json())["error"]["code"]) == (404, "model_not_found")
         decode.status = "failed"
-        await until(lambda: proxy.router.pools.all[0].state.value != "ok")
+        await until(lambda: proxy.router.services.pools.all[0].state.value != "ok")
         async with proxy.client.post(proxy.url + "/tokenize", json={"model": "m"}) as response:
             assert (response.status, response.headers["Retry-After"]) == (503, "1")
 
@@ -153,7 +153,7 @@ async def test_while_all_workers_are_away_a_request_waits_in_the_queue() -> None
         proxy_of([], [worker], dialect="vllm-nixl", no_worker_timeout_s=60, queue_size=1) as proxy,
     ):
         worker.dead = True
-        await until(lambda: not proxy.router.pools.usable(Leg.DECODE))
+        await until(lambda: not proxy.router.services.pools.usable(Leg.DECODE))
 
         async def ask() -> tuple[int, str]:
             async with proxy.client.post(proxy.url + "/v1/embeddings", json={"model": "m"}) as response:
@@ -166,7 +166,7 @@ async def test_while_all_workers_are_away_a_request_waits_in_the_queue() -> None
         assert await waiting == (200, "")
         assert len(proxy.queue) == 0
         worker.dead = True
-        await until(lambda: not proxy.router.pools.usable(Leg.DECODE))
+        await until(lambda: not proxy.router.services.pools.usable(Leg.DECODE))
         left = asyncio.create_task(ask())
         await until(lambda: len(proxy.queue) == 1)
         left.cancel()
@@ -210,8 +210,8 @@ async def test_a_client_that_leaves_ends_the_workers_request() -> None:
     async with fleet(worker), proxy_of([], [worker], dialect="vllm-nixl") as proxy:
         async with proxy.client.post(proxy.url + "/pooling", json={"model": "m"}) as response:
             await response.content.readany()
-        await until(lambda: proxy.router.pools.all[0].in_flight == 0)
-        assert proxy.router.pools.all[0].work.requests == 0
+        await until(lambda: proxy.router.services.pools.all[0].in_flight == 0)
+        assert proxy.router.services.pools.all[0].work.requests == 0
 
 
 async def test_a_client_that_reads_nothing_ends_its_request_and_blames_no_worker() -> None:
@@ -221,7 +221,7 @@ async def test_a_client_that_reads_nothing_ends_its_request_and_blames_no_worker
         async with proxy.client.post(proxy.url + "/pooling", json={"model": "m"}):
             await until(lambda: proxy.counted("requests_total", outcome="client_left") == 1)
         assert proxy.counted("leg_failures_total", leg="decode", reason="timeout") == 0
-        assert proxy.router.pools.all[0].in_flight == 0
+        assert proxy.router.services.pools.all[0].in_flight == 0
 
 
 async def test_a_worker_that_fails_in_a_row_is_left_alone() -> None:

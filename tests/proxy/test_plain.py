@@ -49,10 +49,10 @@ async def _all_about_one(prefill: FakeWorker, decode: FakeWorker, **more: Any) -
     async with proxy_of([prefill], [decode], **more) as proxy:
         status, names, answer = await _served(proxy, max_tokens=5)
         router = proxy.router
-        (record,), decisions = router.records, list(router.decisions)
+        (record,), decisions = router.services.records, list(router.services.decisions)
         metrics = {
             name: {labels: sum(numbers[:-1]) if len(numbers) > 1 else numbers[0] for labels, numbers in found}
-            for name, found in router.metrics.numbers().items()
+            for name, found in router.services.metrics.numbers().items()
             if name.startswith("pdlink_proxy_")
         }
         return {
@@ -62,9 +62,9 @@ async def _all_about_one(prefill: FakeWorker, decode: FakeWorker, **more: Any) -
             "decisions": [_kept(decision) for decision in decisions],
             "metrics": metrics,
             "left": (
-                router.num_running,
-                len(router.shared.alarms),
-                [worker.in_flight for worker in router.pools.all],
+                router.services.num_running,
+                len(router.services.shared.alarms),
+                [worker.in_flight for worker in router.services.pools.all],
             ),
         }
 
@@ -133,12 +133,14 @@ async def test_what_is_unusual_is_an_exchanges_from_there_on(
         assert (status, answer["leg"]) == (200, "alone" if "decode_alone_tokens" in more else "decode")
         assert len(exchanges) == num_exchanges
         router = proxy.router
-        await until(lambda: not any(worker.in_flight for worker in router.pools.all), "the end of the legs")
-        assert (router.num_running, len(router.shared.alarms)) == (0, 0)
-        assert [worker.work.requests for worker in router.pools.all] == [0, 0]
-        (record,) = router.records
+        await until(lambda: not any(worker.in_flight for worker in router.services.pools.all), "the end of the legs")
+        assert (router.services.num_running, len(router.services.shared.alarms)) == (0, 0)
+        assert [worker.work.requests for worker in router.services.pools.all] == [0, 0]
+        (record,) = router.services.records
         assert (record.outcome, record.request_id) == ("ok", decode.received[0].headers["X-Request-Id"])
-        assert {each.reason for each in router.decisions if each.verdict == "ended"} == {f"ok, KV {record.kv}"}
+        assert {each.reason for each in router.services.decisions if each.verdict == "ended"} == {
+            f"ok, KV {record.kv}"
+        }
 
 
 async def test_a_client_that_leaves_ends_both_legs(
@@ -148,11 +150,11 @@ async def test_a_client_that_leaves_ends_both_legs(
     async with proxy_of([prefill], [decode]) as proxy:
         asked = asyncio.create_task(_served(proxy))
         await until(lambda: bool(prefill.received and decode.received), "both legs")
-        (running,) = proxy.router._exchanges
+        (running,) = proxy.router.services.exchanges
         assert isinstance(running, Plain)
         asked.cancel()
         await until(lambda: prefill.received[0].aborted and decode.received[0].aborted, "the end of both legs")
-        await until(lambda: proxy.router.num_running == 0, "the end of the request")
+        await until(lambda: proxy.router.services.num_running == 0, "the end of the request")
         assert [exchange._flow.outcome for exchange in exchanges] == [Outcome.CLIENT_LEFT]
 
 
@@ -190,6 +192,6 @@ async def test_the_end_of_a_record_and_its_duration_are_of_one_moment(
     monkeypatch.setattr(ClientAnswer, "respond_json", slowly)
     async with proxy_of([prefill], [decode]) as proxy:
         await _served(proxy)
-        (record,), (placed, _) = proxy.router.records, proxy.router.decisions
+        (record,), (placed, _) = proxy.router.services.records, proxy.router.services.decisions
         assert abs((record.at_s - record.total_s) - (placed.at_s - placed.waited_s)) < 0.1
         assert not exchanges

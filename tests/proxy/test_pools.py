@@ -32,7 +32,7 @@ def state_of(worker: Worker) -> State:
 
 
 def states(proxy: Proxy) -> list[State]:
-    return [worker.state for worker in proxy.router.pools.all]
+    return [worker.state for worker in proxy.router.services.pools.all]
 
 
 async def status_of(proxy: Proxy, **body: Any) -> int:
@@ -149,7 +149,7 @@ async def test_the_whole_decode_pool_may_go_and_come_back(prefill: FakeWorker, d
                 worker.epoch = epoch
                 await worker.start()
             await until(lambda: states(proxy) == [State.OK] * 3)
-        assert [worker.incarnations for worker in proxy.router.pools.workers[Leg.DECODE]] == [3, 3]
+        assert [worker.incarnations for worker in proxy.router.services.pools.workers[Leg.DECODE]] == [3, 3]
 
 
 async def test_a_failed_connection_takes_a_worker_out_until_its_next_good_answer(
@@ -161,7 +161,7 @@ async def test_a_failed_connection_takes_a_worker_out_until_its_next_good_answer
         prefill.gate = asyncio.Event()
         bad.resets = 1
         assert [await status_of(proxy) for _ in range(2)] == [200, 200]
-        known = proxy.router.pools.workers[Leg.DECODE][0]
+        known = proxy.router.services.pools.workers[Leg.DECODE][0]
         assert known.faults == 1
         await until(lambda: known.state is State.OK, "its return")
         before = len(bad.received)
@@ -255,7 +255,7 @@ async def test_each_leg_may_have_a_policy_of_its_own(prefills: list[FakeWorker],
 async def test_what_a_worker_has_to_do_is_known_while_it_does_it(prefill: FakeWorker, decode: FakeWorker) -> None:
     decode.gates = {1: asyncio.Event()}
     async with proxy_of([prefill], [decode]) as proxy:
-        one, other = (worker.work for worker in proxy.router.pools.all)
+        one, other = (worker.work for worker in proxy.router.services.pools.all)
         running = asyncio.create_task(proxy.stream(prompt=list(range(100)), max_tokens=10))
         await until(lambda: prefill.received != [] and one.requests == 0, "prefill's token")
         assert (other.requests, other.tokens) == (1, 110)

@@ -28,4 +28,4 @@ async def test_a_probe_is_no_request_of_a_client(prefill: FakeWorker, decode: Fa
             found = await response.json()
         assert (found["prefill"], found["decode"], found["kv"]) == ("prefill-0", "decode-0", "transferred")
         assert (found["lane"], found["nbytes"]) == ("", 0), "these workers measure nothing"
-        assert len(proxy.router.records) == 0
+        assert len(proxy.router.services.records) == 0

@@ -71,7 +71,7 @@ async def test_a_stream_goes_on_behind_what_the_client_has(
             assert 1 <= len(told) <= lost_after  # what was on its way when the connection broke is lost
             assert again.body["seed"] == first.received[0].body["seed"]
             assert again.transfer_id != first.received[0].transfer_id
-            before, after = (each.tokens for each in proxy.router.decisions if each.verdict == "placed")
+            before, after = (each.tokens for each in proxy.router.services.decisions if each.verdict == "placed")
             assert after == before + len(told), "what is computed again counts as prompt"
             assert proxy.counted("fallbacks_total", kind="recovered") == 1
         assert proxy.counted("requests_total", outcome="ok") == 1
@@ -99,8 +99,8 @@ async def test_times_of_a_rescued_stream_are_those_of_each_attempt_and_add_up(
     async with proxy_of([prefill], [bad, *good]) as proxy:
         for _ in range(3):
             await proxy.stream()
-        await until(lambda: len(proxy.router.records) == 3, "their records")
-        rescued = next(each for each in proxy.router.records if each.attempts == 2)
+        await until(lambda: len(proxy.router.services.records) == 3, "their records")
+        rescued = next(each for each in proxy.router.services.records if each.attempts == 2)
         assert len(rescued.tries) == 2
         assert rescued.ttft_s is not None
         assert rescued.prefill_s is not None
@@ -210,7 +210,9 @@ async def test_a_stream_of_vllm_with_drawn_tokens_ends_with_an_error_that_says_w
         last = chunks(data)[-1]
         assert last["error"]["type"] == "stream_error"
         assert "drawn at random" in last["error"]["message"]
-        await until(lambda: any("drawn at random" in each.reason for each in proxy.router.decisions), "the decision")
+        await until(
+            lambda: any("drawn at random" in each.reason for each in proxy.router.services.decisions), "the decision"
+        )
 
 
 def test_an_answer_in_other_words_is_not_joined() -> None:
@@ -266,7 +268,7 @@ async def test_words_that_differ_from_those_of_a_dead_worker_blame_nobody(vllms:
                 break
         assert "another worker answers in other words" in chunks(data)[-1]["error"]["message"]
         assert proxy.counted("leg_failures_total", leg="decode", reason="diverged") >= 1
-        state = next(worker for worker in proxy.router.pools.all if worker.url == other.url)
+        state = next(worker for worker in proxy.router.services.pools.all if worker.url == other.url)
         assert (state.breaker.failures, state.outlier.failed) == (0, 0)
 
 

@@ -67,7 +67,7 @@ async def test_a_refused_pair_is_shown_and_avoided_while_there_is_another(
     for p, d in wrong:
         NAMED_BY[said_by](p, d)
     async with proxy_of(prefills, decodes) as proxy:
-        await until(lambda: len(proxy.router.pools.refusals) == 2, "both pairs")
+        await until(lambda: len(proxy.router.services.pools.refusals) == 2, "both pairs")
         shown = await pairs_of(proxy)
         assert {(pair["prefill"], pair["decode"]) for pair in shown} == {(p.name, d.name) for p, d in wrong}
         assert [(pair["factor"], pair["local"], pair["remote"]) for pair in shown] == [("content", "aa", "bb")] * 2
@@ -78,7 +78,7 @@ async def test_a_refused_pair_is_shown_and_avoided_while_there_is_another(
         assert len(warnings_of(caplog)) == 2, "each pair once"
         for worker in (*prefills, *decodes):
             worker.refused.clear()
-        await until(lambda: len(proxy.router.pools.refusals) == 0, "the end of it")
+        await until(lambda: len(proxy.router.services.pools.refusals) == 0, "the end of it")
         assert len(warnings_of(caplog)) == 4, "the end at the level of the beginning"
         assert await pairs_of(proxy) == []
 
@@ -92,7 +92,7 @@ async def test_where_no_pair_fits_decode_serves_alone_and_says_why(
     for decode in decodes:
         decode.refused = [entry("name that goes with the key", peer=prefill.name)]
     async with proxy_of([prefill], decodes, on_no_prefill=on_no_prefill) as proxy:
-        await until(lambda: len(proxy.router.pools.refusals) == 2)
+        await until(lambda: len(proxy.router.services.pools.refusals) == 2)
         before = len(warnings_of(caplog))
         for _ in range(4):
             assert await kv_of(proxy, stream=stream) == "recomputed;reason=refused:name_that_goes_with_the_key"
@@ -101,7 +101,7 @@ async def test_where_no_pair_fits_decode_serves_alone_and_says_why(
         (begun,) = warnings_of(caplog)[before:]
         assert "no pair of workers fits together" in begun
         decodes[0].refused = []
-        await until(lambda: len(proxy.router.pools.refusals) == 1)
+        await until(lambda: len(proxy.router.services.pools.refusals) == 1)
         decodes[0].needs = prefill
         for _ in range(2):
             assert await kv_of(proxy, stream=stream) == "transferred"
@@ -112,10 +112,10 @@ async def test_a_pair_whose_next_try_is_due_gets_one_request(prefill: FakeWorker
     """Otherwise nobody would ever find out that the cause is mended."""
     decode.refused = [entry(peer=prefill.name, retry_s=0.0)]
     async with proxy_of([prefill], [decode]) as proxy:
-        await until(lambda: len(proxy.router.pools.refusals) == 1)
+        await until(lambda: len(proxy.router.services.pools.refusals) == 1)
         assert (await kv_of(proxy)).startswith("recomputed;reason=refused"), "it has just been heard of"
         for paused_s in (2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
-            (pair,) = proxy.router.pools.refusals
+            (pair,) = proxy.router.services.pools.refusals
             assert pair.pause_s == paused_s
             pair.until_s = 0.0
             prefilled = len(prefill.received)
@@ -137,7 +137,7 @@ async def test_a_prefill_worker_that_decode_may_not_dial_is_not_the_clients_prob
         assert [pair["factor"] for pair in await pairs_of(proxy)] == ["peer_not_allowed"]
         assert proxy.counted("requests_total", outcome="rejected") == 0
         decode.fail_with = None
-        (pair,) = proxy.router.pools.refusals
+        (pair,) = proxy.router.services.pools.refusals
         pair.until_s = 0.0
         assert await kv_of(proxy) == "transferred"
         assert await pairs_of(proxy) == []

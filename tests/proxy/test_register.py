@@ -36,12 +36,12 @@ PROXY, PREFILL, DECODE, OTHER = made("proxy"), made("prefill-a"), made("decode-a
 
 
 def source(proxy: Proxy) -> dict[str, Any]:
-    found: dict[str, Any] = proxy.router.discovery.describe()[HERE]
+    found: dict[str, Any] = proxy.router.services.discovery.describe()[HERE]
     return found
 
 
 def usable(proxy: Proxy) -> list[str]:
-    return [worker.url for side in Leg for worker in proxy.router.pools.usable(side)]
+    return [worker.url for side in Leg for worker in proxy.router.services.pools.usable(side)]
 
 
 @contextlib.asynccontextmanager
@@ -64,10 +64,10 @@ async def test_workers_that_join_are_asked_once_and_then_known_by_their_beats(
         await until(lambda: len(usable(proxy)) == 2, "both workers")
         await proxy.stream()
         assert [len(worker.received) for worker in (prefill, decode)] == [1, 1]
-        assert proxy.router.pools.workers[Leg.PREFILL][0].cell == "rack1"
+        assert proxy.router.services.pools.workers[Leg.PREFILL][0].cell == "rack1"
         first.beat(prefill)  # the first one brought it in, and the probe in
         second.beat(decode)
-        workers = proxy.router.pools.all
+        workers = proxy.router.services.pools.all
         await until(lambda: all(worker.beats for worker in workers), "the beats")
         asked = prefill.probed + decode.probed
         for running in range(1, 4):
@@ -85,7 +85,7 @@ async def test_a_beat_with_the_same_body_changes_the_load_and_one_with_another_b
         joiner = hall.new()
         joiner.beat(prefill, load=load(1))
         await until(lambda: len(usable(proxy)) == 1, "the worker")
-        (worker,) = proxy.router.pools.all
+        (worker,) = proxy.router.services.pools.all
         for busy in (7, 8):
             joiner.beat(prefill, load=load(busy))
             await until(lambda n=busy: worker.health.running == n, "the load")  # type: ignore[misc, union-attr]
@@ -110,7 +110,7 @@ async def test_keys_decide_who_joins_and_under_which_name(prefill: FakeWorker, d
         await until(lambda: usable(proxy) == [prefill.url], "the one whose name is its key's")
         wanted = ("name: got 'prefill-a' with the key of decode-a", f"key {OTHER.public} is not on the allow-list")
         await until(lambda: all(text in " ".join(source(proxy)["refused"]) for text in wanted), "both refusals")
-        assert [worker.url for worker in proxy.router.pools.all] == [prefill.url]
+        assert [worker.url for worker in proxy.router.services.pools.all] == [prefill.url]
 
 
 async def test_a_key_that_is_taken_off_the_list_beats_in_vain(prefill: FakeWorker) -> None:
@@ -119,9 +119,9 @@ async def test_a_key_that_is_taken_off_the_list_beats_in_vain(prefill: FakeWorke
         joiner = hall.new(PREFILL)
         joiner.beat(prefill, beat_s=0.05)
         await until(lambda: usable(proxy) == [prefill.url], "the worker")
-        proxy.router.discovery.allow(knows(PROXY, DECODE).allowed)
+        proxy.router.services.discovery.allow(knows(PROXY, DECODE).allowed)
         await prefill.stop()
-        while proxy.router.pools.all[0].state is not State.UNREACHABLE:
+        while proxy.router.services.pools.all[0].state is not State.UNREACHABLE:
             joiner.beat(prefill, beat_s=0.05)
             await asyncio.sleep(0.01)
 
@@ -151,7 +151,7 @@ async def test_silence_alone_costs_a_worker_nothing_that_answers_a_probe(
         first.beat(prefill, beat_s=0.05)
         second.beat(decode)
         await until(lambda: len(usable(proxy)) == 2, "both workers")
-        register = proxy.router.discovery.sources[HERE].source
+        register = proxy.router.services.discovery.sources[HERE].source
         assert isinstance(register, RegisterSource)
         await until(lambda: any(life.silent_since_s is not None for life in register.roll), "the silence")
         for stepped_s in (0.0, 4e9):
@@ -187,7 +187,7 @@ async def test_requests_in_hand_at_a_host_that_hangs_go_elsewhere_after_three_be
         asking = asyncio.create_task(proxy.stream())
         await until(lambda: len(hung.received) == 1, "the request there")
         second.beat(well)
-        (gone,) = proxy.router.pools.at(hung.url)
+        (gone,) = proxy.router.services.pools.at(hung.url)
         await until(lambda: (gone.in_flight, gone.legs) == (0, set()), "the loss")
         gate.set()
         assert b"two" in await asyncio.wait_for(asking, 60)
@@ -221,9 +221,9 @@ async def test_a_worker_says_that_it_drains_and_that_it_leaves(decode: FakeWorke
         decode.status = "draining"  # a probe says it, too
         joiner.beat(decode)
         await until(lambda: usable(proxy) == [], "the drain")
-        assert proxy.router.pools.all[0].state is State.DRAINING
+        assert proxy.router.services.pools.all[0].state is State.DRAINING
         joiner.beat(decode, leaves=True)
-        await until(lambda: proxy.router.pools.all == [], "its end")
+        await until(lambda: proxy.router.services.pools.all == [], "its end")
 
 
 async def test_a_proxy_that_stood_still_forgets_nobody(prefill: FakeWorker) -> None:
@@ -354,4 +354,6 @@ async def test_a_port_that_is_taken_is_a_source_that_is_down() -> None:
     async with followed() as (register, _):
         text = f"register:{register.address}"
         async with proxy_of([], [], settled=False, discover=[text]) as proxy:
-            await until(lambda: "cannot bind" in proxy.router.discovery.describe()[text]["reason"], "the reason")
+            await until(
+                lambda: "cannot bind" in proxy.router.services.discovery.describe()[text]["reason"], "the reason"
+            )

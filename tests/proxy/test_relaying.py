@@ -29,7 +29,7 @@ def words(prefill: FakeWorker, decodes: list[FakeWorker]) -> None:
 
 
 def relays_of(proxy: Proxy) -> Relays:
-    found = proxy.router.shared.relays
+    found = proxy.router.services.shared.relays
     assert found is not None
     return found
 

@@ -41,9 +41,9 @@ async def test_a_stream_goes_on_while_limits_queue_and_workers_change(
             "listen": "127.0.0.1:1",
         }
         router.adopt(settings([prefill], [second], **new))
-        assert (router.shared.queue.size, router.shared.queue.weights) == (7, {"k": 2.0})
-        assert [worker.url for worker in router.pools.all] == [prefill.url, second.url]
-        await until(lambda: all(worker.heard_s for worker in router.pools.all), "the new worker")
+        assert (router.services.shared.queue.size, router.services.shared.queue.weights) == (7, {"k": 2.0})
+        assert [worker.url for worker in router.services.pools.all] == [prefill.url, second.url]
+        await until(lambda: all(worker.heard_s for worker in router.services.pools.all), "the new worker")
         async with proxy.post() as answer:
             assert (answer.status, answer.headers["X-Pdlink-Decode"]) == (200, "decode-1")
         async with proxy.post() as answer:
@@ -51,7 +51,7 @@ async def test_a_stream_goes_on_while_limits_queue_and_workers_change(
         first.gates[1].set()
         assert tokens_of(await running.read()) == event("zero") + event("one") + event("two") + END
         router.adopt(settings([prefill], [second, second]))
-        assert [worker.url for worker in router.pools.all] == [prefill.url, second.url]
+        assert [worker.url for worker in router.services.pools.all] == [prefill.url, second.url]
     said = [record.getMessage() for record in caplog.records]
     assert "settings that need a restart are as they were: policy" in said
     assert any("the workers are unchanged: decode" in each for each in said)

@@ -56,10 +56,12 @@ async def test_a_rolling_update_cell_by_cell_pairs_no_old_with_new_and_loses_no_
         ]
 
         def used(proxy: Proxy) -> set[str]:
-            return {each.url for leg in Leg for each in proxy.router.pools.usable(leg)}
+            return {each.url for leg in Leg for each in proxy.router.services.pools.usable(leg)}
 
         def in_hand(urls: set[str]) -> int:
-            return sum(each.in_flight for proxy in proxies for url in urls for each in proxy.router.pools.at(url))
+            return sum(
+                each.in_flight for proxy in proxies for url in urls for each in proxy.router.services.pools.at(url)
+            )
 
         await until(lambda: all(len(used(proxy)) == 4 for proxy in proxies), "four workers each")
         clients = [asyncio.create_task(ask(proxy)) for proxy in proxies for _ in range(CLIENTS)]
@@ -90,6 +92,6 @@ async def test_a_rolling_update_cell_by_cell_pairs_no_old_with_new_and_loses_no_
                 its_cell, prefill = by_name[received.body["kv_transfer_params"]["prefill"]["name"]]
                 assert its_cell == cell, "KV stays within a cell"
                 assert prefill.fingerprint == decode.fingerprint, "old never meets new"
-        assert all(proxy.router.pools.mismatches == [] for proxy in proxies)
+        assert all(proxy.router.services.pools.mismatches == [] for proxy in proxies)
         for each in now.values():
             stack.push_async_callback(each.stop)

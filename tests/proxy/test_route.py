@@ -23,7 +23,7 @@ async def decided(proxy: Proxy, **body: Any) -> tuple[int, dict[str, Any]]:
 
 
 def loads(proxy: Proxy) -> list[int]:
-    return [worker.work.requests for worker in proxy.router.pools.all]
+    return [worker.work.requests for worker in proxy.router.services.pools.all]
 
 
 async def test_an_edge_streams_from_decode_by_a_decision(prefill: FakeWorker, decode: FakeWorker) -> None:

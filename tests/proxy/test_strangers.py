@@ -81,13 +81,13 @@ async def test_announced_workers_that_nobody_finds_are_bounded_and_the_page_does
         first, second = hall.new(), hall.new()
         first.beat(prefill)
         second.beat(decode)
-        await until(lambda: all(proxy.router.pools.usable(side) for side in Leg), "the honest pair")
-        (source,) = proxy.router.discovery.sources.values()
+        await until(lambda: all(proxy.router.services.pools.usable(side) for side in Leg), "the honest pair")
+        (source,) = proxy.router.services.discovery.sources.values()
         for number in range(MAX_UNPROVEN + 40):
             hall.new().say(f"http://127.0.{number // 250}.{number % 250 + 1}:9", health_of(number))
         await until(lambda: source.source.describe()["refused"] != [], "the refusal")  # type: ignore[attr-defined]
-        await until(lambda: len(proxy.router.pools.all) >= MAX_UNPROVEN, "those that are taken in")
-        assert len(proxy.router.pools.all) <= MAX_UNPROVEN + 2
+        await until(lambda: len(proxy.router.services.pools.all) >= MAX_UNPROVEN, "those that are taken in")
+        assert len(proxy.router.services.pools.all) <= MAX_UNPROVEN + 2
         await proxy.stream()
         async with asyncio.timeout(5):
             await state_of(proxy.router)
@@ -95,7 +95,11 @@ async def test_announced_workers_that_nobody_finds_are_bounded_and_the_page_does
 
 async def test_pokes_make_no_worker_be_asked_more_often(prefill: FakeWorker, decode: FakeWorker) -> None:
     async with proxy_of([prefill], [decode], health_interval_s=10) as proxy:
-        worker, began_s, before = proxy.router.pools.all[0], asyncio.get_running_loop().time(), prefill.probed
+        worker, began_s, before = (
+            proxy.router.services.pools.all[0],
+            asyncio.get_running_loop().time(),
+            prefill.probed,
+        )
         while asyncio.get_running_loop().time() - began_s < 5 * LEAST_S:
             worker.poke.set()
             await asyncio.sleep(0.001)
@@ -121,7 +125,7 @@ async def test_a_key_that_is_taken_off_the_allow_list_beats_no_more() -> None:
 async def test_a_new_life_is_not_believed_before_a_probe(prefill: FakeWorker, decode: FakeWorker) -> None:
     """Nor a beat in the name of another worker."""
     async with proxy_of([prefill], [decode], health_interval_s=10) as proxy:
-        beats, worker = Beats(proxy.router.pools, lambda: None), proxy.router.pools.all[0]
+        beats, worker = Beats(proxy.router.services.pools, lambda: None), proxy.router.services.pools.all[0]
         known = worker.health
         assert known is not None
         for other in ({"epoch": "new"}, {"name": "another"}):
@@ -142,11 +146,11 @@ async def test_an_allowed_worker_takes_no_other_one_out(prefill: FakeWorker, dec
         first, second, liar = hall.new(PREFILL), hall.new(DECODE), hall.new(OTHER)
         first.say(prefill.url, prefill.health() | {"name": PREFILL.name})
         second.say(decode.url, decode.health() | {"name": DECODE.name})
-        await until(lambda: len(proxy.router.pools.all) == 2, "both")
+        await until(lambda: len(proxy.router.services.pools.all) == 2, "both")
         told = prefill.health() | {"name": OTHER.name, "role": "decode", "epoch": "e9"}
         liar.say(prefill.url, told, age_s=0.0)
-        (source,) = proxy.router.discovery.sources.values()
+        (source,) = proxy.router.services.discovery.sources.values()
         await until(lambda: source.source.describe()["left_out"] != [], "the liar")  # type: ignore[attr-defined]
-        await until(lambda: all(proxy.router.pools.usable(side) for side in Leg), "the honest pair")
-        assert [worker.side for worker in proxy.router.pools.at(prefill.url)] == [Leg.PREFILL]
+        await until(lambda: all(proxy.router.services.pools.usable(side) for side in Leg), "the honest pair")
+        assert [worker.side for worker in proxy.router.services.pools.at(prefill.url)] == [Leg.PREFILL]
         await proxy.stream()

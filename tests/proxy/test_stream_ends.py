@@ -77,7 +77,7 @@ async def test_a_stream_without_a_reason_for_its_end_is_a_failure(dialect: str, 
         assert b'"finish_reason": "error"' not in data
         assert proxy.counted("leg_failures_total", leg="decode", reason=reason) == 1
         assert proxy.counted("requests_total", outcome="ok") == 0
-        assert proxy.router.pools.all[1].breaker.failures == 1
+        assert proxy.router.services.pools.all[1].breaker.failures == 1
 
 
 @pytest.mark.parametrize("kind", BAD)

@@ -21,7 +21,7 @@ async def test_every_attempt_of_a_request_is_shown(
             assert answer.status == 200
             await answer.read()
             headers = answer.headers
-        (record,) = proxy.router.records
+        (record,) = proxy.router.services.records
         first, last = dict.fromkeys(leg.transfer_id for leg in record.legs)
         assert last == headers["X-Pdlink-Transfer"]
         ids = {"request": headers["X-Request-Id"], "first transfer": first, "last transfer": last}

@@ -49,8 +49,8 @@ async def told(prefills: list[FakeWorker], text: str = TEXT) -> AsyncIterator[Fa
 
 async def heard(proxy: Proxy) -> None:
     """Its events are known; and these workers compute so fast that no question would pay."""
-    await until(lambda: len(proxy.router.pools.kv_events.index) > 0, "events")
-    if (tokenizing := proxy.router.shared.tokenizing) is not None:
+    await until(lambda: len(proxy.router.services.pools.kv_events.index) > 0, "events")
+    if (tokenizing := proxy.router.services.shared.tokenizing) is not None:
         tokenizing.worth.pays = lambda nbytes, tokens_per_s: True  # type: ignore[method-assign]
 
 
@@ -100,7 +100,7 @@ async def test_a_late_answer_holds_no_request_and_serves_the_next(
             assert answer.status == 200
         assert proxy.counted("tokenized_total", how="late") == 1
         gate.set()
-        tokenizing = proxy.router.shared.tokenizing
+        tokenizing = proxy.router.services.shared.tokenizing
         assert tokenizing is not None
         await until(lambda: len(tokenizing.known) == 4000, "the late answer")
         async with proxy.post(prompt=TEXT) as answer:
@@ -123,7 +123,7 @@ async def test_nobody_is_asked_where_it_cannot_help(prefills: list[FakeWorker], 
             for prompt in ("short", tokens_in(TEXT), [TEXT]):
                 async with proxy.post(prompt=prompt) as answer:
                     assert answer.status == 200
-            tokenizing = proxy.router.shared.tokenizing
+            tokenizing = proxy.router.services.shared.tokenizing
             assert tokenizing is not None
             tokenizing.worth.pays = lambda nbytes, tokens_per_s: False  # type: ignore[method-assign]
             async with proxy.post(prompt=TEXT) as answer:
@@ -161,7 +161,9 @@ async def test_equal_prompts_at_once_are_one_question(prefills: list[FakeWorker]
                 return int(answer.status)
 
         running = [asyncio.create_task(one()) for _ in range(8)]
-        await until(lambda: proxy.router.num_running == 8 and any(worker.tokenized for worker in prefills), "all")
+        await until(
+            lambda: proxy.router.services.num_running == 8 and any(worker.tokenized for worker in prefills), "all"
+        )
         gate.set()
         assert await asyncio.gather(*running) == [200] * 8
         assert sum(len(worker.tokenized) for worker in prefills) == 1
@@ -182,7 +184,7 @@ async def test_a_tokenizer_file_answers_in_place_of_the_workers(
         await heard(proxy)
         async with proxy.post(prompt=" ".join(words)) as answer:
             assert answer.status == 200
-        tokenizing = proxy.router.shared.tokenizing
+        tokenizing = proxy.router.services.shared.tokenizing
         assert tokenizing is not None
         assert len(tokenizing.known) == 2000
         async with proxy.post(CHAT, messages=[{"role": "user", "content": TEXT}]) as answer:

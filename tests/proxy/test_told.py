@@ -167,7 +167,7 @@ async def test_a_wrong_worker_key_is_found_by_the_health_check_and_named(
     """A client that reads `invalid_api_key` takes its own key for wrong."""
     prefill.key = decode.key = "right"
     async with proxy_of([prefill], [decode], worker_key_file=wrong_key) as proxy:
-        assert [worker.state for worker in proxy.router.pools.all] == [State.BARRED] * 2
+        assert [worker.state for worker in proxy.router.services.pools.all] == [State.BARRED] * 2
         status, data = await post(proxy)
         assert (status, json.loads(data)["error"]["code"]) == (502, "worker_key_refused")
         assert proxy.counted("requests_total", outcome="failed") == 1
@@ -178,7 +178,9 @@ async def test_a_wrong_worker_key_is_found_by_the_health_check_and_named(
             assert response.status == 503
             assert "worker_key_file" in (await response.json())["reason"]
         decode.key = prefill.key = ""
-        await until(lambda: all(worker.state is State.OK for worker in proxy.router.pools.all), "being let in")
+        await until(
+            lambda: all(worker.state is State.OK for worker in proxy.router.services.pools.all), "being let in"
+        )
         assert (await post(proxy))[0] == 200
     assert prefill.received[:-1] == decode.received[:-1] == []
 
@@ -200,7 +202,7 @@ async def test_a_worker_whose_key_changes_under_way_is_the_operators_problem(
             assert (status, json.loads(data)["error"]["code"]) == (502, "worker_key_refused")
         assert proxy.counted("requests_total", outcome="rejected") == 0
         barred = Leg.PREFILL if side == "prefill" else Leg.DECODE
-        await until(lambda: proxy.router.pools.workers[barred][0].state is State.BARRED)
+        await until(lambda: proxy.router.services.pools.workers[barred][0].state is State.BARRED)
 
 
 # ---- the log of a normal day
@@ -217,7 +219,7 @@ async def test_workers_that_come_up_after_the_proxy_are_no_warning(
     await prefill.stop()
     await decode.stop()
     async with proxy_of([prefill], [decode], settled=False) as proxy:
-        pool = proxy.router.pools.all
+        pool = proxy.router.services.pools.all
         await until(lambda: all(worker.state is State.UNREACHABLE for worker in pool))
         await prefill.start()
         await decode.start()
@@ -237,7 +239,7 @@ async def test_a_worker_that_never_comes_is_one_warning_and_its_coming_another(
         (line,) = lines_about(caplog, decode.url)
         assert line.endswith("unreachable (GET /health: Connection refused)")
         await decode.start()
-        await until(lambda: proxy.router.pools.all[1].state is State.OK)
+        await until(lambda: proxy.router.services.pools.all[1].state is State.OK)
         assert levels(caplog) == ["WARNING", "WARNING"]
         assert lines_about(caplog, decode.url)[1].endswith(": ok again")
 
@@ -248,7 +250,7 @@ async def test_a_normal_end_warns_of_nothing(
     async with proxy_of([prefill], [decode]) as proxy:
         for worker in (prefill, decode):
             worker.status = "draining"
-        pool = proxy.router.pools.all
+        pool = proxy.router.services.pools.all
         await until(lambda: all(worker.state is State.DRAINING for worker in pool))
         await prefill.stop()
         await until(lambda: pool[0].state is State.UNREACHABLE)
@@ -263,10 +265,10 @@ async def test_a_worker_that_dies_is_a_warning_at_once_and_so_is_its_return(
 ) -> None:
     async with proxy_of([prefill], [decode]) as proxy:
         await decode.stop()
-        await until(lambda: proxy.router.pools.all[1].state is State.UNREACHABLE)
+        await until(lambda: proxy.router.services.pools.all[1].state is State.UNREACHABLE)
         assert levels(caplog) == ["WARNING"]
         await decode.start()
-        await until(lambda: proxy.router.pools.all[1].state is State.OK)
+        await until(lambda: proxy.router.services.pools.all[1].state is State.OK)
         assert levels(caplog) == ["WARNING", "WARNING"]
 
 

@@ -51,8 +51,8 @@ async def test_a_request_is_a_span_with_its_phases_and_legs_below(
             await answer.read()
             transfer_id = answer.headers["X-Pdlink-Transfer"]
         spans = await found(collector, 7)
-        assert proxy.router.spans is not None
-        assert proxy.router.spans.num_dropped == 0
+        assert proxy.router.services.spans is not None
+        assert proxy.router.services.spans.num_dropped == 0
     assert {(each.service, each.trace_id, each.state) for each in spans.values()} == {
         ("pdlink-proxy", TRACE, "a=1,b=2")
     }
@@ -127,7 +127,7 @@ async def test_the_sampled_flag_is_honoured_and_handed_on(
         await asyncio.to_thread(
             collector.until, lambda it: any(" m" in each.name for each in it.found), "the request"
         )
-        sent = proxy.router.spans
+        sent = proxy.router.services.spans
     assert {each.trace_id for each in collector.found} == {TRACE}
     assert sent is not None
     assert sent.num_sent == len(collector.found) <= 7, "of one request alone"
@@ -146,7 +146,7 @@ async def test_a_dead_collector_changes_nothing_for_requests(prefill: FakeWorker
     async with proxy_of([prefill], [decode], tracing=tracing) as proxy:
         for _ in range(5):
             assert await proxy.stream() == whole
-        sender = proxy.router.spans
+        sender = proxy.router.services.spans
         assert sender is not None
         await until(lambda: sender.num_dropped >= 25, "what is dropped to be counted")
         assert sender.num_sent == 0

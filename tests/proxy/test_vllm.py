@@ -223,8 +223,10 @@ async def test_with_nixl_decode_follows_prefill_and_gets_its_parameters_verbatim
             said(proxy, stream=True, prompt=[1, 2, 3], kv_transfer_params={"remote_host": "x"})
         )
         await until(lambda: len(pair.prefill.received) == 1)
-        heard = [worker.heard_s or 0.0 for worker in proxy.router.pools.all]
-        await until(lambda: all((w.heard_s or 0.0) > at for w, at in zip(proxy.router.pools.all, heard, strict=True)))
+        heard = [worker.heard_s or 0.0 for worker in proxy.router.services.pools.all]
+        await until(
+            lambda: all((w.heard_s or 0.0) > at for w, at in zip(proxy.router.services.pools.all, heard, strict=True))
+        )
         assert pair.decode.received == [], "it has nothing to fetch yet"
         pair.prefill.gate.set()
         assert (await answer)[0] == 200
@@ -309,8 +311,8 @@ async def test_how_the_kv_of_a_stream_came_is_told_at_its_end(pair: Pair, path: 
             data, told = settled(await response.read())
         assert told == (pair.decode.kv_path if at_end else "unknown")
         assert b"pdlink_kv" not in data
-        await until(lambda: len(proxy.router.records) == 1, "its record")
-        assert proxy.router.records[0].kv == told
+        await until(lambda: len(proxy.router.services.records) == 1, "its record")
+        assert proxy.router.services.records[0].kv == told
 
 
 async def test_cached_tokens_that_are_not_known_yet_are_not_told(pair: Pair) -> None:
@@ -608,13 +610,13 @@ async def test_a_client_that_leaves_during_decode_closes_decode(pair: Pair, dial
 
 
 def side(proxy: Proxy, leg: Leg) -> State:
-    return proxy.router.pools.workers[leg][0].state
+    return proxy.router.services.pools.workers[leg][0].state
 
 
 async def test_models_are_asked_for_when_a_worker_comes_up_and_not_all_the_time(pair: Pair) -> None:
     pair.decode.models = pair.prefill.models = ["m", "m-lora"]
     async with pair.proxy(CONCURRENT) as proxy:
-        worker = proxy.router.pools.workers[Leg.DECODE][0]
+        worker = proxy.router.services.pools.workers[Leg.DECODE][0]
         heard = worker.heard_s or 0.0
         await until(lambda: (worker.heard_s or 0.0) > heard + 0.1)
         assert pair.decode.models_asked == 1
@@ -629,7 +631,7 @@ async def test_models_are_asked_for_when_a_worker_comes_up_and_not_all_the_time(
         await pair.decode.start()
         await until(lambda: side(proxy, Leg.DECODE) is State.OK)
         assert worker.incarnations == 2
-        assert proxy.router.pools.models() == ["new"]
+        assert proxy.router.services.pools.models() == ["new"]
 
 
 async def test_what_a_server_does_not_say_is_null_and_not_zero(pair: Pair) -> None:
@@ -656,7 +658,7 @@ async def test_a_server_with_a_key_says_which_setting_is_missing(pair: Pair, tmp
     pair.prefill.api_key = pair.decode.api_key = "s3cret"
     async with pair.proxy(CONCURRENT) as proxy:
         await until(lambda: side(proxy, Leg.DECODE) is State.BARRED)
-        assert "worker_key_file" in proxy.router.pools.workers[Leg.DECODE][0].reason
+        assert "worker_key_file" in proxy.router.services.pools.workers[Leg.DECODE][0].reason
     key = write_private(tmp_path / "key", "s3cret\n")
     async with pair.proxy(CONCURRENT, worker_key_file=key, api_keys=["client"]) as proxy:
         await until(lambda: side(proxy, Leg.DECODE) is State.OK)

@@ -30,7 +30,7 @@ async def test_a_rolling_update_of_the_whole_pool_fails_no_request(prefill: Fake
     """Others answer 503 then (vllm-project/router#140)."""
     async with proxy_of([prefill], [decode], **PATIENT) as proxy:
         await decode.stop()
-        await until(lambda: proxy.router.pools.all[1].state is State.UNREACHABLE)
+        await until(lambda: proxy.router.services.pools.all[1].state is State.UNREACHABLE)
         asked = [asyncio.create_task(status_of(proxy)) for _ in range(5)]
         await waits(proxy, 5)
         async with proxy.client.get(f"{proxy.url}/metrics") as response:
@@ -91,7 +91,7 @@ async def test_a_full_pool_gets_the_next_request_when_one_ends(prefill: FakeWork
         asked = [asyncio.create_task(status_of(proxy, max_tokens=200))]
         await until(lambda: len(decode.received) == 1)
         decode.free_blocks, decode.running = 7, 1
-        (worker,) = proxy.router.pools.workers[Leg.DECODE]
+        (worker,) = proxy.router.services.pools.workers[Leg.DECODE]
         await until(lambda: worker.work.room_tokens == 7 * 16, "the proxy to hear it")
         asked += [asyncio.create_task(status_of(proxy, max_tokens=200)) for _ in range(2)]
         await waits(proxy, 2)
@@ -165,7 +165,7 @@ async def test_a_queue_full_of_others_refuses_nobody_whose_workers_are_free(
     prefills[1].model = decodes[1].model = "busy"
     async with proxy_of(prefills, decodes, queue_size=1, **PATIENT) as proxy:
         await decodes[1].stop()
-        await until(lambda: proxy.router.pools.all[3].state is State.UNREACHABLE)
+        await until(lambda: proxy.router.services.pools.all[3].state is State.UNREACHABLE)
         first = asyncio.create_task(status_of(proxy, model="busy"))
         await waits(proxy, 1)
         assert await status_of(proxy) == 200

@@ -15,7 +15,7 @@ from .view import view
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from ..app import Router
+    from ..services import Services
 
     Handler = Callable[[web.Request], Awaitable[web.Response]]
 
@@ -32,17 +32,17 @@ _HEADERS = {
 }
 
 
-def add_page(app: web.Application, router: Router) -> None:
+def add_page(app: web.Application, services: Services) -> None:
     """GET /pdlink/ with its files, which hold no data, and GET /pdlink/state, which wants a key like other routes."""
 
     async def moved(_: web.Request) -> web.Response:
         return web.Response(status=308, headers={"Location": "pdlink/"})  # relative: a prefix may stand before it
 
     async def state(request: web.Request) -> web.Response:
-        if not router.entry.may_enter(request):
-            return router.entry.no_entry()
+        if not services.entry.may_enter(request):
+            return services.entry.no_entry()
         return web.Response(
-            body=msgspec.json.encode(await state_of(router)),
+            body=msgspec.json.encode(await state_of(services)),
             content_type="application/json",
             headers={"Cache-Control": "no-store"},
         )
@@ -63,23 +63,23 @@ def _file(path: Path) -> Handler:
     return send
 
 
-async def state_of(router: Router) -> dict[str, object]:
+async def state_of(services: Services) -> dict[str, object]:
     """See `view`."""
-    status, reason = router.standing()
-    reports = await router.reports.now()
-    pools, beside = router.pools, await router.beside(records=True)
+    status, reason = services.standing()
+    reports = await services.reports.now()
+    pools, beside = services.pools, await services.beside(records=True)
     shown = view(
         now_s=time.time(),
         status=status,
         reason=reason,
-        workers=[{**worker, "side": side.value} for side in Leg for worker in router.described(side, beside)],
+        workers=[{**worker, "side": side.value} for side in Leg for worker in services.described(side, beside)],
         refused_pairs=[pair.describe() for pair in pools.refusals],
-        records=router.recorded(beside),
+        records=services.recorded(beside),
         reports=reports,
-        reported_s=router.reports.at_s,
-        running=router.num_running + sum(each.running for each in beside.values()),
-        queued=router.num_queued + sum(each.queued for each in beside.values()),
+        reported_s=services.reports.at_s,
+        running=services.num_running + sum(each.running for each in beside.values()),
+        queued=services.num_queued + sum(each.queued for each in beside.values()),
     )
-    if router.siblings is not None:
-        shown["processes"] = router.siblings.said(beside)
+    if services.siblings is not None:
+        shown["processes"] = services.siblings.said(beside)
     return shown
