@@ -27,6 +27,7 @@ from pdlink.errors import (
     PeerNotAllowed,
 )
 
+from . import usage
 from .attempt import LegState
 from .client_words import BROKEN, ClientWords
 from .openai import (
@@ -36,7 +37,7 @@ from .openai import (
     problem_of_answer,
 )
 from .recovery import Diverged
-from .rules import News, Reaction, Rules, as_it_is
+from .rules import News, Reaction, Rules
 from .sse import (
     FAILURES,
     EventTooLong,
@@ -230,7 +231,7 @@ class Flow:
             or attempt != self.attempts
             or self.outcome is not None
             or not state.events.passes_tokens(data)
-            or (self._rules.merges_events and Leg.PREFILL in self._legs)
+            or (Leg.PREFILL in self._legs and (self._rules.merges_events or usage.tells_cached(data)))
             or (self._recovery is not None and self._recovery.joins)
             or (self._last_events and has_named(data, self._last_events))
         ):
@@ -271,7 +272,8 @@ class Flow:
     def _on_chunk(self, leg: Leg, data: bytes, now: float) -> list[Action]:
         state = self._legs[leg]
         if leg is Leg.PREFILL and state.spoke:
-            return []  # only its first event counts
+            self._hear_cached(state.events.pass_whole_events(data))
+            return []
         if state.spoke:
             state.since_s = now
         forward = b""
@@ -296,6 +298,8 @@ class Flow:
                     forward = event
                 if leg is Leg.DECODE:
                     forward += state.events.take_whole_events()
+                else:
+                    self._hear_cached(state.events.take_whole_events())
         except EventTooLong as error:
             return self._malformed(leg, str(error), b"", now)
         if not forward:
@@ -306,6 +310,7 @@ class Flow:
                 if self._rules.said_mark and self._rules.said_mark in forward:
                     self.said = forward
                 forward = self._rules.merge_events(self._prefill_answer, forward)
+                forward = usage.merged_events(self._prefill_answer, forward)
             if has_error(forward) or (self._last_events and has_named(forward, FAILURES)):
                 if self._recovery is not None and (cut := until_error(forward)) and not is_rejection(cut[1]):
                     return self._broken_by(*cut, now)
@@ -337,6 +342,10 @@ class Flow:
             # Do not wait for the end of the HTTP body: a worker that dies now has lost nothing.
             return [*blames, Forward(forward), *self._finish_stream()]
         return [*blames, *self._to_client(forward)]
+
+    def _hear_cached(self, events: bytes) -> None:
+        """Of prefill's events after its first one only what they tell of cached tokens counts."""
+        self._prefill_answer = usage.told_cached(events) or self._prefill_answer
 
     def _to_client(self, events: bytes) -> list[Action]:
         if not events:
@@ -393,8 +402,9 @@ class Flow:
             if event.leg is Leg.PREFILL:
                 return self._on_prefilled(event.body, now)
             self.tries[-1].decode_s = now
-            if self._rules.merge_answer is not as_it_is and Leg.PREFILL in self._legs:
-                answer = structs.replace(answer, body=self._rules.merge_answer(self._prefill_answer, event.body))
+            if Leg.PREFILL in self._legs:
+                body = self._rules.merge_answer(self._prefill_answer, event.body)
+                answer = structs.replace(answer, body=usage.merged(self._prefill_answer, body))
             return self._finish(Outcome.OK, answer)
         return self._on_bad_status(event, now)
 

@@ -32,6 +32,7 @@ from .records import RequestRecord
 from .running_leg import NOBODY, RunningLeg
 from .steps import Leg
 from .tries import Try
+from .usage import merged
 
 if TYPE_CHECKING:
     import asyncio
@@ -218,7 +219,7 @@ class Plain:
         if (refusals := shared.pools.refusals).pairs and (prefill := self._choice.prefill) is not None:
             refusals.fits(prefill, leg.worker)
         kv = kv_path.checked(dialect.kv_path(headers, body)) or kv_path.UNKNOWN
-        self._answer(body, kv, usage, now_s)
+        self._answer(merged(self._answered or b"", body), kv, usage, now_s)
 
     def _answer(self, body: bytes, kv: str, usage: Usage, now_s: float) -> None:
         """The client gets decode's answer."""

@@ -35,6 +35,8 @@ class FakeSglang(FakeServer):
     """By path, the events of its streams, in place of those that it makes."""
     more_info: dict[str, Any] = field(default_factory=dict)
     """In /server_info."""
+    cached_tokens: int | None = None
+    """Told in the usage, as with --enable-cache-report."""
     words: str = ""
     """It adds these to each token, as a server that computes something else."""
     kv_events: dict[str, Any] | None = None
@@ -109,7 +111,7 @@ class FakeSglang(FakeServer):
                 {"index": index, **_text("".join(said[index * limit : (index + 1) * limit]), chat, "message")}
                 for index in range(num)
             ]
-            return web.json_response({"id": body.get("rid", "made"), "choices": choices})
+            return web.json_response({"id": body.get("rid", "made"), "choices": choices, "usage": self._usage()})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for number, text in enumerate(said):
@@ -118,8 +120,15 @@ class FakeSglang(FakeServer):
             end = "length" if number % limit == limit - 1 else None
             event = {"choices": [{"index": number // limit, **_text(text, chat, "delta"), "finish_reason": end}]}
             await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+        if (body.get("stream_options") or {}).get("include_usage"):
+            last = {"choices": [], "usage": self._usage()}
+            await response.write(b"data: " + msgspec.json.encode(last) + b"\n\n")
         await response.write(DONE)
         return response
+
+    def _usage(self) -> dict[str, Any]:
+        details = {"cached_tokens": self.cached_tokens} if self.cached_tokens is not None else None
+        return {"prompt_tokens": 8, "completion_tokens": 3, "total_tokens": 11, "prompt_tokens_details": details}
 
     async def _replayed(self, request: web.Request, events: Sequence[bytes]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

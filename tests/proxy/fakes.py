@@ -195,6 +195,8 @@ class FakeWorker(FakeServer):
     """What it was asked to tokenise."""
     kv: str = "transferred"
     """Said in X-Pdlink-KV of every answer to a decode leg; empty says nothing."""
+    cached_tokens: int | None = None
+    """Told in its usage."""
     stream_override: bytes | None = None
     """The whole stream, instead of one made from `tokens`."""
     report: bytes | None = None
@@ -301,7 +303,8 @@ class FakeWorker(FakeServer):
             if self.answer_override is not None:
                 return web.Response(body=self.answer_override, content_type=self.content_type)
             text = "".join(self.tokens)
-            body = {"id": "cmpl-x", "choices": [{"text": text}], "worker": self.name, "leg": leg}
+            body: dict[str, Any] = {"id": "cmpl-x", "choices": [{"text": text}], "worker": self.name, "leg": leg}
+            body |= {"usage": self.usage()} if self.cached_tokens is not None else {}
             return web.json_response(body, headers=said)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **said})
         await response.prepare(request)
@@ -321,9 +324,17 @@ class FakeWorker(FakeServer):
             await self._write(response, data)
         if len(events) == self.break_after:
             abort(request)
+        if self.cached_tokens is not None and (received.body.get("stream_options") or {}).get("include_usage"):
+            await self._write(
+                response, b"data: " + msgspec.json.encode({"choices": [], "usage": self.usage()}) + b"\n\n"
+            )
         if leg != "prefill":
             await self._write(response, END)
         return response
+
+    def usage(self) -> dict[str, Any]:
+        details = {"cached_tokens": self.cached_tokens}
+        return {"prompt_tokens": 8, "completion_tokens": 3, "total_tokens": 11, "prompt_tokens_details": details}
 
     def _events(self, body: dict[str, Any]) -> list[bytes]:
         if not (self.resumes and body.get("return_token_ids")):

@@ -193,69 +193,21 @@ def params_of(answer: bytes) -> bytes | None:
 # ---- answers
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
+_PARAMS_MARK = b'"kv_transfer_params":{'
+"""Found as a field only: quotes in generated text are escaped, and vLLM writes no spaces here."""
 
 
-class _Usage(msgspec.Struct):
-    prompt_tokens_details: _Details | None = None
-    input_tokens_details: _Details | None = None
-    """Of RESPONSES."""
-    cache_read_input_tokens: int | None = None
-    """Of MESSAGES."""
-
-
-class _Answer(msgspec.Struct):
-    usage: _Usage | None = None
-
-    @property
-    def cached_tokens(self) -> int:
-        """0 if missing: vLLM leaves out empty details."""
-        if self.usage is None:
-            return 0
-        details = self.usage.prompt_tokens_details or self.usage.input_tokens_details
-        return (details and details.cached_tokens) or self.usage.cache_read_input_tokens or 0
-
-
-_CACHED_MARK, _PARAMS_MARK = b'"prompt_tokens_details":{', b'"kv_transfer_params":{'
-_MARKS = (_CACHED_MARK, b'"input_tokens_details":{', b'"cache_read_input_tokens":')
-"""Found as fields only: quotes in generated text are escaped, and vLLM writes no spaces here."""
-
-
-def _merged_object(prefill_answer: bytes, document: bytes) -> bytes:
-    """An answer of decode, or one event of it, with `cached_tokens` of prefill and without transfer parameters.
-
-    Decode calls every token cached that it was sent. What a client is told (and billed) by is what nobody computed,
-    which prefill knows; if its answer comes after decode's, nothing is said.
-    """
+def _without_params(document: bytes) -> bytes:
+    """An answer of decode, or one event of it, without transfer parameters."""
     try:
         fields: dict[str, Any] = msgspec.json.decode(document, type=dict[str, msgspec.Raw])
-        usage = msgspec.json.decode(fields.get("usage", b"null"), type=dict[str, Any] | None)
-        said = msgspec.json.decode(prefill_answer or b"{}", type=_Answer)
     except (ValueError, RecursionError):
         return document
     if KV_PARAMS in fields:
         fields[KV_PARAMS] = None  # as vLLM writes an absent value
-    if usage and isinstance(details := usage.get("prompt_tokens_details"), dict):
-        details["cached_tokens"] = said.cached_tokens
-        fields["usage"] = {**usage, "prompt_tokens_details": details if prefill_answer else None}
-    elif usage:
-        fields["usage"] = _with_cached(usage, said.cached_tokens)
-    for name in ("response", "message"):  # of an event of RESPONSES, of MESSAGES
-        if (inner := bytes(fields.get(name, b"")))[:1] == b"{":
-            fields[name] = msgspec.Raw(_merged_object(prefill_answer, inner))
+    if (inner := bytes(fields.get("response", b"")))[:1] == b"{":  # of an event of RESPONSES
+        fields["response"] = msgspec.Raw(_without_params(inner))
     return msgspec.json.encode(fields)
-
-
-def _with_cached(usage: dict[str, Any], cached_tokens: int) -> dict[str, Any]:
-    """The usage of RESPONSES or MESSAGES. Of a message the tokens that are cached are not in `input_tokens`."""
-    if isinstance(details := usage.get("input_tokens_details"), dict):
-        return {**usage, "input_tokens_details": {**details, "cached_tokens": cached_tokens}}
-    read = usage.get("cache_read_input_tokens")
-    if not isinstance(read, int) or not isinstance(usage.get("input_tokens"), int):
-        return usage
-    total = usage["input_tokens"] + read
-    return {**usage, "input_tokens": max(0, total - cached_tokens), "cache_read_input_tokens": cached_tokens}
 
 
 class _Params(msgspec.Struct):
@@ -289,17 +241,12 @@ def _params(body: bytes) -> _Params | None:
         return None
 
 
-def _merge_answer(prefill_answer: bytes, answer: bytes) -> bytes:
-    if _PARAMS_MARK in answer or any(mark in answer for mark in _MARKS):
-        return _merged_object(prefill_answer, answer)
-    return answer
+def _merge_answer(_prefill_answer: bytes, answer: bytes) -> bytes:
+    return _without_params(answer) if _PARAMS_MARK in answer else answer
 
 
-def _merge_events(prefill_answer: bytes, events: bytes) -> bytes:
-    for mark in (*_MARKS, _PARAMS_MARK):
-        if mark in events:
-            events = rewritten(events, mark, lambda document: _merged_object(prefill_answer, document))
-    return events
+def _merge_events(_prefill_answer: bytes, events: bytes) -> bytes:
+    return rewritten(events, _PARAMS_MARK, _without_params) if _PARAMS_MARK in events else events
 
 
 # ---- health
