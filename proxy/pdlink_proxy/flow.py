@@ -325,7 +325,7 @@ class Flow:
                 return self._malformed(leg, str(error), b"", now, Loss.DIVERGED)
             if not forward:
                 return blames
-        if has_finish(forward) and not self._last_events:
+        if not self._last_events and has_finish(forward):
             if fails(forward):
                 before, event = before_finish_error(forward)
                 return self._failed_by(
