@@ -90,7 +90,7 @@ async def test_announced_workers_that_nobody_finds_are_bounded_and_the_page_does
         assert len(proxy.router.services.pools.all) <= MAX_UNPROVEN + 2
         await proxy.stream()
         async with asyncio.timeout(5):
-            await state_of(proxy.router)
+            await state_of(proxy.router.services)
 
 
 async def test_pokes_make_no_worker_be_asked_more_often(prefill: FakeWorker, decode: FakeWorker) -> None:
