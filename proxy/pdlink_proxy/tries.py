@@ -24,7 +24,13 @@ class Try(msgspec.Struct, gc=False):
 
     def since(self, zero_s: float) -> Try:
         """The same, counted from then."""
-        return Try(*(None if at_s is None else at_s - zero_s for at_s in msgspec.structs.astuple(self)))  # type: ignore[arg-type]
+        placed_s, prefill_s, decode_s = self.placed_s, self.prefill_s, self.decode_s
+        return Try(
+            self.wanted_s - zero_s,
+            None if placed_s is None else placed_s - zero_s,
+            None if prefill_s is None else prefill_s - zero_s,
+            None if decode_s is None else decode_s - zero_s,
+        )
 
 
 class Phase(NamedTuple):

@@ -42,11 +42,13 @@ class _Answer(msgspec.Struct):
 
 def tells_cached(data: bytes) -> bool:
     """Whether an answer, or whole events, tell of cached tokens."""
-    return any(mark in data for mark in MARKS)
+    return MARKS[0] in data or MARKS[1] in data or MARKS[2] in data  # a generator costs more than the look
 
 
 def told_cached(events: bytes) -> bytes:
     """Of whole events the object that tells of cached tokens; empty if none does."""
+    if not tells_cached(events):
+        return b""
     return next((payload for payload in payloads(events) if tells_cached(payload)), b"")
 
 
