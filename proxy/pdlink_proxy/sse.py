@@ -135,7 +135,7 @@ def has_finish(data: bytes) -> bool:
 
 def fails(document: bytes) -> bool:
     """Whether an answer, or whole events, have the finish_reason "error"."""
-    return _FINISH_ERROR.search(document) is not None
+    return b'"error"' in document and _FINISH_ERROR.search(document) is not None
 
 
 def before_finish_error(data: bytes) -> tuple[bytes, bytes]:
