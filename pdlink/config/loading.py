@@ -7,6 +7,7 @@ or that Kubernetes makes for a Service called pdlink, are not meant for this pro
 from __future__ import annotations
 
 import difflib
+import hashlib
 import logging
 import os
 import re
@@ -132,6 +133,12 @@ def state_directory(given: str | Path | None) -> Path | None:
     return Path(home, "pdlink") if os.path.isabs(home) else None
 
 
+def _known_name(text: str) -> str:
+    """A key of a file for an error's text: of a setting; others may be secrets."""
+    parts = {part for kind in _KINDS for dotted in settings_of(kind) for part in dotted.split(".")}
+    return repr(text) if text in parts else "a key"
+
+
 class _Strict(yaml.SafeLoader):
     """YAML that refuses a key given twice; others take the last one, and the first is a setting that lies."""
 
@@ -142,13 +149,16 @@ class _Strict(yaml.SafeLoader):
                 continue
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"{key_node.value!r} is there twice", key_node.start_mark
+                    None, None, f"{_known_name(key_node.value)} is there twice", key_node.start_mark
                 )
             seen.add(key_node.value)
         return super().construct_mapping(node, deep)
 
 
 def _one_line(error: Exception) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
+        # Its own text quotes the line, which may hold a secret.
+        return f"{error.problem or error.context}, line {mark.line + 1}, column {mark.column + 1}"
     return " ".join(str(error).split())
 
 
@@ -258,7 +268,8 @@ def _put(kind: type[BaseModel] | None, data: dict[str, Any], key: Sequence[str],
 
 def _explain(kind: type[BaseModel], item: Any) -> str:
     """One line of help for one pydantic error."""
-    where = [str(part) for part in item["loc"]]
+    where = _named(kind, item["loc"])
+    hidden = where != [str(part) for part in item["loc"]] or _is_secret(kind, where)
     if len(where) > 1 and _short_of(_at(kind, where[:-1])) == where[-1]:
         where.pop()
     name = ".".join(where) or kind.__name__
@@ -276,10 +287,38 @@ def _explain(kind: type[BaseModel], item: Any) -> str:
         inside = [f"{name}.{key}" for key in got]
         near = [dotted for dotted in settings_of(kind) if any(dotted.endswith(f".{key}") for key in inside)]
         hint = f"; did you mean {' or '.join(map(repr, near[:2]))}?" if near else ""
-        return f"{name}: takes one value and {must}, got a section with {', '.join(map(str, got))}{hint}"
+        held = "" if hidden else f" with {', '.join(map(str, got))}"
+        return f"{name}: takes one value and {must}, got a section{held}{hint}"
     if what == "string_type" and isinstance(got, bool | int | float):
         must += " (write it in quotes)"
-    return f"{name}: {must}, got {_shown(kind, where, got)}"
+    return f"{name}: {must}, got {'a value that is not shown here' if hidden else _shown(kind, where, got)}"
+
+
+def _fields(kind: type[BaseModel], where: Sequence[object]) -> Iterator[FieldInfo]:
+    """The fields along a path, as far as it goes through sections."""
+    at: type[BaseModel] | None = kind
+    for part in where:
+        field = at.model_fields.get(str(part)) if at is not None else None
+        if field is None:
+            return
+        yield field
+        at = _section_of(field)
+
+
+def _is_secret(kind: type[BaseModel], where: Sequence[object]) -> bool:
+    return any(field.repr is False for field in _fields(kind, where))
+
+
+def _named(kind: type[BaseModel], where: Sequence[object]) -> list[str]:
+    """A path for an error's text. API keys are keys of some settings: a digest stands for one."""
+    fields = list(_fields(kind, where))
+    secret = next((at for at, field in enumerate(fields) if field.repr is False), len(where))
+    return [
+        f"<key {hashlib.blake2b(part.encode(), digest_size=4).hexdigest()}>"
+        if at == secret + 1 and isinstance(part, str)
+        else str(part)
+        for at, part in enumerate(where)
+    ]
 
 
 _MUST = {

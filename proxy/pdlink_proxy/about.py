@@ -64,7 +64,7 @@ class About:
 
     async def models(self, request: web.Request) -> web.Response:
         if not self._services.entry.may_enter(request):
-            return self._services.entry.no_entry()
+            return self._services.entry.no_entry(request)
         data = [
             {"id": model, "object": "model", "created": self._services.started, "owned_by": "pdlink"}
             for model in self._services.pools.models()
@@ -111,15 +111,16 @@ class About:
 
     async def explain(self, request: web.Request) -> web.Response:
         """GET /decisions: why the last requests, or that of `?request=ID`, went where they went."""
-        if not self._services.entry.may_enter(request):
-            return self._services.entry.no_entry()
-        request_id = request.query.get("request")
-        decisions = self._services.decisions.of(request_id)
+        entry = self._services.entry
+        if not entry.may_look(request):
+            return entry.no_entry(request)
+        request_id, only = request.query.get("request"), entry.sees_only(request)
+        decisions = self._services.decisions_of(request_id, only)
         if self._services.siblings is not None:
-            for found in (await self._services.siblings.ask_all("decisions", request_id)).values():
+            for found in (await self._services.siblings.ask_all("decisions", [request_id, only])).values():
                 decisions += msgspec.convert(found, list[Decision])
             decisions.sort(key=lambda each: each.at_s)
-        if request_id is None:
+        if request_id is None or (only is not None and not decisions):
             return _json(200, {"decisions": decisions})
         sources, course = await asyncio.gather(self._sources(request_id, decisions), self._course(request_id))
         return _json(200, {"decisions": decisions, "sources": sources, **course})
@@ -166,7 +167,7 @@ class About:
 
     async def version(self, request: web.Request) -> web.Response:
         entry = self._services.entry
-        return _json(200, {"version": __version__}) if entry.may_enter(request) else entry.no_entry()
+        return _json(200, {"version": __version__}) if entry.may_enter(request) else entry.no_entry(request)
 
     async def about(self, _: web.Request) -> web.Response:
         """GET /: a page for people."""
@@ -174,7 +175,7 @@ class About:
 
     async def exposition(self, request: web.Request) -> web.Response:
         if not self._services.entry.may_enter(request):
-            return self._services.entry.no_entry()
+            return self._services.entry.no_entry(request)
         siblings, others = self._services.siblings, list[Numbers]()
         if siblings is not None:
             found = await siblings.ask_all("numbers")

@@ -77,7 +77,7 @@ class Router:
             open_client(config, max_connections=0, headers=headers) as control,
             contextlib.AsyncExitStack() as stack,
         ):
-            queue = Queue(config.queue_size, config.shares)
+            queue = Queue(config.queue_size, config.shares, divided=services.entry.tenants)
             clients = {Leg.PREFILL: prefill, Leg.DECODE: decode}
             shared = Shared(
                 config=config,
@@ -132,6 +132,7 @@ class Router:
             self.services.entry.read_keys()
         except ConfigError as error:
             log.error("the keys are unchanged: %s", error)
+        self.services.shared.queue.divided = self.services.entry.tenants
         self.services.membership.read()
         if self.services.decision_log is not None:
             self.services.decision_log.reopen()

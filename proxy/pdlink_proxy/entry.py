@@ -6,14 +6,16 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from pdlink.config import is_loopback
 from pdlink.config.proxy import RateLimit
 from pdlink.errors import InvalidApiKey, InvalidRequest, NoWorker, RateLimited, UnknownModel
 
-from .access import api_keys, clean, key_of, may_enter
+from .access import admin_keys, api_keys, clean, key_of, may_enter, refused_page
 from .ids import new_id
 from .limits import RateLimits
 from .openai import GENERATE, BadField, Call, error_body, parse, wanted
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
     from .pools import Pools
 
+MAX_OWNERS = 8192
+"""Requests of which the key is known: more than are shown."""
 _ADDRESS_MARKS = ("___prefill_addr_", "___decode_addr_")
 """With these in X-Request-Id a client could name the servers that vLLM's P2pNccl and MoRI-IO connectors talk to."""
 
@@ -37,6 +41,10 @@ class Entry:
         """keyed: workers get the proxy's own Authorization. Raises ConfigError for a key file without keys."""
         self._config, self._pools, self._keyed = config, pools, keyed
         self.api_keys = api_keys(config)
+        self._admin_keys = admin_keys(config)
+        self._loopback = is_loopback(config.at.host)
+        self._owners: OrderedDict[str, str] = OrderedDict()
+        """By id of a request, the key that it came with, where several have one; empty if it came with two."""
         self.limits = _limits(config)
         """None where nothing is limited."""
         self.draining = False
@@ -57,7 +65,10 @@ class Entry:
         `checked`."""
         if self.draining or len(body) > self._config.max_body_nbytes:
             return None
-        if self.api_keys and not may_enter(self.api_keys, said):
+        if self.api_keys:
+            if not may_enter(self.api_keys, said):
+                return None
+        elif refused_page(said, loopback=self._loopback):
             return None
         try:
             call = parse(path, body)
@@ -85,7 +96,7 @@ class Entry:
     async def admitted(self, request: web.Request) -> bytes | web.Response:
         """The body of a client's request that may be served, or the error response."""
         if not self.may_enter(request):
-            return self.no_entry()
+            return self.no_entry(request)
         if self.draining:
             refusal = refused(503, "the proxy is shutting down", NoWorker.code)
             refusal.force_close()
@@ -111,11 +122,50 @@ class Entry:
             return await request.read()
 
     def may_enter(self, request: web.Request) -> bool:
-        """Whether the caller has a key, if the proxy has some."""
-        return may_enter(self.api_keys, request.headers)
+        """Whether the caller has a key, if the proxy has some; without any, whether no foreign page calls."""
+        if self.api_keys:
+            return may_enter(self.api_keys, request.headers)
+        return not refused_page(request.headers, loopback=self._loopback)
 
-    def no_entry(self) -> web.Response:
+    def may_look(self, request: web.Request) -> bool:
+        """The same for what is told of requests, which operators may see, too."""
+        return self.may_enter(request) or self._is_operator(request)
+
+    def sees_only(self, request: web.Request) -> str | None:
+        """The key of a caller who may see his own requests alone: one of several. None for an operator, with a key of
+        `admin_key_file`; for the only key; and where there are none."""
+        if not self.tenants or self._is_operator(request):
+            return None
+        return key_of(request.headers)
+
+    @property
+    def tenants(self) -> bool:
+        """Whether there are several keys."""
+        return len(self.api_keys) > 1
+
+    def owns(self, key: str, request_id: str) -> bool:
+        """Whether the request of this id came with this key."""
+        return self._owners.get(request_id, "") == key != ""
+
+    def _is_operator(self, request: web.Request) -> bool:
+        return bool(self._admin_keys) and may_enter(self._admin_keys, request.headers)
+
+    def _own(self, request_id: str, key: str) -> None:
+        if self._owners.setdefault(request_id, key) != key:
+            self._owners[request_id] = ""
+        while len(self._owners) > MAX_OWNERS:
+            self._owners.popitem(last=False)
+
+    def operators_only(self) -> web.Response:
+        """The answer to one of several keys that asks for what is of all."""
+        return refused(403, "this shows or does what is of all keys; send a key of admin_key_file", "forbidden")
+
+    def no_entry(self, request: web.Request) -> web.Response:
         """The answer without a valid key. It closes the connection, so that the client stops sending the body."""
+        if not self.api_keys:
+            refusal = refused(403, refused_page(request.headers, loopback=self._loopback), "forbidden")
+            refusal.force_close()
+            return refusal
         refusal = refused(
             InvalidApiKey.http_status, "send a valid key as `Authorization: Bearer KEY`", InvalidApiKey.code
         )
@@ -149,6 +199,8 @@ class Entry:
         request_id = clean(said["x-request-id"]) if "x-request-id" in said else None
         if request_id is None or any(mark in request_id for mark in _ADDRESS_MARKS):
             request_id = f"req-{new_id()}"
+        if len(self.api_keys) > 1:
+            self._own(request_id, key_of(said))
         headers = {"X-Request-Id": request_id}
         for name in TRACE_HEADERS:  # or each worker would begin its own trace
             if name in said:

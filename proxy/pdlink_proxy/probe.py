@@ -84,7 +84,10 @@ class Prober:
         self._one = asyncio.Lock()
 
     async def probe(self, request: web.Request) -> web.Response:
-        data = await self._services.entry.admitted(request)
+        entry = self._services.entry
+        if entry.may_look(request) and entry.sees_only(request) is not None:
+            return entry.operators_only()
+        data = await entry.admitted(request)
         if isinstance(data, web.Response):
             return data
         try:

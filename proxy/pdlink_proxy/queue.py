@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -54,11 +55,16 @@ class Queue:
     size: int
     weights: Mapping[str, float] = field(default_factory=dict)
     """By API key or model; both count, and 1 for others."""
+    divided: bool = False
+    """There are several keys: each takes at most as many places as are free, so that one alone has half of them, and
+    none keeps the others out."""
     finish: dict[tuple[str, str], float] = field(default_factory=dict)
     """By share, the virtual time at which it has had its due."""
     virtual: float = 0.0
     _heads: dict[tuple[str, str], list[tuple[float, int, Waiting]]] = field(default_factory=dict)
     """By share, its requests: a heap."""
+    _of_tenant: Counter[str] = field(default_factory=Counter)
+    """How many wait."""
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     num: int = 0
     """How many wait: the same as `len`, which costs a call."""
@@ -78,6 +84,8 @@ class Queue:
         """Let a request wait; False if the queue is full."""
         if self.num >= self.size:
             return False
+        if self.divided and self._of_tenant[waiting.tenant] >= self.size - self.num:
+            return False
         if not self.num:
             self.finish.clear()  # nobody waited: nobody has a claim
             self.virtual = 0.0
@@ -93,6 +101,7 @@ class Queue:
         heapq.heappush(heap, entry)
         waiting.queued = True
         self.num += 1
+        self._of_tenant[waiting.tenant] += 1
         return True
 
     def remove(self, waiting: Waiting) -> None:
@@ -101,6 +110,9 @@ class Queue:
             return
         waiting.queued = False
         self.num -= 1
+        self._of_tenant[waiting.tenant] -= 1
+        if not self._of_tenant[waiting.tenant]:
+            del self._of_tenant[waiting.tenant]
         heap = self._heads[waiting.share]
         while heap and not heap[0][2].queued:
             heapq.heappop(heap)

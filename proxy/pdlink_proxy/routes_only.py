@@ -97,7 +97,7 @@ class Decider:
         """DELETE /route/ID: the request of this decision has ended."""
         services = self._services
         if not services.entry.may_enter(request):
-            return services.entry.no_entry()
+            return services.entry.no_entry(request)
         transfer_id = request.match_info["id"]
         if self.ended(transfer_id):
             return web.Response(status=204)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from pdlink.protocol.auth import Credentials
 
+    from .decisions import Decision
     from .page.reports import Reports
     from .records import RequestRecord
     from .shared import Shared
@@ -184,6 +185,10 @@ class Services:
             return "unavailable", reason
         if len(self.pools.refusals):
             return "degraded", f"degraded: {'; '.join(map(str, itertools.islice(self.pools.refusals, 8)))}"
+        never = [each for each in self.pools.all if each.state is State.UNREACHABLE and each.health is None]
+        if never:
+            words = [f"{each.side.value} worker {each.id} has never answered: {each.reason}" for each in never[:8]]
+            return "degraded", f"degraded: {'; '.join(words)}"
         if stranded := [each for each in self.pools.mismatches if each.stranded]:
             return "degraded", f"degraded: {'; '.join(map(str, stranded[:8]))}"
         return "ok", "no healthy prefill worker: decode computes prompts itself" if alone else ""
@@ -201,6 +206,17 @@ class Services:
             return self.records
         found = [*self.records, *(record for each in beside.values() for record in each.records)]
         return sorted(found, key=lambda record: record.at_s)
+
+    def decisions_of(self, request_id: str | None, only: str | None) -> list[Decision]:
+        """Those kept here of one request, or of all. only: a key that sees its own requests alone."""
+        found = self.decisions.of(request_id)
+        return found if only is None else [each for each in found if self.entry.owns(only, each.request_id)]
+
+    async def owns(self, key: str, request_id: str) -> bool:
+        """Whether this request came with this key, to any process of this proxy."""
+        if self.entry.owns(key, request_id):
+            return True
+        return self.siblings is not None and any((await self.siblings.ask_all("owns", [key, request_id])).values())
 
     def described(self, side: Leg, beside: Mapping[int, Doing]) -> list[dict[str, Any]]:
         """The workers of one side, with the legs of all processes."""
@@ -251,6 +267,7 @@ class Services:
             "members": members,
             "adopt": adopted,
             "route_ended": route_ended,
-            "decisions": lambda request_id: self.decisions.of(request_id),
+            "decisions": lambda asked: self.decisions_of(*asked),
+            "owns": lambda asked: self.entry.owns(*asked),
             "told": lambda request_id: self.decisions.told_of(request_id),
         }

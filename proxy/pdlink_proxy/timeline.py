@@ -37,9 +37,12 @@ def add_timeline(app: web.Application, services: Services) -> None:
     """With `?request=ID`, an X-Request-Id or X-Pdlink-Transfer, of that one alone."""
 
     async def timeline(request: web.Request) -> web.Response:
-        if not services.entry.may_enter(request):
-            return services.entry.no_entry()
-        asked = request.query.get("request")
+        entry = services.entry
+        if not entry.may_look(request):
+            return entry.no_entry(request)
+        asked, key = request.query.get("request"), entry.sees_only(request)
+        if key is not None and (asked is None or not await services.owns(key, asked)):
+            return entry.operators_only()
         kept = services.recorded(await services.beside(records=True))
         records = [each for each in kept if asked is None or asked in (each.request_id, *_transfers(each))]
         only = None if asked is None else {asked, *(name for each in records for name in _transfers(each))}

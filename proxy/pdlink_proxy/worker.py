@@ -41,8 +41,7 @@ SILENT_S = 30.0
 """A worker that has answered no probe for so long has lost its legs: a stopped process closes no connection."""
 
 QUIET_S = 10.0
-"""No warning about unreachable workers for this long after the proxy's start (workers may still load their models),
-and after a worker reports that it drains."""
+"""No warning about a worker that cannot be reached for this long after it has reported that it drains."""
 
 FAILURES = 5
 """Legs of a worker that fail in a row, before it is left alone."""
@@ -111,7 +110,7 @@ class Worker:
     """Set it to ask for health now."""
     beats: bool = False
     """It sends its health unasked (`discovery/register.py`)."""
-    quiet_until_s: float = field(default_factory=lambda: time.monotonic() + QUIET_S)
+    quiet_until_s: float = 0.0
     """Until then its absence is expected."""
     breaker: Breaker = field(default_factory=lambda: Breaker(math.inf, failures=FAILURES))
     """Of its legs: it may answer GET /health and fail all the same."""

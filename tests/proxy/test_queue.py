@@ -186,3 +186,24 @@ def test_requests_under_ever_new_keys_do_not_starve_the_others() -> None:
         if served(queue) is late:
             return
     pytest.fail("50 others were served before it")
+
+
+def test_one_key_holds_at_most_as_many_places_as_are_free_and_others_find_some() -> None:
+    queue = Queue(12, divided=True)
+    put = {key: sum(queue.put(waiting(key)) for _ in range(20)) for key in ("a", "b", "c")}
+    assert put == {"a": 6, "b": 3, "c": 2}
+    assert queue.put(waiting("d"))
+
+
+def test_requests_of_a_share_keep_their_order_when_those_that_have_left_are_cleared_away() -> None:
+    queue = Queue(8)
+    stay = [waiting(since_s=float(number)) for number in (5, 1, 3)]
+    for each in stay:
+        assert queue.put(each)
+    for number in range(10):
+        gone = waiting(since_s=100.0 - number)
+        assert queue.put(gone)
+        queue.remove(gone)
+    last = waiting(since_s=2.0)
+    assert queue.put(last)
+    assert [served(queue).since_s for _ in range(4)] == [1.0, 2.0, 3.0, 5.0]

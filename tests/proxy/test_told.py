@@ -212,7 +212,7 @@ def levels(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.levelname for record in caplog.records if record.name == "pdlink.proxy"]
 
 
-async def test_workers_that_come_up_after_the_proxy_are_no_warning(
+async def test_workers_that_come_up_after_the_proxy_are_warned_of_at_once_and_health_names_them(
     prefill: FakeWorker, decode: FakeWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -221,16 +221,23 @@ async def test_workers_that_come_up_after_the_proxy_are_no_warning(
     async with proxy_of([prefill], [decode], settled=False) as proxy:
         pool = proxy.router.services.pools.all
         await until(lambda: all(worker.state is State.UNREACHABLE for worker in pool))
-        await prefill.start()
+        assert levels(caplog) == ["WARNING"] * 2
         await decode.start()
+        await until(lambda: pool[1].state is State.OK)
+        status, reason = proxy.router.services.standing()
+        assert status == "degraded"
+        assert f"prefill worker {prefill.url.removeprefix('http://')} has never answered" in reason.replace(
+            "http://", ""
+        )
+        await prefill.start()
         await until(lambda: all(worker.state is State.OK for worker in pool))
-    assert levels(caplog) == ["INFO"] * 4
+        assert proxy.router.services.standing() == ("ok", "")
+    assert levels(caplog) == ["WARNING"] * 4
 
 
 async def test_a_worker_that_never_comes_is_one_warning_and_its_coming_another(
-    prefill: FakeWorker, decode: FakeWorker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    prefill: FakeWorker, decode: FakeWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("pdlink_proxy.worker.QUIET_S", 0.1)
     await decode.stop()
     async with proxy_of([prefill], [decode], settled=False, health_interval_s=0.01) as proxy:
         await until(lambda: levels(caplog) == ["WARNING"])

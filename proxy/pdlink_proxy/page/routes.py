@@ -39,8 +39,10 @@ def add_page(app: web.Application, services: Services) -> None:
         return web.Response(status=308, headers={"Location": "pdlink/"})  # relative: a prefix may stand before it
 
     async def state(request: web.Request) -> web.Response:
-        if not services.entry.may_enter(request):
-            return services.entry.no_entry()
+        if not services.entry.may_look(request):
+            return services.entry.no_entry(request)
+        if services.entry.sees_only(request) is not None:
+            return services.entry.operators_only()
         return web.Response(
             body=msgspec.json.encode(await state_of(services)),
             content_type="application/json",

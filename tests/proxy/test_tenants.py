@@ -1,0 +1,103 @@
+"""What one of several API keys sees and steers: its own requests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pdlink_proxy.access import refused_page
+from tests.private import write_private
+from tests.proxy.fakes import FakeWorker, Proxy, proxy_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PAIR = {"prefill": "prefill-0", "decode": "decode-0"}
+
+
+async def asked(proxy: Proxy, method: str, path: str, key: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    said = {"Authorization": f"Bearer {key}", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    async with proxy.client.request(method, proxy.url + path, json=body, headers=said) as response:
+        return response.status, await response.json(content_type=None) if response.status != 200 or "json" in (
+            response.content_type
+        ) else await response.read()
+
+
+async def test_a_key_sees_its_own_requests_and_an_operator_all(
+    prefill: FakeWorker, decode: FakeWorker, tmp_path: Path
+) -> None:
+    more: dict[str, Any] = {"api_keys": ["a", "b"], "admin_key_file": str(write_private(tmp_path / "admin", "boss"))}
+    async with proxy_of([prefill], [decode], **more) as proxy:
+        for key in ("a", "b"):
+            body = {"model": "m", "prompt": "hello"}
+            status, _ = await asked(proxy, "POST", "/v1/completions", key, body, X_Request_Id=f"id-of-{key}")
+            assert status == 200
+
+        async def ids(path: str, key: str) -> set[str]:
+            status, found = await asked(proxy, "GET", path, key)
+            assert status == 200
+            return {each["request_id"] for each in found["decisions"]}
+
+        assert await ids("/decisions", "a") == await ids("/decisions?request=id-of-a", "a") == {"id-of-a"}
+        assert await ids("/decisions?request=id-of-b", "a") == set()
+        assert await ids("/decisions", "boss") == {"id-of-a", "id-of-b"}
+        for path in ("/pdlink/state", "/pdlink/timeline", "/pdlink/timeline?request=id-of-b"):
+            assert (await asked(proxy, "GET", path, "a"))[0] == 403, path
+        assert (await asked(proxy, "GET", "/pdlink/timeline?request=id-of-a", "a"))[0] == 200
+        assert (await asked(proxy, "GET", "/pdlink/state", "boss"))[0] == 200
+        assert (await asked(proxy, "POST", "/pdlink/probe", "a", PAIR))[0] == 403
+        for path in ("/pdlink/state", "/pdlink/timeline", "/decisions"):
+            assert (await asked(proxy, "GET", path, "nobody"))[0] == 401, path
+
+
+async def test_who_names_his_request_as_another_ones_does_not_see_it(prefill: FakeWorker, decode: FakeWorker) -> None:
+    async with proxy_of([prefill], [decode], api_keys=["a", "b"]) as proxy:
+        for key in ("a", "b"):
+            await asked(proxy, "POST", "/v1/completions", key, {"model": "m", "prompt": "x"}, X_Request_Id="same")
+        for key in ("a", "b"):
+            assert (await asked(proxy, "GET", "/decisions?request=same", key))[1] == {"decisions": []}
+
+
+async def test_the_only_key_sees_all_and_probes(prefill: FakeWorker, decode: FakeWorker) -> None:
+    async with proxy_of([prefill], [decode], api_keys=["a"]) as proxy:
+        assert (await asked(proxy, "GET", "/pdlink/state", "a"))[0] == 200
+        assert (await asked(proxy, "POST", "/pdlink/probe", "a", PAIR))[0] == 200
+
+
+PAGES = [
+    {"origin": "http://evil.example"},
+    {"origin": "null"},
+    {"origin": "http://evil.example", "host": "evil.example"},
+    {"sec-fetch-site": "same-origin", "host": "evil.example:8000"},
+    {"content-type": "text/plain;charset=UTF-8"},
+    {"content-type": "application/x-www-form-urlencoded"},
+]
+
+
+@pytest.mark.parametrize("headers", PAGES)
+async def test_a_foreign_page_is_refused_where_no_keys_are_set(
+    prefill: FakeWorker, decode: FakeWorker, headers: dict[str, str]
+) -> None:
+    """A page of somebody else in the operator's browser, also one whose name was pointed at this host."""
+    body = b'{"model": "m", "prompt": "hello"}'
+    async with proxy_of([prefill], [decode]) as proxy:
+        for path in ("/v1/completions", "/v1/embeddings", "/pdlink/probe"):
+            async with proxy.client.post(proxy.url + path, data=body, headers=headers) as response:
+                assert response.status == 403, path
+                assert "api_keys" in (await response.json())["error"]["message"]
+        if "content-type" not in headers:
+            for path in ("/pdlink/state", "/decisions", "/metrics"):
+                async with proxy.client.get(proxy.url + path, headers=headers) as response:
+                    assert response.status == 403, path
+        assert prefill.received == decode.received == []
+        own = {"origin": proxy.url, "sec-fetch-site": "same-origin", "content-type": "application/json"}
+        async with proxy.client.post(proxy.url + "/v1/completions", data=body, headers=own) as response:
+            assert response.status == 200, "its own page"
+
+
+def test_programs_and_other_hosts_pages_are_judged_by_their_headers() -> None:
+    assert not refused_page({"host": "x"}, loopback=True), "no browser"
+    assert not refused_page({"host": "[::1]:80", "sec-fetch-site": "none"}, loopback=True)
+    assert not refused_page({"host": "proxy.example", "origin": "https://proxy.example"}, loopback=False)
+    assert refused_page({"host": "[", "sec-fetch-site": "none"}, loopback=True)
