@@ -131,7 +131,7 @@ def test_taken_port_is_an_error_that_says_what_to_do() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        command = [sys.executable, "-m", "pdlink", "proxy", "--port", port, "--decode", "http://127.0.0.1:1"]
+        command = [sys.executable, "-m", "pdlink", "proxy", "--listen", f"127.0.0.1:{port}", "--decode", "http://a"]
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2
     assert f"cannot bind 127.0.0.1:{port}" in result.stderr
@@ -155,7 +155,7 @@ def test_check_says_what_works_and_fails_when_the_configured_transport_does_not(
 
 
 def test_worker_without_ucx_runs_on_mapped_memory_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    settings = worker_settings("both", transport={"prefer": "ucx", "ucx": {"library": "off"}})
+    settings = worker_settings("both", transport={"ucx": {"library": "off"}})
     with Deployment.launch({"alone": settings}, routed=False) as deployment:
         assert deployment.children["alone"].facts["transports"] == ["mapped", "tcp"]
     assert "alone: transport cannot be used: ucx" in caplog.text
