@@ -174,6 +174,11 @@ class KVCacheManager:
             copied, stood = 0, False
             try:
                 for theirs, block in zip(kv_tensors.to_tensors(), mine.to_tensors(), strict=False):
+                    if theirs.numel() != block.numel():
+                        raise InvalidRequest(
+                            f"kv_tensors: got one of shape {tuple(theirs.shape)}; expected {self.block_shape}; pass "
+                            "tensors of whole blocks"
+                        )
                     theirs.copy_(block.view(theirs.shape))
                     copied += self.block_size
             finally:

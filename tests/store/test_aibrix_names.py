@@ -107,6 +107,8 @@ def test_a_get_into_wrong_tensors_gives_its_lease_back(manager: KVCacheManager) 
             return [torch.zeros(3)]
 
     manager.put(None, PROMPT, Theirs(6, 1))
-    with pytest.raises(RuntimeError, match="shape"):
-        manager.get(None, PROMPT, Short())
+    status = manager.get(None, PROMPT, Short())
+    assert status.is_invalid()
+    with pytest.raises(Exception, match=r"kv_tensors: got one of shape \(3,\)"):
+        status.raise_if_not_ok()
     assert manager.cache._store._catalog.num_leases == 0
