@@ -218,3 +218,12 @@ def test_the_kv_of_a_prompt_depends_on_lora_salt_and_media() -> None:
     )
     assert versions.identity(request).words == ["lora l ", "salt s", "media i"]
     assert versions.identity(SimpleNamespace(lora_request=None, cache_salt=None, mm_features=None)).words == []
+
+
+def test_scales_that_each_server_makes_for_itself_are_refused() -> None:
+    """KV in FP8 would be read by another server's scales: up to vLLM 0.26 they come from its first prompts."""
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(calculate_kv_scales=True), parallel_config=SimpleNamespace()
+    )
+    with pytest.raises(UnsupportedCache, match="calculate_kv_scales: got true"):
+        versions.check_config(config, SimpleNamespace(kv_cache_groups=[]), (0, 26), tiers=None)

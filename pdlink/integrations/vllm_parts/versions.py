@@ -148,6 +148,11 @@ def check_config(
 
     tiers: of a server that keeps KV in a store.
     """
+    if getattr(getattr(vllm_config, "cache_config", None), "calculate_kv_scales", False):  # vLLM up to 0.26
+        raise UnsupportedCache(
+            "calculate_kv_scales: got true; expected scales that are the same in every server, and here each "
+            "makes its own from its first prompts; take scales from the checkpoint"
+        )
     groups = len(transfer_parts(kv_cache_config))
     if groups > 1:
         what = f"the model has {groups} groups of KV caches"
