@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from math import inf, isinf
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from pdlink.events import Announcer, RecordsChanged, WriteDropped, emit
@@ -69,7 +70,7 @@ class Books:
         preimages: of the keys, for listeners.
         """
         readable = self.catalog.commit(slots, expires_at_s - self._epoch_s())
-        self._note(preimages or {})
+        self.note(preimages or {})
         for slot in slots:
             if slot.key not in readable and slot.key not in self.shapes:  # it was removed while it was sealed
                 self._ends_at_s.pop(slot.key, None)
@@ -86,12 +87,30 @@ class Books:
             return expires_s
         return self._ends_at_s.setdefault(key, round(expires_s + self._epoch_s(), 3))
 
+    def note(self, preimages: Mapping[bytes, Preimage | None] = MappingProxyType({})) -> None:
+        """Bring the books up to the catalog's last change. `tell` tells listeners and metrics of it later."""
+        for change in self.catalog.changes():
+            self._uncounted.append(change)
+            is_there = change.kind == "stored"
+            if not is_there:
+                self.ingestion.on_evict(change.key)
+                self.summed.discard(change.key)
+                self.unchecked.discard(change.key)
+                self.shapes.pop(change.key, None)
+                self._ends_at_s.pop(change.key, None)
+                for tier, debts in self.debts.items():
+                    if change.key in debts:
+                        del debts[change.key]
+                        self._dropped[tier] += change.kind == "evicted"
+            known = preimages.get(change.key) if is_there else None
+            self._announcer.note(RecordChange(MEMORY, is_there, change.key, known))
+
     # --- Without the lock
 
     def tell(self) -> None:
         """What came and went, to listeners and metrics; after every change that the catalog may have made."""
         with self.lock:
-            self._note({})
+            self.note()
             changes, self._uncounted = self._uncounted, []
             dropped, self._dropped = self._dropped, Counter()
             self.num_dropped += dropped.total()
@@ -108,34 +127,17 @@ class Books:
     def listen(self, changed: Callable[[RecordChange], None]) -> None:
         """As `AnyStore.listen`, of the arena."""
         with self.lock:
-            self._note({})
+            self.note()
             self._announcer.add(changed, [RecordChange(MEMORY, True, key) for key in self.catalog.readable()])
         self._announcer.tell()
 
     def check(self) -> None:
         """Raise AssertionError if the books are wrong."""
         with self.lock:
-            self._note({})
+            self.note()
             self.catalog.check()
             readable = set(self.catalog.readable())
             assert self.shapes.keys() == readable, "shapes of other records than are readable"
             assert self.summed <= readable
             assert self.unchecked <= readable
             assert self._ends_at_s.keys() <= readable
-
-    def _note(self, preimages: Mapping[bytes, Preimage | None]) -> None:
-        for change in self.catalog.changes():
-            self._uncounted.append(change)
-            is_there = change.kind == "stored"
-            if not is_there:
-                self.ingestion.on_evict(change.key)
-                self.summed.discard(change.key)
-                self.unchecked.discard(change.key)
-                self.shapes.pop(change.key, None)
-                self._ends_at_s.pop(change.key, None)
-                for tier, debts in self.debts.items():
-                    if change.key in debts:
-                        del debts[change.key]
-                        self._dropped[tier] += change.kind == "evicted"
-            known = preimages.get(change.key) if is_there else None
-            self._announcer.note(RecordChange(MEMORY, is_there, change.key, known))

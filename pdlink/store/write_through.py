@@ -85,6 +85,7 @@ class WriteThrough:
 
     def _pay(self, index: int, *, at_once: bool = False) -> None:
         tier, catalog = self._below.tiers[index], self._books.catalog
+        self._books.note()  # what has gone since is owed no more, and cannot be leased
         debts = self._books.debts.get(tier.name)
         most_nbytes = self._buffer.nbytes // _WAITING_SHARE
         if not debts or tier.queued_nbytes > most_nbytes // 2:

@@ -9,6 +9,7 @@ import pytest
 from pdlink.events import WriteDropped, listen
 from pdlink.store.policies.registry import make_policy
 from pdlink.store.store import Store
+from pdlink.store.turns import Retention
 
 from .process import until
 from .stubs import SHAPE, WAIT_S, StubTier
@@ -118,6 +119,22 @@ def test_what_was_cleared_is_not_owed_any_more() -> None:
         assert store.flush(WAIT_S)
         assert not set(tier.records) & set(KEYS[4:NUM_SLOTS])
         assert read(store, KEYS[:NUM_SLOTS]) == NUM_SLOTS
+
+
+def test_the_keeper_outlives_a_record_that_expires_while_a_tier_is_to_have_it() -> None:
+    tier, clock = Refusing(), Clock()
+    with opened(NUM_SLOTS, [tier], clock) as store:
+
+        def expires() -> None:
+            store.commit(store.reserve(KEYS[:1], SHAPE, retention=Retention(ttl_s=100)), SHAPE)
+            until(lambda: KEYS[0] in store._books.debts["stub"], "the tier refuses it")
+            clock.now_s += 101
+            until(lambda: store.holds(KEYS[:1]) == [False] and not store._books.debts["stub"], "it is gone")
+
+        expires()
+        expires()
+        tier.full = False
+        assert store.flush(WAIT_S), "what has expired is not missing below"
 
 
 def test_what_is_owed_is_written_when_the_store_closes() -> None:
