@@ -140,4 +140,4 @@ class Books:
             assert self.shapes.keys() == readable, "shapes of other records than are readable"
             assert self.summed <= readable
             assert self.unchecked <= readable
-            assert self._ends_at_s.keys() <= readable
+            assert self._ends_at_s.keys() <= readable | self.catalog.writing()

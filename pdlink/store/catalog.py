@@ -93,6 +93,10 @@ class Catalog:
         """Of the readable records."""
         return [key for key, record in self._records.items() if not record.missing]
 
+    def writing(self) -> set[bytes]:
+        """Keys that somebody writes, also those that were removed meanwhile."""
+        return {entry.slot.key for entry in self._writing.values()}
+
     def leases(self) -> list[Held]:
         """Oldest first."""
         return [hold.held(hold.request) for hold in self._leases.values()]

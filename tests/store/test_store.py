@@ -18,7 +18,7 @@ from pdlink.store.extents import ALIGNMENT_NBYTES as PAGE
 from pdlink.store.fetch import Fetch
 from pdlink.store.interface import MEMORY, Found, Wanted
 from pdlink.store.policies.registry import make_policy
-from pdlink.store.record import HEADER_NBYTES, Group, RecordShape, unseal
+from pdlink.store.record import HEADER_NBYTES, Group, RecordShape, seal, unseal
 from pdlink.store.slots import Lease, Share, Slot
 from pdlink.store.store import Store
 from pdlink.store.turns import USUAL, Retention
@@ -833,6 +833,21 @@ def test_shares_of_a_record_are_sealed_by_the_last_of_its_writers() -> None:
         for half in halves:
             store.commit(half, SHAPE)
         assert read(store, KEYS[:1]) == 1
+
+
+def test_the_books_are_right_while_a_record_is_sealed_and_while_it_is_cleared_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    healthy: list[bool] = []
+    with opened(verify=True) as store:
+
+        def sealed(*args: Any, **kwargs: Any) -> None:
+            healthy.append(store.health()[MEMORY])
+            store.clear(KEYS[:1])
+            healthy.append(store.health()[MEMORY])
+            seal(*args, **kwargs)
+
+        monkeypatch.setattr("pdlink.store.store.seal", sealed)
+        store.commit(store.reserve(KEYS[:1], SHAPE, retention=Retention(ttl_s=100)), SHAPE)
+    assert healthy == [True, True]
 
 
 def test_a_store_that_was_closed_answers_at_once_and_holds_nothing() -> None:
