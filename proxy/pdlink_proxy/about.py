@@ -115,12 +115,14 @@ class About:
         if not entry.may_look(request):
             return entry.no_entry(request)
         request_id, only = request.query.get("request"), entry.sees_only(request)
+        if only is not None and request_id is not None and not await self._services.owns(only, request_id):
+            return _json(200, {"decisions": []})
         decisions = self._services.decisions_of(request_id, only)
         if self._services.siblings is not None:
             for found in (await self._services.siblings.ask_all("decisions", [request_id, only])).values():
                 decisions += msgspec.convert(found, list[Decision])
             decisions.sort(key=lambda each: each.at_s)
-        if request_id is None or (only is not None and not decisions):
+        if request_id is None:
             return _json(200, {"decisions": decisions})
         sources, course = await asyncio.gather(self._sources(request_id, decisions), self._course(request_id))
         return _json(200, {"decisions": decisions, "sources": sources, **course})

@@ -143,9 +143,10 @@ class Entry:
         """Whether there are several keys."""
         return len(self.api_keys) > 1
 
-    def owns(self, key: str, request_id: str) -> bool:
-        """Whether the request of this id came with this key."""
-        return self._owners.get(request_id, "") == key != ""
+    def owns(self, key: str, request_id: str) -> bool | None:
+        """Whether the request of this id came with this key, and with no other one; None if it is not known here."""
+        owner = self._owners.get(request_id)
+        return None if owner is None else owner == key != ""
 
     def _is_operator(self, request: web.Request) -> bool:
         return bool(self._admin_keys) and may_enter(self._admin_keys, request.headers)
@@ -153,6 +154,7 @@ class Entry:
     def _own(self, request_id: str, key: str) -> None:
         if self._owners.setdefault(request_id, key) != key:
             self._owners[request_id] = ""
+        self._owners.move_to_end(request_id)  # of two requests of one id the later one is shown longer
         while len(self._owners) > MAX_OWNERS:
             self._owners.popitem(last=False)
 

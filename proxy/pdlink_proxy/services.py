@@ -213,10 +213,11 @@ class Services:
         return found if only is None else [each for each in found if self.entry.owns(only, each.request_id)]
 
     async def owns(self, key: str, request_id: str) -> bool:
-        """Whether this request came with this key, to any process of this proxy."""
-        if self.entry.owns(key, request_id):
-            return True
-        return self.siblings is not None and any((await self.siblings.ask_all("owns", [key, request_id])).values())
+        """Whether the request of this id came with this key, and with no other one, to any process of this proxy."""
+        found = {self.entry.owns(key, request_id)}
+        if self.siblings is not None:  # an answer of None is left out
+            found |= set((await self.siblings.ask_all("owns", [key, request_id])).values())
+        return True in found and False not in found
 
     def described(self, side: Leg, beside: Mapping[int, Doing]) -> list[dict[str, Any]]:
         """The workers of one side, with the legs of all processes."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdlink_proxy.access import refused_page
+from pdlink_proxy.siblings import Place, Siblings
 from tests.private import write_private
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of
 
@@ -57,6 +58,39 @@ async def test_who_names_his_request_as_another_ones_does_not_see_it(prefill: Fa
             await asked(proxy, "POST", "/v1/completions", key, {"model": "m", "prompt": "x"}, X_Request_Id="same")
         for key in ("a", "b"):
             assert (await asked(proxy, "GET", "/decisions?request=same", key))[1] == {"decisions": []}
+
+
+async def test_who_names_his_request_so_in_another_process_does_not_see_it_either(
+    prefill: FakeWorker, decode: FakeWorker, tmp_path: Path
+) -> None:
+    places = [Siblings(Place(str(tmp_path), number, 2)) for number in range(2)]
+    async with (
+        proxy_of([prefill], [decode], api_keys=["a", "b"], siblings=places[0]) as first,
+        proxy_of([prefill], [decode], api_keys=["a", "b"], siblings=places[1]) as second,
+    ):
+        body = {"model": "m", "prompt": "x"}
+        await asked(first, "POST", "/v1/completions", "a", body, X_Request_Id="same")
+        await asked(first, "POST", "/v1/completions", "a", body, X_Request_Id="own")
+        await asked(second, "POST", "/v1/completions", "b", body, X_Request_Id="same")
+        for proxy in (first, second):
+            status, found = await asked(proxy, "GET", "/decisions?request=own", "a")
+            assert status == 200
+            assert found["record"]["request_id"] == "own"
+            for key in ("a", "b"):
+                assert (await asked(proxy, "GET", "/decisions?request=same", key))[1] == {"decisions": []}
+                assert (await asked(proxy, "GET", "/pdlink/timeline?request=same", key))[0] == 403
+
+
+async def test_an_id_that_comes_again_stays_with_its_key(
+    prefill: FakeWorker, decode: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first request is old, and its last one is shown."""
+    monkeypatch.setattr("pdlink_proxy.entry.MAX_OWNERS", 2)
+    async with proxy_of([prefill], [decode], api_keys=["a", "b"]) as proxy:
+        for key, name in (("a", "again"), ("a", "1"), ("a", "again"), ("a", "2"), ("b", "again")):
+            body = {"model": "m", "prompt": "x"}
+            assert (await asked(proxy, "POST", "/v1/completions", key, body, X_Request_Id=name))[0] == 200
+        assert (await asked(proxy, "GET", "/decisions?request=again", "b"))[1] == {"decisions": []}
 
 
 async def test_the_only_key_sees_all_and_probes(prefill: FakeWorker, decode: FakeWorker) -> None:
