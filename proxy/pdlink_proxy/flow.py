@@ -155,7 +155,7 @@ class Flow:
         self._last_failure: Respond | None = None
         self._error_passed = False
         self._finished = bool(last_events)
-        """A finish_reason has come from decode, or its streams have none."""
+        """The client has a finish_reason, or such streams have none."""
 
     @property
     def _words(self) -> ClientWords:
@@ -384,7 +384,8 @@ class Flow:
             state.ended_well = True
             return []
         rest = state.events.take_rest()
-        if leg is Leg.DECODE and state.spoke and self._is_last(rest) and self._finished:
+        told = self._finished or self._error_passed
+        if leg is Leg.DECODE and state.spoke and self._is_last(rest) and told:
             # Only the blank line after the last event is missing; without it the client would not see the event.
             forward = rest.rstrip(b"\r\n") + b"\n\n"
             return [Forward(forward), *self._finish_stream()]

@@ -205,6 +205,19 @@ def test_decode_alone_needs_no_prefill() -> None:
     assert flow.outcome is Outcome.OK
 
 
+def test_error_that_was_passed_is_told_once_where_the_last_line_is_cut() -> None:
+    flow = running()
+    flow.on(Chunk(1, D, ZERO), 1.0)
+    flow.on(Chunk(1, D, b"data: " + _BODY + b"\n\n"), 1.1)
+    assert flow.on(Chunk(1, D, b"data: [DONE]\n"), 1.2) == []
+    actions = flow.on(Ended(1, D), 1.3)
+    assert [action for action in actions if isinstance(action, Forward | EndStream)] == [
+        Forward(DONE),
+        EndStream(b""),
+    ]
+    assert flow.outcome is Outcome.BROKEN
+
+
 def test_no_worker_is_unavailable_and_after_a_failure_the_failure() -> None:
     flow = Flow(LIMITS, 0.0)
     flow.on(Started(), 0.0)
