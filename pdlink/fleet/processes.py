@@ -68,7 +68,7 @@ def _run_processes(
         for index in range(config.processes):
             label = f"proxy-{index}"
             place = {"directory": str(directory), "number": index, "processes": config.processes}
-            settings = {**_share(config).model_dump(mode="json"), "listen": listen, PLACE: place}
+            settings = {**_share(config, config.processes).model_dump(mode="json"), "listen": listen, PLACE: place}
             places.append(Here(partial(start, label, "proxy", settings)))
             posts.append(Post(places[-1], PostPlan(label, "proxy"), start_timeout_s=START_TIMEOUT_S))
         try:
@@ -86,11 +86,14 @@ def _run_processes(
             stop([post.actor for post in posts if post.actor is not None], config.drain_s + 5)
 
 
-def _share(config: ProxyConfig) -> ProxyConfig:
-    """The settings of one of them: bounds are for all together, and it is one router of several."""
+def _share(config: ProxyConfig, processes: int) -> ProxyConfig:
+    """The settings of one of so many: bounds are for all together, and it is one router of several.
+
+    processes: those that run, which settings that were read again do not change.
+    """
 
     def part(number: int) -> int:
-        return math.ceil(number / config.processes)
+        return math.ceil(number / processes)
 
     def limit(of_all: RateLimit) -> RateLimit:
         return RateLimit(requests=part(of_all.requests), tokens=part(of_all.tokens))
@@ -101,7 +104,7 @@ def _share(config: ProxyConfig) -> ProxyConfig:
             "max_connections": part(config.max_connections),
             "rate_limit": limit(config.rate_limit),
             "rate_limits": {key: limit(of_all) for key, of_all in config.rate_limits.items()},
-            "routers": config.routers * config.processes,
+            "routers": config.routers * processes,
         }
     )
 
@@ -111,7 +114,7 @@ def _reload(places: list[Here], directory: Path, reread: Callable[[], ProxyConfi
 
     settings = None
     try:
-        settings = _share(reread()).model_dump(mode="json") if reread is not None else None
+        settings = _share(reread(), len(places)).model_dump(mode="json") if reread is not None else None
     except ConfigError as error:
         log.error("the settings are unchanged: %s", error)
     for number, place in enumerate(places):
