@@ -140,8 +140,8 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
         action="append",
         type=_address_of,
         metavar="URL=TCP",
-        help="where the connector of the server URL listens: tcp://HOST:PORT, or one for each rank with commas "
-        "between (`control` in pdlink/config/proxy.py says which dialects need it); repeatable",
+        help="dialect vllm: where the connector of the prefill server URL listens: tcp://HOST:PORT, or one for each "
+        "rank with commas between; repeatable",
     )
     _add_parent(proxy)
     store = add("store", "keeps KV for all workers of this host, and outlives them", runs.store, ("--listen",))

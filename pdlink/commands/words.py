@@ -11,7 +11,7 @@ settings come from the defaults, then --config FILE (YAML), then the environment
 FLAGS: dict[str, tuple[str, str]] = {
     "--listen": (
         "listen",
-        "HOST[:PORT] where others reach it; port 0 takes a free one (127.0.0.1)",
+        "HOST[:PORT] where others reach it; port 0 takes a free one (127.0.0.1, a proxy on port 8000)",
     ),
     "--name": ("name", "name of this worker, unique in the deployment"),
     "--model": (

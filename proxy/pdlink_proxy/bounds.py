@@ -50,7 +50,7 @@ class OutOfRange(InvalidRequest):
 
 
 def check_numbers(fields: Mapping[str, msgspec.Raw], ranges: Mapping[str, tuple[int, int]] = RANGES) -> None:
-    """Raises OutOfRange. Values of other types are passed over: whoever needs them refuses them."""
+    """Raises OutOfRange. Values of other types are passed over: the code that needs them refuses them."""
     for name, (least, most) in ranges.items():
         if name not in fields:
             continue

@@ -1,6 +1,6 @@
 """Lines of the log that strangers cause: short, and few of them.
 
-Whoever reaches a port may send it anything. A line each, or a traceback, lets him fill a disk.
+A stranger who reaches a port may send it anything. With a line for each, or a traceback, strangers fill a disk.
 """
 
 from __future__ import annotations

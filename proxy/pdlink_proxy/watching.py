@@ -37,8 +37,8 @@ async def watch(
     """Poll a server's health, every interval and when poked, until cancelled; call `heard` after each look. workers:
     the server, or the engines behind its URL.
 
-    A worker whose beats come, and that is well, is asked when poked only; and none more often than once in `LEAST_S`:
-    whoever announces a worker could have it asked all the time.
+    A worker whose beats come, and that is well, is asked when poked only; and none more often than once in `LEAST_S`;
+    else a stranger who announces a worker could have it asked all the time.
     """
     first, least_s = workers[0], min(LEAST_S, interval_s)
     for each in workers:
