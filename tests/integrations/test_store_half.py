@@ -370,6 +370,31 @@ def test_a_load_whose_lease_has_ended_fails_and_names_its_blocks() -> None:
         made.finish("r")
 
 
+def test_a_load_for_an_adapter_that_was_replaced_fails_though_its_bytes_have_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with opened() as store, server(store) as made:
+        made.arrive("w")
+        made.find("w")
+        made.run("w", table(1))
+        made.finish("w")
+        made.arrive("r")
+        assert made.find("r") == 32
+
+        def other(_: object) -> bool:
+            made.settle()  # all copies have been made
+            return False
+
+        monkeypatch.setattr(made.adapters, "has", other)
+        made.book.allocated("r", table(2), 32)
+        results = made.until(lambda results: results.received)
+        assert results.failed == {"r"}
+        assert results.failed_blocks == set(table(2))
+        assert made.find("r") == 0, "vLLM computes it"
+        made.run("r", table(2))
+        made.finish("r")
+
+
 def test_what_was_found_is_held_for_a_while_and_looked_up_again_after_it() -> None:
     with opened() as store, server(store) as made:
         made.arrive("w")

@@ -8,15 +8,12 @@ only where the adapter that was loaded has that content.
 from __future__ import annotations
 
 import functools
-import logging
 import secrets
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-log = logging.getLogger(__name__)
 
 
 class Adapter(NamedTuple):

@@ -307,13 +307,14 @@ class StoreHalf:
         loading = look.stored.load(load.begin, load.end, self._cache.by_group(load.blocks))
         with self._lock:
             self._loads[load.request_id] = loading
-        if not self._adapters.has(self._prompts[load.request_id].adapter):
+        is_right = bool(self._adapters.has(self._prompts[load.request_id].adapter))
+        if not is_right:
             loading.cancel()
-        loading.done.add_done_callback(partial(self._loaded, load))
+        loading.done.add_done_callback(partial(self._loaded, load, is_right=is_right))
 
-    def _loaded(self, load: Load, done: Future[int]) -> None:
-        """In any thread."""
-        end = done.result()
+    def _loaded(self, load: Load, done: Future[int], *, is_right: bool) -> None:
+        """In any thread. is_right: what was copied counts; it is of the adapter that vLLM computes with."""
+        end = done.result() if is_right else load.begin
         whole = end >= load.end
         with self._lock:
             del self._loads[load.request_id]

@@ -90,7 +90,7 @@ class _Lane:
     """Those that this step has not written yet."""
 
 
-OTHER_ADAPTER = "this server has loaded other files of the request's adapter than lie at its path now"
+OTHER_ADAPTER = "this server has not loaded the files that lie at the path of the request's adapter now"
 
 
 class WorkerHalf:
