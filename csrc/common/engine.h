@@ -4,8 +4,8 @@
 // Threads. Callers put work into tables under one mutex and wake the thread through an eventfd; they never wait for
 // it, except in `close`. A caller may do a small batch itself (`at_once`). The thread takes the mutex to choose work
 // and to record results, never while it moves bytes. It never calls into Python, so it needs no GIL and may be joined
-// under it. Any thread adds peers and batches; only the engine's thread removes them, so its pointers to them stay
-// valid while the mutex is free.
+// under it. Any thread adds peers; only the engine's thread removes them, so its pointers to them stay valid while
+// the mutex is free. A batch goes with its last byte, in the thread that has moved it, or with its peer.
 //
 //   run:  advance_ends → look_at_deadlines → wait → round → …
 //
@@ -187,8 +187,7 @@ class Engine {
             for (auto& [name, peer] : peers_) begin_closing(*peer);
             wake_.ring();
         }
-        pollfd over{.fd = over_.fd(), .events = POLLIN, .revents = 0};
-        const bool in_time = std::isinf(limit_s) || ::poll(&over, 1, static_cast<int>(limit_s * 1000)) == 1;
+        const bool in_time = over_in(limit_s);
         if (in_time)
             thread_->join();
         else
@@ -312,6 +311,18 @@ class Engine {
 
     Self& self() { return static_cast<Self&>(*this); }
 
+    // Whether the thread ends within `limit_s`, whatever signals come.
+    bool over_in(double limit_s) const {
+        if (std::isinf(limit_s)) return true;
+        pollfd over{.fd = over_.fd(), .events = POLLIN, .revents = 0};
+        const double by_s = now_s() + limit_s;
+        int found = -1;
+        do {
+            found = ::poll(&over, 1, static_cast<int>(std::max(0.0, by_s - now_s()) * 1000));
+        } while (found < 0 && errno == EINTR);
+        return found == 1;
+    }
+
     void begin_closing(Peer& peer) {
         if (peer.closing) return;
         peer.closing = true;
@@ -375,7 +386,7 @@ class Engine {
         }
     }
 
-    // Cancel the batches of closing peers, and forget those that are quiet.
+    // Cancel the batches of closing peers, and forget the peers that are quiet.
     void advance_ends(Lock& lock) {
         ends_look_s_ = kForever;
         bool waiting = false;

@@ -94,6 +94,7 @@ bool Copier::at_once(Peer& peer, Batch& batch) {
 }
 
 std::array<std::uint64_t, 2> Copier::slices_taken() {
+    if (forked()) return {};
     const std::lock_guard lock(mutex_);
     return slices_taken_;
 }

@@ -131,6 +131,7 @@ std::vector<std::string> Engine::congestion(const std::string& name) {
 }
 
 std::uint64_t Engine::strangers_dropped() {
+    if (forked()) return 0;
     const std::lock_guard lock(mutex_);
     return strangers_dropped_;
 }

@@ -111,7 +111,7 @@ void Engine::make_room() {
     if (strangers_.size() >= kMaxStrangers) send_away(strangers_.begin());
 }
 
-// Read what a stranger says. One that is invited or lies is none any more. Returns the next one.
+// Read what a stranger says. It leaves the list if it is invited, or not worth listening to. Returns the next one.
 std::list<Engine::Stranger>::iterator Engine::hear(std::list<Stranger>::iterator stranger) {
     const Heard heard = listen_to(*stranger);
     if (heard == Heard::kNothing) return send_away(stranger);

@@ -835,7 +835,9 @@ def test_shares_of_a_record_are_sealed_by_the_last_of_its_writers() -> None:
         assert read(store, KEYS[:1]) == 1
 
 
-def test_the_books_are_right_while_a_record_is_sealed_and_while_it_is_cleared_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_books_are_right_while_a_record_is_sealed_and_while_it_is_cleared_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     healthy: list[bool] = []
     with opened(verify=True) as store:
 

@@ -47,12 +47,14 @@ def test_a_forked_child_is_refused_and_leaves_the_parents_connections_alone(pair
                 except TransportFailure as failure:
                     refused += "fork" in str(failure)
             heard = writer.transport.poll()
+            counts: list[int] = [getattr(writer.transport, "strangers_dropped", 0)]
+            counts += getattr(writer.transport, "slices_taken", tuple)()
             writer.transport.close_peer("owner")
             for side in (writer, owner):
                 side.transport.close()
                 side.transport._native = None  # type: ignore[attr-defined]
             gc.collect()  # destroys both engines here
-            os._exit(0 if refused == 2 and not heard else 1)
+            os._exit(0 if refused == 2 and not heard and not any(counts) else 1)
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -89,6 +91,22 @@ def test_no_native_thread_takes_signals() -> None:
         blocked = int((task / "status").read_text().partition("SigBlk:")[2].split()[0], 16)
         assert blocked & 1 << signal.SIGINT - 1
         assert blocked & 1 << signal.SIGTERM - 1
+
+
+def native_threads() -> set[str]:
+    return {task.name for task in Path("/proc/self/task").iterdir() if "pdlink-" in (task / "comm").read_text()}
+
+
+def test_close_ends_the_thread_though_signals_come_meanwhile(pair: tuple[Side, Side]) -> None:
+    before, (writer, _) = native_threads(), pair
+    former = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+    try:
+        writer.transport.close()
+        assert native_threads() < before
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)
 
 
 def test_an_engine_that_was_closed_takes_no_peer(make_side: Callable[[], Side], pair: tuple[Side, Side]) -> None:
