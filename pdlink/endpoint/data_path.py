@@ -1,9 +1,9 @@
 """`DataPath`: brings the sender's pushes to their transports, and the ends of pushes back to the machines.
 
-A push is one batch of its transport. The pushes over one transport leave in the order of its `Order`: those that fit
-into its window are handed over, the others wait. A stopped transfer takes back those that wait at once, because they
-never were in flight. A push that cannot be handed over fails its transfer if it has no plan; otherwise bytes may have
-left, and its session ends.
+A push is one batch of its transport. Pushes over one transport leave in the order of its `Order`: what fits into the
+window is handed over, the rest waits. A stopped transfer takes back its waiting pushes at once, because they never
+were in flight. A push that cannot be handed over fails its transfer if it has no plan; otherwise bytes may have left,
+and its session ends.
 """
 
 from __future__ import annotations

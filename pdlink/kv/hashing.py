@@ -97,13 +97,13 @@ def chain(
     seed: a namespace, or the key of the chunk before `tokens` to continue a chain.
     media: (index of the first placeholder token, content hash) of each image and the like, ascending; their
     placeholder tokens are all the same. They change the keys from the chunk they begin in.
-    Raises OverflowError for a token id outside [0, 2**32), TypeError for one that is not an integer, ValueError for
-    a seed or `chunk_tokens` that is none. Cost: 0.5 us a chunk of 16 tokens, 1.3 us one of 256.
+    Raises OverflowError for a token id outside [0, 2**32), TypeError for one that is not an integer, ValueError for a
+    seed of another length and `chunk_tokens` below 1. Cost: 0.5 us for a chunk of 16 tokens, 1.3 us for one of 256.
     """
     if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens: got {chunk_tokens}; give at least 1")
+        raise ValueError(f"chunk_tokens: got {chunk_tokens}; expected 1 or more")
     if len(seed) != KEY_NBYTES:
-        raise ValueError(f"seed: got {len(seed)} bytes; give a namespace or a key, of {KEY_NBYTES}")
+        raise ValueError(f"seed: got {len(seed)} bytes; expected {KEY_NBYTES}, a namespace or a key")
     ids = _bytes_of(tokens)
     keys: list[bytes] = []
     parent, start = seed, 0

@@ -42,7 +42,7 @@ class Deadlines:
 
     @classmethod
     def of(cls, settings: TimeoutConfig) -> Deadlines:
-        """Those that an operator's settings make."""
+        """The deadlines that follow from an operator's settings."""
         peer_s = settings.peer_s
         lease_s = peer_s * LEASES_PER_PEER
         return cls(

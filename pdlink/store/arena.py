@@ -1,9 +1,9 @@
-"""`Arena`: the memory that records lie in, which comes from its begin on when slots need it.
+"""`Arena`: the memory that records lie in. It is taken from the system when slots need it, from the start on.
 
-The whole range is reserved at once, so that others can map and register it. Room in it (`Catalog`) is what may be
-used; memory follows: a thread that is about to fill a slot asks for the memory up to its end (`commit`), and fills
-pieces of what is missing together with the threads of the arena. A step is granted in whole while the system has that
-much to give. A refusal is kept for a while (`problem`), so that the room can be lowered, and is tried again later.
+The whole range is reserved at once, so that other processes can map and register it. `Catalog` says what may be used.
+Memory follows: a thread that is about to write to a slot calls `commit` for the memory up to the slot's end. It takes
+the missing pieces from the system together with the arena's own threads. Memory is granted in whole steps, while the
+system has a step to give. After a refusal `problem` is set and the room is lowered; the arena tries again later.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TRY_AGAIN_S = 10.0
 
 
 class Arena:
-    """Thread-safe. Nobody waits in it but for memory."""
+    """Thread-safe. Its calls wait for memory only."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Arena:
         Raises OSError if there is no memory for the first step.
         """
         self.buffer = Buffer(nbytes, name="pdlink-store", committed_nbytes=step_nbytes, numa_node=numa_node)
-        """For processes on this host to map."""
+        """Other processes of this host map it."""
         self._reserve_nbytes, self._step_nbytes, self._clock = reserve_nbytes, step_nbytes, clock
         self._num_helpers = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0))) - 1)
         self._helpers = Line("pdlink-store-memory", self._num_helpers)

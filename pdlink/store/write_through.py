@@ -65,7 +65,7 @@ class WriteThrough:
         self.pay()
 
     def hit(self, keys: Sequence[bytes]) -> None:
-        """These readable records were used: those that a tier has not got yet are next."""
+        """These readable records were used: a tier that lacks one gets it next."""
         for debts in self._books.debts.values():
             for key in reversed(keys) if debts else ():
                 if key in debts:

@@ -234,11 +234,11 @@ class GpuCopier:
     def _run(self) -> None:
         try:
             self._loop()
-        except Exception as error:  # noqa: BLE001  the outermost frame: whoever polls hears of it
+        except Exception as error:  # noqa: BLE001  the outermost frame: `poll` raises it
             log.exception("the thread of the lane between GPUs has died")
             with self._lock:
                 self._died = f"the thread of the lane between GPUs has died: {type(error).__name__}: {error}"
-                with contextlib.suppress(Exception):  # whatever it died of may be met again
+                with contextlib.suppress(Exception):  # the same failure may come again
                     self._break(self._died)
                 self._broken = self._died
                 os.eventfd_write(self._told, 1)

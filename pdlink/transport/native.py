@@ -112,10 +112,10 @@ class NativeTransport(Transport, Generic[AnyEngine, Kept]):
             self._native.close_peer(peer)
 
     def close(self) -> None:
-        """As in the contract. Of a peer that is not quiet in time no PeerClosed is reported.
+        """As in the contract. No PeerClosed is reported of a peer that is not quiet in time.
 
-        Such as a writer stopped in the middle of a slice: what it still stores reaches memory files only, which live
-        as long as it.
+        A writer that was stopped in the middle of a slice, for instance. What it still stores reaches memory files
+        only, and it keeps these alive.
         """
         self._closed = True
         if self._native is not None:

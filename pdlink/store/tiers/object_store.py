@@ -153,7 +153,7 @@ def bucket_of(url: str, timeout_s: float) -> ObjectStore:
             parts._replace(query="").geturl(), config=config, client_options=client, retry_config=retry
         )
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # which is none of Python's
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's, no Exception
             raise
         raise ConfigError(
             "tiers.remote_url: got a bucket that cannot be used; expected what obstore takes; correct it"

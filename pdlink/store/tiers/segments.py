@@ -43,7 +43,7 @@ class Segment:
 
 
 class FullSegments:
-    """Those that may be emptied for new records, oldest first."""
+    """Segments that may be emptied for new records, oldest first."""
 
     def __init__(self, segments: Iterable[Segment] = ()) -> None:
         self._segments = deque(segments)
@@ -56,7 +56,7 @@ class FullSegments:
         self._segments.clear()
 
     def take(self) -> Segment | None:
-        """The one that goes, among those that nobody writes to. Costs a look at each."""
+        """The segment that goes; None if all are being written to. Costs a look at each."""
         size, reads = len(self._segments), 0.0
         for segment in self._segments:
             segment.reads *= 1 - 0.5 / size  # twice as many reclaims as there are segments count

@@ -76,10 +76,10 @@ class Line:
             self._epoll.modify(self.fd, wanted)
 
     def frames(self) -> Iterator[Frame]:
-        """Frames that have come, of one read; afterwards `ended` may be set. Raises ProtocolError.
+        """Frames of one read at most; afterwards `ended` may be set. Raises ProtocolError.
 
-        The descriptor stays readable while there is more. In between others have their turn, and the owner's lock is
-        free: whoever sends without end must not keep it.
+        The descriptor stays readable while there is more. Other peers have their turn between two reads, and the
+        owner's lock is free then: a peer that sends without end must not keep it.
         """
         for reads in (True, False):
             while not self.ended and (frame := self._inflow.take()) is not None:
