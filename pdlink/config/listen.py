@@ -23,6 +23,10 @@ class Place(NamedTuple):
 def place_of(text: str, default_port: int = 0) -> Place:
     """HOST, HOST:PORT, [IPV6]:PORT or IPV6. Raises ValueError that says what was expected."""
     host, port = text, ""
+    if text.startswith("ipc:"):
+        raise ValueError("must be HOST or HOST:PORT; the Unix socket of a store is its setting `socket`")
+    if "/" in text:
+        raise ValueError("must be HOST or HOST:PORT, without http:// before it")
     if text.startswith("["):
         host, bracket, port = text[1:].partition("]")
         if not bracket or (port and not port.startswith(":")):
@@ -30,8 +34,8 @@ def place_of(text: str, default_port: int = 0) -> Place:
         port = port[1:]
     elif text.count(":") == 1:
         host, _, port = text.partition(":")
-    if not host or "/" in host or any(letter.isspace() for letter in host):
-        raise ValueError("must be HOST or HOST:PORT, without http:// before it")
+    if not host or any(letter.isspace() for letter in host):
+        raise ValueError("must be HOST or HOST:PORT")
     if port and not (port.isascii() and port.isdecimal() and int(port) <= 65535):
         raise ValueError("must have a port from 0 to 65535; 0 takes a free one")
     return Place(host, int(port) if port else default_port)
@@ -54,7 +58,7 @@ def _checked(text: str) -> str:
 
 
 def _host_alone(text: str) -> str:
-    if place_of(_checked(text)).port or text.startswith("["):
+    if place_of(_checked(text)).host != text:
         raise PydanticCustomError("address", "must be a host without a port")
     return text
 

@@ -32,11 +32,18 @@ def test_an_address_is_a_host_with_or_without_a_port(text: str, place: tuple[str
     [
         ("http://h:1", "listen: must be HOST or HOST:PORT, without http:// before it"),
         (":8100", "listen: must be HOST or HOST:PORT"),
+        ("h:1/path", "listen: must be HOST or HOST:PORT, without http:// before it"),
+        (
+            "ipc:///tmp/a.sock",
+            "listen: must be HOST or HOST:PORT; the Unix socket of a store is its setting `socket`",
+        ),
         ("h:99999", "listen: must have a port from 0 to 65535; 0 takes a free one"),
         ("h:http", "listen: must have a port"),
         ("[::1:80", r"listen: must be \[HOST\]:PORT"),
         (8100, "listen: must be text .*got 8100"),
         ({"data": "h:1"}, "listen.data: must be a host without a port"),
+        ({"data": "h:0"}, "listen.data: must be a host without a port"),
+        ({"advertise": "[::1]"}, "listen.advertise: must be a host without a port"),
         ({"htp": "h:1"}, "unknown setting 'listen.htp'; did you mean 'listen.http'"),
     ],
 )
