@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from pdlink.config import ProxyConfig, StoreConfig, UpConfig, WorkerConfig, load, read_secrets
+from pdlink.config import ProxyConfig, StoreConfig, UpConfig, WorkerConfig, is_loopback, load, read_secrets
 from pdlink.doctor.deployment import Finding
 from pdlink.errors import ConfigError
 from pdlink.serve.keys import load_credentials
@@ -106,7 +106,7 @@ def of_settings(settings: Settings, *, running: bool) -> list[Finding]:
             text = f"{setting} = {host} lets other hosts in, without keys (security.insecure)"
             remedy = "right on a private network only; else `pdlink keygen`, docs/security.md"
             found.append(Finding("warn", "security", text, remedy))
-        if reachable and security.http_key_file is None:
+        if not is_loopback(settings.listen.host) and security.http_key_file is None:
             text = "everybody who reaches its HTTP port may use it, past the proxy"
             remedy = "set security.http_key_file, and the proxy's worker_key_file to the same"
             found.append(Finding("warn", "security", text, remedy))

@@ -108,6 +108,7 @@ def test_a_worker_is_no_proxy_and_nobody_there_is_a_finding(
         ("cache: {num_blok: 5}", "settings", "unknown setting 'cache.num_blok'"),
         ("transport: {kind: ucx, ucx: {library: 'off'}}", "transport", "cannot work here"),
         ("listen: 0.0.0.0\nsecurity: {insecure: true}", "security", "lets other hosts in"),
+        ("listen: 0.0.0.0\nsecurity: {insecure: true}", "security", "who reaches its HTTP port may use it"),
         ("tiers: {local_disk: /proc/version/kv, max_local_disk_size: 1}", "disk", "no directory that can"),
         ("tiers: {max_local_cpu_size: 1000000}", "memory", "are free"),
         (
@@ -126,6 +127,15 @@ def test_settings_that_look_wrong_are_found_before_a_start(
     status, found = doctor(capsys, "--config", str(file))
     assert status == 1
     assert any(each["about"] == about and words in each["text"] and each["remedy"] for each in found["findings"])
+
+
+def test_http_for_this_host_alone_is_not_said_to_be_open(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("listen: {http: 127.0.0.1, control: 0.0.0.0}\nsecurity: {insecure: true}")
+    _, found = doctor(capsys, "--config", str(file))
+    texts = [each["text"] for each in found["findings"] if each["about"] == "security"]
+    assert len(texts) == 1
+    assert "listen.control = 0.0.0.0 lets other hosts in" in texts[0]
 
 
 def test_a_port_that_is_taken_is_found_before_a_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
