@@ -139,11 +139,6 @@ class Announcer:
             self._proxies.clear()
             await asyncio.to_thread(zmq_context.end, context, linger_ms=_LEAVE_MS)
 
-    @property
-    def num_connected(self) -> int:
-        """Proxies that this worker has shaken hands with, and has not lost."""
-        return sum(proxy.told == "connected" for proxy in self._proxies.values())
-
     # -- the loop
 
     async def _beat_on(self) -> None:

@@ -39,7 +39,7 @@ class Answering:
     """The answer to one request."""
 
     attempt: RunningAttempt | None = None
-    """The one that the client hears of; of two that run, the newer one until one of them wins."""
+    """The newest one: the client hears of no other."""
     tally: Tally | None = None
     """Counts for the decision log, if it has this request."""
     opened = False

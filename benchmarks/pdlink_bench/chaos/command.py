@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-HELP = "break a deployment on purpose, and judge what its clients see"
-
 DESCRIPTION = """\
 Send requests with known answers, inject faults meanwhile, and judge every answer. Without --url it starts its own
 deployment on this machine: it kills, stops, drains and restarts the processes, fills their pools, drops, repeats and
