@@ -35,7 +35,7 @@ from pdlink.plan.fleet import Simulation
 from pdlink.plan.sweep import percentiles
 from pdlink.plan.traffic import Traffic, from_quantiles, read_trace
 
-from . import harness, plot, sleeping
+from . import harness, plot
 from .harness import Report, Table
 from .http_load import BadAnswer, Streamed, stream
 
@@ -171,6 +171,8 @@ class _Fleet:
             "timeouts": PATIENT.model_dump(),
             "summary_s": 0,
         }
+        from . import sleeping  # with torch
+
         self._module = "pdlink" if computes else sleeping.__name__
         os.environ[sleeping.COSTS] = json.dumps({name: getattr(curves, name) for name in _COSTS})
         self._url = ""

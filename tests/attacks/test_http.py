@@ -62,15 +62,15 @@ REFUSED: dict[str, bytes] = {
     "a million nothings for a prompt": body_of(prompt=[None] * 1_000_000),
     "a million tokens, then as many strings": body_of(prompt=[65] * 1_000_000 + ["a"] * 1_000_000),
     "a prompt of 8 MB": body_of(prompt="hello wor" * 900_000),
+    "seed of 300 digits": spliced(b'"seed":1%s' % (b"0" * 300)),
+    "seed of -2^70": body_of(seed=-(2**70)),
+    "100,000 unknown fields": body_of(**{f"field-{number}": number for number in range(100_000)}),
 }
 ANSWERED: dict[str, bytes] = {
     "NUL": spliced(b'"prompt":"\\u0000a\\u0000"'),
-    "seed of 300 digits": spliced(b'"seed":1%s' % (b"0" * 300)),
-    "negative seed": body_of(seed=-(2**70)),
     "salt of a megabyte": body_of(cache_salt="x" * 1_000_000),
     "four stop strings": body_of(stop=["never"] * 4),
     "1024 stop tokens": body_of(stop_token_ids=[1] * 1024),
-    "100,000 unknown fields": body_of(**{f"field-{number}": number for number in range(100_000)}),
     "tiny temperature": spliced(b'"temperature":1e-300,"top_p":1e-300'),
 }
 

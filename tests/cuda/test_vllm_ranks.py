@@ -160,7 +160,7 @@ def server(double: Fake, device: Device, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 LANES = {
     "mapped-cuda": {"transport": {"kind": "mapped"}},
-    "staged-tcp": {"transport": {"kind": "tcp", "staging": {"num_slots": 2}}},
+    "staged-tcp": {"transport": {"kind": "tcp"}},
 }
 
 

@@ -218,7 +218,7 @@ def test_a_real_child_starts_serves_and_comes_back_on_its_port(capfd: pytest.Cap
             said += capfd.readouterr().err
             threading.Event().wait(0.02)
         first = json.loads(said.splitlines()[0])
-        assert (first["level"], first["logger"], first["process"]) == ("INFO", "pdlink.proxy", "proxy")
+        assert (first["level"], first["logger"], first["process"]) == ("WARNING", "pdlink.proxy", "proxy")
         assert "decode worker http://127.0.0.1:9" in first["message"]
         url = child.facts["url"]
         child.kill()
