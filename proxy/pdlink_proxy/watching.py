@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 LEAST_S = 0.1
-"""Between two looks at one server."""
+"""Between two looks at one server that no leg has found gone."""
 
 
 async def watch(
@@ -37,8 +37,8 @@ async def watch(
     """Poll a server's health, every interval and when poked, until cancelled; call `heard` after each look. workers:
     the server, or the engines behind its URL.
 
-    A worker whose beats come, and that is well, is asked when poked only; and none more often than once in `LEAST_S`;
-    else a stranger who announces a worker could have it asked all the time.
+    A worker whose beats come, and that is well, is asked when poked only. One that a leg has found gone is asked at
+    once, others once in `LEAST_S` at most: a stranger who announces a worker could have it asked all the time.
     """
     first, least_s = workers[0], min(LEAST_S, interval_s)
     for each in workers:
@@ -67,6 +67,7 @@ async def watch(
             told = first.beats and first.state in (State.OK, State.DRAINING, State.OTHER_ROLE)
             async with asyncio.timeout(None if told else interval_s):
                 await first.poke.wait()
-                await asyncio.sleep(least_s - (time.monotonic() - asked_s))
+                if faults == [each.faults for each in workers]:
+                    await asyncio.sleep(least_s - (time.monotonic() - asked_s))
         except TimeoutError:
             continue
