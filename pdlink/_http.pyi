@@ -1,5 +1,18 @@
-"""Heads of HTTP/1.1 messages of the plain kind, which is nearly all of them (`csrc/http`). What is not plain is None
-here, and a whole parser reads it."""
+"""Heads of HTTP/1.1 messages of the plain kind, which is nearly all of them, and marks in events (`csrc/http`). What
+is not plain is None here, and a whole parser reads it."""
+
+ERROR: int
+"""An error object."""
+FINISH: int
+"""A finish_reason that is not null."""
+CACHED: int
+"""Cached tokens, in a usage."""
+DONE: int
+"""The marker at the end of a stream."""
+
+def marks_of(events: bytes) -> int:
+    """Which of these marks whole events have, or a whole answer. Quotes in generated text are escaped, so a mark is a
+    field."""
 
 def plain_request(data: bytes, start: int, end: int) -> tuple[dict[str, str], int, bool] | None:
     """The fields of a request in these bytes, which end with an empty line: each name once, in lower case; values

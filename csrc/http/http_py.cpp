@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "http/events.h"
 #include "http/heads.h"
 
 namespace nb = nanobind;
@@ -61,10 +62,17 @@ nb::object answer_of(const nb::bytes& data) {
     return nb::make_tuple(found->status, pairs, bytes_of(found->body), found->is_json);
 }
 
+unsigned marks(const nb::bytes& events) { return marks_of(view(events)); }
+
 }  // namespace
 }  // namespace pdlink::http
 
 NB_MODULE(_http, m) {
+    m.attr("ERROR") = static_cast<unsigned>(pdlink::http::kError);
+    m.attr("FINISH") = static_cast<unsigned>(pdlink::http::kFinish);
+    m.attr("CACHED") = static_cast<unsigned>(pdlink::http::kCached);
+    m.attr("DONE") = static_cast<unsigned>(pdlink::http::kDone);
+    m.def("marks_of", &pdlink::http::marks, "events"_a);
     m.def("plain_request", &pdlink::http::request_of, "data"_a, "start"_a, "end"_a);
     m.def("server_timing", &pdlink::http::timing_of, "queue_s"_a, "placement_s"_a, "prefill_s"_a.none(),
           "transfer_s"_a.none(), "decode_s"_a.none(), "last"_a, "until_now_s"_a);

@@ -2,32 +2,16 @@
 
 #include <charconv>
 
+#include "http/events.h"
+
 namespace pdlink::relay {
 namespace {
 
 constexpr std::string_view kLineEnd = "\r\n";
 constexpr std::size_t kMostDigits = 8;  // of a size in hexadecimal
-// As `sse.py` has them: a worker's error object, the marker at the end of a stream, and the reason of an answer's end.
-constexpr std::string_view kError = "{\"error\"", kDone = "[DONE]", kEventEnd = "\n\n";
-constexpr std::string_view kFinish = "\"finish_reason\":", kNull = "null";
-constexpr std::size_t kDoneWithin = 16;
+constexpr std::string_view kEventEnd = "\n\n";
 
-// Whether an answer ends in these events: of the others each says null, with a space before it or none.
-bool has_finish(std::string_view payload) {
-    for (std::size_t at = 0; (at = payload.find(kFinish, at)) != std::string_view::npos;) {
-        at += kFinish.size();
-        const std::string_view value = payload.substr(at + (payload.substr(at).starts_with(' ') ? 1 : 0));
-        if (!value.starts_with(kNull)) return true;
-    }
-    return false;
-}
-
-bool is_plain(std::string_view payload) {
-    if (!payload.ends_with(kEventEnd) || payload.find(kError) != std::string_view::npos) return false;
-    if (has_finish(payload)) return false;
-    const std::size_t end = payload.size() > kDoneWithin ? payload.size() - kDoneWithin : 0;
-    return payload.find(kDone, end) == std::string_view::npos;
-}
+bool is_plain(std::string_view payload) { return payload.ends_with(kEventEnd) && http::marks_of(payload) == 0; }
 
 }  // namespace
 

@@ -10,7 +10,8 @@ struct Found {
     enum class What {
         kEvents,   // a chunk of whole events
         kPart,     // more bytes are needed
-        kUnusual,  // the end, an error, half an event, an extension, what is no chunk: all that somebody must read
+        kUnusual,  // marks (http/events.h), half an event, an extension, what is no chunk: all that somebody must
+                   // read
     };
     What what;
     std::size_t nbytes = 0;         // of the whole chunk, its frame included

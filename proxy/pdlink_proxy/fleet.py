@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -176,6 +177,8 @@ class WorkerState:
     """Where `row` is kept up to date."""
     row: int = 0
     _mean_tokens: float = 0.0
+    _most_counted: float = math.inf
+    """As so many tokens a request counts at most, in means and paces."""
     _done_tokens: float = 0.0
     """Finished, each request counting less than the next; `_done_s` they took."""
     _done_s: float = 0.0
@@ -183,14 +186,20 @@ class WorkerState:
     _counts_alone: bool = False
     """Nothing but our tokens changes its load, and it has told no room."""
 
+    def __post_init__(self) -> None:
+        if self.allowed:
+            self._most_counted = _FIRST_MEAN_TOKENS
+
     def sent(self, tokens: int, now: float) -> None:
         """A request of ours leaves for it."""
         requests, mean = self.requests, self._mean_tokens
         if not requests:
             self._since_s = now
         self.requests = requests + 1
-        counted = self._counted(tokens)
-        self._mean_tokens = mean + 0.1 * (counted - mean) if mean else float(counted)
+        counted = tokens if tokens < self._most_counted else self._most_counted
+        self._mean_tokens = mean = mean + 0.1 * (counted - mean) if mean else float(counted)
+        if self.allowed:
+            self._most_counted = mean * _MOST_OF_MEAN or _FIRST_MEAN_TOKENS
         self.tokens += tokens
         if self._counts_alone:
             self.load = load = self.load + tokens
@@ -206,7 +215,8 @@ class WorkerState:
         self.requests = requests = self.requests - 1
         self.tokens -= tokens
         if served:
-            self._done_tokens = done = self._done_tokens * _DECAY + self._counted(tokens)
+            counted = tokens if tokens < self._most_counted else self._most_counted
+            self._done_tokens = done = self._done_tokens * _DECAY + counted
             self._done_s = took_s = self._done_s * _DECAY + now - self._since_s
             self.tokens_per_s = done / took_s if took_s > 0 else None
         self._since_s = now
@@ -218,10 +228,6 @@ class WorkerState:
         if self.room_tokens is not None:
             self.room_tokens += tokens
         self._weigh()
-
-    def _counted(self, tokens: int) -> float:
-        """As a request counts in means and paces."""
-        return min(tokens, self._mean_tokens * _MOST_OF_MEAN or _FIRST_MEAN_TOKENS) if self.allowed else tokens
 
     def heard(self, requests: int, free_tokens: int | None, load_tokens: int | None = None) -> None:
         """By its own account it has this many requests, room for so many tokens, and so many to do."""

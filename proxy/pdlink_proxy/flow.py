@@ -18,8 +18,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from msgspec import structs
-
+from pdlink._http import CACHED, DONE, ERROR, FINISH, marks_of
 from pdlink.errors import (
     DeadlineExceeded,
     NoWorker,
@@ -44,8 +43,6 @@ from .sse import (
     before_end,
     before_finish_error,
     fails,
-    has_error,
-    has_finish,
     has_named,
     is_done,
     problem_of,
@@ -85,6 +82,8 @@ from .tries import Try
 if TYPE_CHECKING:
     from .recovery import Recovery
 
+_NO_TOKENS = ERROR | FINISH | DONE
+"""Marks of events that are more than tokens."""
 _NO_FINISH = "the stream ended without a finish_reason"
 _THEN = {
     Reaction.ANSWER: "the client gets the error",
@@ -230,8 +229,9 @@ class Flow:
             or not (state.spoke and state.running)
             or attempt != self.attempts
             or self.outcome is not None
-            or not state.events.passes_tokens(data)
-            or (Leg.PREFILL in self._legs and (self._rules.merges_events or usage.tells_cached(data)))
+            or not state.events.passes(data)
+            or (marks := marks_of(data)) & _NO_TOKENS
+            or (Leg.PREFILL in self._legs and (marks & CACHED or self._rules.merges_events))
             or (self._recovery is not None and self._recovery.joins)
             or (self._last_events and has_named(data, self._last_events))
         ):
@@ -305,19 +305,22 @@ class Flow:
         if not forward:
             return []
         blames: list[Action] = []
-        if leg is Leg.DECODE:
-            if Leg.PREFILL in self._legs:
-                if self._rules.said_mark and self._rules.said_mark in forward:
-                    self.said = forward
-                forward = self._rules.merge_events(self._prefill_answer, forward)
-                forward = usage.merged_events(self._prefill_answer, forward)
-            if has_error(forward) or (self._last_events and has_named(forward, FAILURES)):
-                if self._recovery is not None and (cut := until_error(forward)) and not is_rejection(cut[1]):
-                    return self._broken_by(*cut, now)
-                forward, errors = self._words.in_our_words(forward)
-                self._error_passed = self._error_passed or bool(errors)
-                then = _THEN[Reaction.ANSWER]
-                blames += [Blame(self.attempts, Leg.DECODE, reason, text, then) for reason, text in errors]
+        merges = leg is Leg.DECODE and Leg.PREFILL in self._legs
+        if merges:
+            if self._rules.said_mark and self._rules.said_mark in forward:
+                self.said = forward
+            forward = self._rules.merge_events(self._prefill_answer, forward)
+        marks = marks_of(forward)
+        if merges and marks & CACHED:
+            forward = usage.merged_events(self._prefill_answer, forward)
+        if leg is Leg.DECODE and (marks & ERROR or (self._last_events and has_named(forward, FAILURES))):
+            if self._recovery is not None and (cut := until_error(forward)) and not is_rejection(cut[1]):
+                return self._broken_by(*cut, now)
+            forward, errors = self._words.in_our_words(forward)
+            marks = marks_of(forward)
+            self._error_passed = self._error_passed or bool(errors)
+            then = _THEN[Reaction.ANSWER]
+            blames += [Blame(self.attempts, Leg.DECODE, reason, text, then) for reason, text in errors]
         if self._recovery is not None and self._recovery.joins:
             try:
                 forward = self._recovery.join(forward)
@@ -325,7 +328,8 @@ class Flow:
                 return self._malformed(leg, str(error), b"", now, Loss.DIVERGED)
             if not forward:
                 return blames
-        if not self._last_events and has_finish(forward):
+            marks = marks_of(forward)
+        if marks & FINISH and not self._last_events:
             if fails(forward):
                 before, event = before_finish_error(forward)
                 return self._failed_by(
@@ -405,7 +409,10 @@ class Flow:
             self.tries[-1].decode_s = now
             if Leg.PREFILL in self._legs:
                 body = self._rules.merge_answer(self._prefill_answer, event.body)
-                answer = structs.replace(answer, body=usage.merged(self._prefill_answer, body))
+                if marks_of(body) & CACHED:
+                    body = usage.merged(self._prefill_answer, body)
+                if body is not event.body:
+                    answer = Respond(event.status, body)
             return self._finish(Outcome.OK, answer)
         return self._on_bad_status(event, now)
 

@@ -53,7 +53,11 @@ class LegAccount:
         Of several calls the first counts. A failure that shows after it counts as one, too.
         """
         breaker, outlier, first = self._breaker, self._outlier, not self.ended
-        if well is False:
+        if well and first:  # nearly every end
+            if breaker.failures or self._call:
+                breaker.end(self._call, now_s, failed=False)
+            outlier.end(now_s, probe=self._probe, failed=False, pace=pace)
+        elif well is False:
             if self.failed:
                 return
             self.failed = True
@@ -63,15 +67,10 @@ class LegAccount:
         elif not first:
             return
         else:
-            if well:
-                if breaker.failures or self._call:
-                    breaker.end(self._call, now_s, failed=False)
-                outlier.end(now_s, probe=self._probe, failed=False, pace=pace)
-            else:
-                breaker.drop(self._call)
-                outlier.drop(now_s, probe=self._probe, at_least=pace)
-            if self._worker.on_trial:  # nothing else can change
-                self._worker.judged()
+            breaker.drop(self._call)
+            outlier.drop(now_s, probe=self._probe, at_least=pace)
+        if well is not False and self._worker.on_trial:  # nothing else can change
+            self._worker.judged()
         if first:
             self.ended = True
             self._work.finished(self._tokens, now_s, served=well is True)

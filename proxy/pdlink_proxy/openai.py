@@ -388,7 +388,7 @@ def read_answer(content_type: str, body: bytes) -> Usage | str:
         well = bool(found) and all(each.meta_info is not None for each in found)
     elif found.choices is None:
         well = (found.output, found.content, found.meta_info) != _NOTHING
-    elif fails(body):
+    elif b'"error"' in body and fails(body):
         return "the answer ended with finish_reason error"
     else:
         try:

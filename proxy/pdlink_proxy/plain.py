@@ -13,6 +13,7 @@ import random
 import time
 from typing import TYPE_CHECKING
 
+from pdlink._http import CACHED, marks_of
 from pdlink.logs import about
 from pdlink.protocol import kv_path
 
@@ -197,10 +198,10 @@ class Plain:
         lines, tokens = header_lines(self._headers), asked.num_tokens
         most, path, clients = shared.max_body_nbytes, call.path, shared.clients
         account = shared.account(asked, prefill, max(1, tokens - cached_tokens))
-        self._prefill = PlainLeg(self, Leg.PREFILL, prefill, account, max_nbytes=most)
+        self._prefill = PlainLeg(self, Leg.PREFILL, prefill, account, most)
         self._prefill.start(clients[Leg.PREFILL], path, bodies[0], lines)
         account = shared.account(asked, decode, tokens + asked.answer_tokens)
-        self._decode = PlainLeg(self, Leg.DECODE, decode, account, max_nbytes=most)
+        self._decode = PlainLeg(self, Leg.DECODE, decode, account, most)
         self._decode.start(clients[Leg.DECODE], path, bodies[1], lines)
         limits = shared.limits
         shared.alarms.set(self._tick, min(self._started_s + limits.request_s, placed_s + limits.first_byte_s))
@@ -219,7 +220,9 @@ class Plain:
         if (refusals := shared.pools.refusals).pairs and (prefill := self._choice.prefill) is not None:
             refusals.fits(prefill, leg.worker)
         kv = kv_path.checked(dialect.kv_path(headers, body)) or kv_path.UNKNOWN
-        self._answer(merged(self._answered or b"", body), kv, usage, now_s)
+        if marks_of(body) & CACHED:
+            body = merged(self._answered or b"", body)
+        self._answer(body, kv, usage, now_s)
 
     def _answer(self, body: bytes, kv: str, usage: Usage, now_s: float) -> None:
         """The client gets decode's answer."""

@@ -52,7 +52,7 @@ class PlainLeg(Listener):
         "worker",
     )
 
-    def __init__(self, hears: Hears, leg: Leg, worker: Worker, account: LegAccount, *, max_nbytes: int) -> None:
+    def __init__(self, hears: Hears, leg: Leg, worker: Worker, account: LegAccount, max_nbytes: int) -> None:
         """max_nbytes: of its answer."""
         self._hears, self.leg, self.worker, self.account, self._max_nbytes = hears, leg, worker, account, max_nbytes
         self.answered_s: float | None = None

@@ -62,16 +62,6 @@ class EventBuffer:
         """Whether these bytes are whole events, and none is held before them."""
         return not self._held and data.endswith(b"\n\n")
 
-    def passes_tokens(self, data: bytes) -> bool:
-        """The same, and that none of them is an error or tells of an end. False, too, for a few that do not."""
-        return (
-            not self._held
-            and data.endswith(b"\n\n")
-            and ERROR_MARK not in data
-            and b"[DONE]" not in data[-16:]
-            and not has_finish(data)
-        )
-
     def pass_whole_events(self, data: bytes) -> bytes:
         """`feed`, then `take_whole_events`; does not copy bytes that are whole events already."""
         if self.passes(data):
@@ -122,15 +112,7 @@ def before_done(data: bytes, comment: bytes) -> bytes:
     return data[:start] + comment + data[start:]
 
 
-_FINISH, _NO_FINISH = b'"finish_reason":', (b'"finish_reason":null', b'"finish_reason": null')
-"""Quotes in generated text are escaped."""
 _FINISH_ERROR = re.compile(rb'"finish_reason": ?"error"')
-
-
-def has_finish(data: bytes) -> bool:
-    """Whether whole events have a finish_reason. Counting is a tenth of the cost of a regular expression."""
-    num = data.count(_FINISH)
-    return num > 0 and num != data.count(_NO_FINISH[0]) and num != sum(map(data.count, _NO_FINISH))
 
 
 def fails(document: bytes) -> bool:
@@ -159,11 +141,6 @@ ERROR_MARK = b'{"error"'
 ABORT_MARK = b'"abort"'
 FAILURES = (b"error", b"response.failed")
 """Names of events that tell of a failure."""
-
-
-def has_error(data: bytes) -> bool:
-    """Whether whole events may contain a worker's error object. Quotes in generated text are escaped."""
-    return ERROR_MARK in data
 
 
 def payloads(data: bytes) -> Iterator[bytes]:

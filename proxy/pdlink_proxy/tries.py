@@ -78,6 +78,8 @@ def until_first(tries: Sequence[Try], first_s: float) -> UntilFirst:
     queued_s = lost_s = 0.0
     before: Try | None = None
     of = tries[0]
+    if len(tries) == 1 and of.placed_s is not None and of.placed_s <= first_s:  # nearly all
+        return UntilFirst(of.placed_s - of.wanted_s, 0.0, of)
     for each in tries:
         if each.wanted_s > first_s:
             break

@@ -10,10 +10,12 @@ from typing import Any
 
 import msgspec
 
+from pdlink._http import CACHED, marks_of
+
 from .sse import payloads, rewritten
 
-MARKS = (b'_tokens_details":{', b'_tokens_details": {', b'"cache_read_input_tokens":')
-"""Found as fields only: quotes in generated text are escaped."""
+_MARKS = (b'_tokens_details":{', b'_tokens_details": {', b'"cache_read_input_tokens":')
+"""Of `CACHED`."""
 
 
 class _Details(msgspec.Struct):
@@ -40,32 +42,23 @@ class _Answer(msgspec.Struct):
         return (details and details.cached_tokens) or self.usage.cache_read_input_tokens or 0
 
 
-def tells_cached(data: bytes) -> bool:
-    """Whether an answer, or whole events, tell of cached tokens."""
-    return MARKS[0] in data or MARKS[1] in data or MARKS[2] in data  # a generator costs more than the look
-
-
 def told_cached(events: bytes) -> bytes:
     """Of whole events the object that tells of cached tokens; empty if none does."""
-    if not tells_cached(events):
+    if not marks_of(events) & CACHED:
         return b""
-    return next((payload for payload in payloads(events) if tells_cached(payload)), b"")
-
-
-def merged(prefill_answer: bytes, answer: bytes) -> bytes:
-    """Decode's answer with the cached tokens of prefill's, which is empty until it is here."""
-    return _merged(prefill_answer, answer) if tells_cached(answer) else answer
+    return next((payload for payload in payloads(events) if marks_of(payload) & CACHED), b"")
 
 
 def merged_events(prefill_answer: bytes, events: bytes) -> bytes:
-    """The same of whole events."""
-    for mark in MARKS:
-        if mark in events:
-            events = rewritten(events, mark, lambda document: _merged(prefill_answer, document))
+    """`merged` of whole events."""
+    for mark in _MARKS:
+        events = rewritten(events, mark, lambda document: merged(prefill_answer, document))
     return events
 
 
-def _merged(prefill_answer: bytes, document: bytes) -> bytes:
+def merged(prefill_answer: bytes, document: bytes) -> bytes:
+    """Decode's answer, which has the mark `CACHED`, with the cached tokens of prefill's, which is empty until it is
+    here."""
     try:
         fields: dict[str, Any] = msgspec.json.decode(document, type=dict[str, msgspec.Raw])
         usage = msgspec.json.decode(fields.get("usage", b"null"), type=dict[str, Any] | None)
@@ -79,7 +72,7 @@ def _merged(prefill_answer: bytes, document: bytes) -> bytes:
         fields["usage"] = _with_cached(usage, said.cached_tokens)
     for name in ("response", "message"):  # of an event of /v1/responses, of /v1/messages
         if (inner := bytes(fields.get(name, b"")))[:1] == b"{":
-            fields[name] = msgspec.Raw(_merged(prefill_answer, inner))
+            fields[name] = msgspec.Raw(merged(prefill_answer, inner))
     return msgspec.json.encode(fields)
 
 

@@ -7,7 +7,7 @@ import random
 import httptools
 import pytest
 
-from pdlink._http import plain_request, server_timing, whole_answer
+from pdlink._http import CACHED, DONE, ERROR, FINISH, marks_of, plain_request, server_timing, whole_answer
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
 
@@ -157,3 +157,24 @@ def test_the_stages_of_a_request_are_written_in_ms_and_those_unknown_are_left_ou
     assert server_timing(0.0, 0.0, None, None, None, "ttft", -0.001) == (
         "queue;dur=0.0, placement;dur=0.000, ttft;dur=-1.0"
     )
+
+
+@pytest.mark.parametrize("space", ["", " "])
+def test_marks_are_fields_and_not_text(space: str) -> None:
+    event = f'data: {{"choices":[{{"text":"word","finish_reason":{space}null}}]}}\n\n'
+    found = {
+        event: 0,
+        event * 3: 0,
+        event.replace("word", '\\"finish_reason\\":1 {\\"error\\": 1 [DONE]'): 0,
+        event + event.replace("null", '"stop"') + event: FINISH,
+        event + f'data: {{"error":{space}{{}}}}\n\n': ERROR,
+        f'{{"prompt_tokens_details":{space}null}}': 0,
+        f'{{"completion_tokens_details":{space}null,"prompt_tokens_details":{space}{{"cached_tokens":4}}}}': CACHED,
+        f'{{"cache_read_input_tokens":{space}4}}': CACHED,
+        event + "data: [DONE]\n\n": DONE,
+        "data: [DONE]\n\n" + event: 0,
+        "": 0,
+        f'"finish_reason":{space}': FINISH,
+    }
+    for text, marks in found.items():
+        assert marks_of(text.encode()) == marks, text

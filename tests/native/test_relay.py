@@ -68,6 +68,7 @@ def test_events_pass_as_they_are(stream: Stream) -> None:
         chunk(b'data: {"choices": [{"text": "", "finish_reason": "stop"}]}\n\n'),
         chunk(b'data: {"choices":[{"finish_reason":null},{"finish_reason":"stop"}]}\n\n'),
         chunk(b'data: {"error": {"message": "no"}}\n\n'),
+        chunk(b'data: {"choices":[],"usage":{"prompt_tokens_details": {"cached_tokens": 4}}}\n\n'),
         chunk(EVENT[:-1]),
         b"5;name=value\r\nabcde\r\n",
         b"not a chunk",

@@ -8,11 +8,12 @@ import random
 import msgspec
 import pytest
 
-from pdlink import errors
+from pdlink import _http, errors
+from pdlink._http import marks_of
 from pdlink_proxy.dialects import Attempt, PrefillAddress
 from pdlink_proxy.dialects.own import PDLINK
 from pdlink_proxy.openai import CHAT, COMPLETIONS, BadField, error_code, parse, stream_error
-from pdlink_proxy.sse import EventBuffer, EventTooLong, has_error, is_done, problem_of
+from pdlink_proxy.sse import EventBuffer, EventTooLong, is_done, problem_of
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -73,10 +74,10 @@ def test_a_workers_error_in_place_of_a_token_is_passed_on_whole() -> None:
 def test_marks_of_the_end_and_of_errors_are_not_found_in_text() -> None:
     text = b'data: {"text":"data: [DONE]\\n\\n {\\"error\\": 1}"}\n\n'
     assert not is_done(text)
-    assert not has_error(text)
+    assert not marks_of(text)
     assert is_done(text + b"data: [DONE]\n\n")
     assert is_done(b"data:[DONE]\r\n\r\n")
-    assert has_error(text + stream_error("m", code="c"))
+    assert marks_of(text + stream_error("m", code="c")) == _http.ERROR | _http.DONE
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdlink_proxy.sse import DONE, before_end, before_finish_error, fails, has_finish, payloads
+from pdlink._http import FINISH, marks_of
+from pdlink_proxy.sse import DONE, before_end, before_finish_error, fails, payloads
 from tests.proxy.fake_vllm import FakeVllm
 from tests.proxy.fakes import proxy_of
 
@@ -110,12 +111,12 @@ async def test_an_answer_in_one_piece_that_ended_in_an_error_is_a_failure() -> N
 
 def test_text_that_looks_like_a_reason_is_none() -> None:
     event = chunk({"content": '"finish_reason":"error" [DONE]'})
-    assert not has_finish(event)
+    assert not marks_of(event)
     assert not fails(event)
-    assert has_finish(chunk({}, "stop"))
+    assert marks_of(chunk({}, "stop")) == FINISH
     for space in (b"", b" "):
-        assert not has_finish(b'data: {"finish_reason":' + space + b"null}\n\n")
-        assert has_finish(b'data: {"finish_reason":' + space + b'{"type":"stop"}}\n\n')
+        assert not marks_of(b'data: {"finish_reason":' + space + b"null}\n\n")
+        assert marks_of(b'data: {"finish_reason":' + space + b'{"type":"stop"}}\n\n') == FINISH
         assert fails(b'data: {"finish_reason":' + space + b'"error"}\n\n')
 
 
