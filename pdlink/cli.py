@@ -172,7 +172,10 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
         "--request", metavar="ID", help="of this one alone: the X-Request-Id or X-Pdlink-Transfer of its answer"
     )
     timeline.add_argument(
-        "--key-file", metavar="FILE", help="with one of the proxy's api_keys, or the worker's security.http_key_file"
+        "--key-file",
+        metavar="FILE",
+        help="with the proxy's API key, where it has several one of admin_key_file; or the worker's "
+        "security.http_key_file",
     )
     timeline.add_argument("-o", "--output", default="timeline.pftrace", metavar="FILE", help="where to (%(default)s)")
     timeline.set_defaults(run=runs.timeline)

@@ -45,7 +45,11 @@ _TIMES_AGAIN = 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", nargs="?", metavar="URL", help="of a proxy; http:// may be left out")
     parser.add_argument("--config", metavar="FILE", help="settings of any role, to be looked at, too")
-    parser.add_argument("--key-file", metavar="FILE", help="with one of the proxy's api_keys")
+    parser.add_argument(
+        "--key-file",
+        metavar="FILE",
+        help="with the proxy's API key; where it has several, with one of admin_key_file",
+    )
     parser.add_argument("--tokens", type=int, default=256, metavar="N", help="of each pair's transfer (%(default)s)")
     parser.add_argument("--pairs", type=int, default=64, metavar="N", help="most pairs to measure (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print all that was found as JSON")

@@ -41,7 +41,11 @@ _MARKS = {"ok": "✓", "idle": "·", "warn": "!", "bad": "✗"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", nargs="?", default="127.0.0.1:8000", metavar="URL", help="of the proxy (%(default)s)")
-    parser.add_argument("--key-file", metavar="FILE", help="with one of the proxy's api_keys")
+    parser.add_argument(
+        "--key-file",
+        metavar="FILE",
+        help="with the proxy's API key; where it has several, with one of admin_key_file",
+    )
     parser.add_argument("--once", action="store_true", help="one look; exit status 1 if something is wrong")
     parser.add_argument("--json", action="store_true", help="one look, as the proxy answers it")
     parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between looks (1)")

@@ -78,7 +78,7 @@ class About:
         """
         status, reason = self._services.standing()
         http_status = 200 if status in _SERVING else 503
-        if not self._services.entry.may_enter(request):
+        if not self._services.entry.may_look(request):
             return _json(http_status, {"status": status})
         beside = await self._services.beside()
         running = self._services.num_running + sum(each.running for each in beside.values())
@@ -169,14 +169,14 @@ class About:
 
     async def version(self, request: web.Request) -> web.Response:
         entry = self._services.entry
-        return _json(200, {"version": __version__}) if entry.may_enter(request) else entry.no_entry(request)
+        return _json(200, {"version": __version__}) if entry.may_look(request) else entry.no_entry(request)
 
     async def about(self, _: web.Request) -> web.Response:
         """GET /: a page for people."""
         return web.Response(text=_ABOUT)
 
     async def exposition(self, request: web.Request) -> web.Response:
-        if not self._services.entry.may_enter(request):
+        if not self._services.entry.may_look(request):
             return self._services.entry.no_entry(request)
         siblings, others = self._services.siblings, list[Numbers]()
         if siblings is not None:

@@ -93,9 +93,9 @@ class Entry:
             return refused(error.http_status, str(error), error.code, error.param)
         return self.unknown_model(call.model) or call
 
-    async def admitted(self, request: web.Request) -> bytes | web.Response:
-        """The body of a client's request that may be served, or the error response."""
-        if not self.may_enter(request):
+    async def admitted(self, request: web.Request, *, operators: bool = False) -> bytes | web.Response:
+        """The body of a request that may be served, or the error response. operators: may send it, too."""
+        if not (self.may_look(request) if operators else self.may_enter(request)):
             return self.no_entry(request)
         if self.draining:
             refusal = refused(503, "the proxy is shutting down", NoWorker.code)
@@ -128,7 +128,7 @@ class Entry:
         return not refused_page(request.headers, loopback=self._loopback)
 
     def may_look(self, request: web.Request) -> bool:
-        """The same for what is told of requests, which operators may see, too."""
+        """The same for what is told of the proxy, its workers and requests, which operators may see, too."""
         return self.may_enter(request) or self._is_operator(request)
 
     def sees_only(self, request: web.Request) -> str | None:

@@ -87,7 +87,7 @@ class Prober:
         entry = self._services.entry
         if entry.may_look(request) and entry.sees_only(request) is not None:
             return entry.operators_only()
-        data = await entry.admitted(request)
+        data = await entry.admitted(request, operators=True)
         if isinstance(data, web.Response):
             return data
         try:

@@ -48,6 +48,12 @@ async def test_a_key_sees_its_own_requests_and_an_operator_all(
         assert (await asked(proxy, "GET", "/pdlink/timeline?request=id-of-a", "a"))[0] == 200
         assert (await asked(proxy, "GET", "/pdlink/state", "boss"))[0] == 200
         assert (await asked(proxy, "POST", "/pdlink/probe", "a", PAIR))[0] == 403
+        assert (await asked(proxy, "POST", "/pdlink/probe", "boss", PAIR))[0] == 200
+        assert (await asked(proxy, "GET", "/health", "boss"))[1]["prefill"], "what doctor and top begin with"
+        for path in ("/metrics", "/version"):
+            assert (await asked(proxy, "GET", path, "boss"))[0] == 200, path
+        body = {"model": "m", "prompt": "hello"}
+        assert (await asked(proxy, "POST", "/v1/completions", "boss", body))[0] == 401, "no key of a client"
         for path in ("/pdlink/state", "/pdlink/timeline", "/decisions"):
             assert (await asked(proxy, "GET", path, "nobody"))[0] == 401, path
 
