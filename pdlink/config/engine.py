@@ -19,4 +19,4 @@ class EngineConfig(Section):
     threads: int = Field(default=1, ge=1)
     """CPU threads torch may use."""
     device: str = Field(default="cpu", pattern="^(cpu|cuda(:[0-9]{1,3})?)$")
-    """Where the model computes and the KV is: "cpu", "cuda" (the first GPU) or "cuda:1". Not run on a GPU yet."""
+    """Where the model computes and the KV is: "cpu", "cuda" (the first GPU) or "cuda:1"."""

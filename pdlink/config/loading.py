@@ -49,7 +49,7 @@ _LINK = re.compile(
 """Variables that Kubernetes gives to every container beside a Service called `pdlink` or `pdlink-ANYTHING`; see
 "Accessing the Service" in its documentation of Services."""
 _LINK_PORT = re.compile(r"(tcp|udp|sctp)://")
-"""Value of the one variable of a Service, NAME_PORT, whose name alone proves nothing: names of settings end so, too."""
+"""Value of the one variable of a Service, NAME_PORT, whose name alone proves nothing."""
 
 _MAX_SHOWN_CHARS = 80
 

@@ -25,7 +25,7 @@ class SglangConfig(Section):
     transport: TransportConfig = TransportConfig()
     """How bytes travel."""
     timeouts: PatientTimeouts = PatientTimeouts()
-    """Every deadline."""
+    """How long it waits for others."""
     security: SecurityConfig = SecurityConfig()
     """Who may talk to it. Ranks of a server that has keys need a key file each: {rank} in its name is the rank."""
     timeline: str | None = None

@@ -43,7 +43,7 @@ class WorkerConfig(Section):
     transport: TransportConfig = TransportConfig()
     """How bytes travel."""
     timeouts: TimeoutConfig = TimeoutConfig()
-    """Every deadline."""
+    """How long it waits for others."""
     join: JoinConfig = JoinConfig()
     """The proxies that it tells of itself."""
     security: SecurityConfig = SecurityConfig()
