@@ -417,3 +417,26 @@ def test_closing_blocks_does_not_wait_for_ever_for_the_gpu(
     monkeypatch.setattr(Owner, "places", lambda *_: True)
     with pytest.raises(TransportFailure, match="still copies into closed blocks"):
         staged.close_blocks("writer", [[0]])
+
+
+def test_blocks_are_not_closed_while_the_gpu_may_place_what_the_thread_that_died_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    writer, owner = (Side(DoubleStaged(TcpTransport())) for _ in range(2))
+    for seed, side in enumerate((writer, owner)):
+        side.add_buffer(1 << 16, seed)
+    join(writer, owner)
+    staged = cast("DoubleStaged", owner.transport)
+    staged.guard(groups_of(layout(4)))
+    staged.invite("another")
+    staged.close_blocks("writer", [[0]])
+    stager = staged._stager
+    assert stager is not None
+    monkeypatch.setattr(stager, "_copies", lambda _: True)  # under way
+    monkeypatch.setattr(stager, "_expire", lambda: 1 / 0)
+    stager._kick()
+    until(lambda: bool(stager._died), "the thread has died")
+    with pytest.raises(TransportFailure, match="may still copy into closed blocks: the thread of the staging lane"):
+        staged.close_blocks("writer", [[0]])
+    writer.transport.close()
+    owner.transport.close()

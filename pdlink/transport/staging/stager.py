@@ -170,7 +170,7 @@ class Stager:
                 self._owner.guard.open(peer.number, blocks)
 
     def close_blocks(self, name: str, blocks: Sequence[Sequence[int]]) -> None:
-        """Waits for what is being placed there. Raises TransportFailure if that takes too long."""
+        """Waits for what is being placed there. Raises TransportFailure if that takes too long, or never ends."""
         with self._lock:
             peer = self._peers.get(name)
             if self._owner.guard is not None and peer is not None:
@@ -181,6 +181,10 @@ class Stager:
 
                 if not self._placed.wait_for(quiet, PLACED_WAIT_S):
                     raise TransportFailure(f"the GPU still copies into closed blocks after {PLACED_WAIT_S} s")
+                if peer.unfinished or self._owner.places(
+                    peer, numbers
+                ):  # the GPU may go on
+                    raise TransportFailure(f"the GPU may still copy into closed blocks: {self._broken or 'closed'}")
 
     def connected(self, name: str) -> bool:
         with self._lock:
