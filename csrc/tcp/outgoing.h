@@ -46,8 +46,6 @@ class Outgoing {
 
     // Nothing is left to send of what was loaded.
     bool sent() const { return next_piece_ == pieces_.size(); }
-    // The owner has acknowledged every frame.
-    bool answered() const { return sent() && asked_.empty(); }
 
     // Load the next frame of a batch to send; the batch must stay until its answer.
     void load(Batch& batch);

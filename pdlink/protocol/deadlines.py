@@ -38,7 +38,7 @@ class Deadlines:
         table = [(name, getattr(self, name)) for name in ("heartbeat_s", "peer_s", "lease_s", "request_s")]
         for (name, value), (later, bound) in zip(table, table[1:], strict=False):
             if value >= bound:
-                raise ConfigError(f"{name} = {value} s must be below {later} = {bound} s")
+                raise ConfigError(f"{name} = {value} s must be below {later} = {bound} s; lower it, or raise {later}")
 
     @classmethod
     def of(cls, settings: TimeoutConfig) -> Deadlines:
