@@ -46,8 +46,8 @@ class ProxyConfig(Section):
     api_key_file: str | None = None
     """More of them, one a line."""
     admin_key_file: str | None = None
-    """Keys of operators, one a line. They may change the workers at run time (GET, PUT, POST, DELETE /workers), and see
-    the requests of all `api_keys`, of which several each see their own."""
+    """Keys of operators, one a line. They may change the workers at run time (GET, PUT, POST, DELETE /workers), and
+    see the requests of all `api_keys`; a client with one of several keys sees its own."""
     tls_cert: str | None = None
     """PEM file of the certificate chain to serve HTTPS with; needs `tls_key`."""
     tls_key: str | None = None
