@@ -181,9 +181,7 @@ class Stager:
 
                 if not self._placed.wait_for(quiet, PLACED_WAIT_S):
                     raise TransportFailure(f"the GPU still copies into closed blocks after {PLACED_WAIT_S} s")
-                if peer.unfinished or self._owner.places(
-                    peer, numbers
-                ):  # the GPU may go on
+                if peer.unfinished or self._owner.places(peer, numbers):  # the GPU may go on
                     raise TransportFailure(f"the GPU may still copy into closed blocks: {self._broken or 'closed'}")
 
     def connected(self, name: str) -> bool:
