@@ -58,9 +58,9 @@ def test_two_thousand_paced_streams_at_once_all_end_whole_and_unmixed() -> None:
         answers = asyncio.run(crowd())
         for number, answer in enumerate(answers):
             told = re.findall(rb'"text":"([^"]*)"', answer)
-            assert told[1:] == [b" %d.%d" % (number, event) for event in range(1, EVENTS)], (
-                told
-            )  # the first is prefill's
+            first, *events, last = told  # the first is prefill's, the last says why it ends
+            assert events == [b" %d.%d" % (number, event) for event in range(1, EVENTS)], (first, told)
+            assert last == b""
             assert b"data: [DONE]" in answer
         until(fleet.idle, "nothing is left")
         assert request(url_of(proxy) + "/health").status == 200
