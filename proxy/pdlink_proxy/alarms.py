@@ -22,6 +22,8 @@ class Alarms:
     """What is to be called when. Setting and clearing costs a dictionary's entry; ringing, a look at all."""
 
     def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        """Asking for it takes a system call in CPython 3.11."""
         self._due_s: dict[Alarm, float] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._rings_s = math.inf
@@ -37,7 +39,7 @@ class Alarms:
 
     def after(self, alarm: Alarm, delay_s: float) -> None:
         """As `set`, from now on."""
-        self.set(alarm, asyncio.get_running_loop().time() + delay_s)
+        self.set(alarm, self._loop.time() + delay_s)
 
     def clear(self, alarm: Alarm) -> None:
         """Nothing if it was not set."""
@@ -47,11 +49,11 @@ class Alarms:
         if self._timer is not None:
             self._timer.cancel()
         self._rings_s = until_s
-        self._timer = asyncio.get_running_loop().call_at(until_s, self._ring)
+        self._timer = self._loop.call_at(until_s, self._ring)
 
     def _ring(self) -> None:
         self._timer, self._rings_s = None, math.inf
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._loop.time()
         for alarm in [alarm for alarm, due_s in self._due_s.items() if due_s <= now_s]:
             if self._due_s.get(alarm, math.inf) <= now_s:  # an earlier one may have cleared it, or set it again
                 del self._due_s[alarm]

@@ -186,7 +186,8 @@ class Answering:
         now_s, whole_s = self._shared.loop.time(), None if self._call.streaming else flow.tries[-1].prefill_s
         first_s = self._opened_s if self.opened else whole_s
         queued_s, lost_s, of = until_first(flow.tries, now_s if first_s is None else first_s)
-        times = of.since(started_s)
+        tries = [each.since(started_s) for each in flow.tries] if len(flow.tries) > 1 else [of.since(started_s)]
+        times = tries[flow.tries.index(of)]
         ttft_s = None if first_s is None else first_s - started_s
         total_s, (prompt_tokens, answer_tokens) = now_s - started_s, said_usage(self._tail)
         further = (answer_tokens or self._events) - 1
@@ -211,7 +212,7 @@ class Answering:
             decode=chosen[Leg.DECODE].label if Leg.DECODE in chosen else None,
             legs=legs,
             per_token_s=per_token_s,
-            tries=[each.since(started_s) for each in flow.tries],
+            tries=tries,
         )
 
     # ---- small things

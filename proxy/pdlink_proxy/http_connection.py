@@ -82,8 +82,9 @@ class Headers(Mapping[str, str]):
 
     def get(self, name: str, default: object = None, /) -> object:
         wanted = _lower(name)
+        num = len(wanted)
         for found, value in self._pairs:
-            if len(found) == len(wanted) and found.lower() == wanted:
+            if len(found) == num and found.lower() == wanted:
                 return value.decode("utf-8", "surrogateescape")
         return default
 

@@ -65,7 +65,8 @@ def opened(
         or dialect.headers is not None
         or shared.decision_log is not None
         or shared.tracer is not None
-        or not ((dialect.rules_of(call) if dialect.rules_of is not None else None) or dialect.rules).plain
+        or not dialect.rules.plain
+        or (dialect.rules_of is not None and dialect.rules_of(call) is not None)
     ):
         return Exchange(shared, client, call, headers, said, over, whole=whole)
     return Plain(shared, client, call, headers, said, over)

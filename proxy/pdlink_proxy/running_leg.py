@@ -229,7 +229,7 @@ class RunningLeg(Listener):
         self.worker.legs.discard(self)
         if not self.account.ended:
             # Given up, a stream of decode says nothing of its pace: it may have waited for prefill.
-            pace = self._pace(now) if well or self.leg is Leg.PREFILL else None
+            pace = self._pace(now) if (well and self._streams) or self.leg is Leg.PREFILL else None
             self.account.end(now, well=well, pace=pace)
         if self._let_go:
             self._alarms.clear(self.cancel)
