@@ -195,9 +195,9 @@ class Answering:
         if outcome is Outcome.OK and ttft_s is not None and further > 0:
             per_token_s = (total_s - ttft_s) / further
         return RequestRecord(
-            request_id=self._request_id,
-            at_s=time.time(),
-            outcome=outcome.value,
+            self._request_id,
+            time.time(),
+            outcome.value,
             kv=self.kv_value,
             prompt_tokens=prompt_tokens or self._admission.num_prompt_tokens,
             attempts=flow.attempts,

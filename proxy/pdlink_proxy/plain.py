@@ -256,9 +256,9 @@ class Plain:
         if usage.completion_tokens > 1 and prefill_s is not None:
             per_token_s = (total_s - prefill_s) / (usage.completion_tokens - 1)
         record = RequestRecord(
-            request_id=request_id,
-            at_s=at_s,
-            outcome="ok",
+            request_id,
+            at_s,
+            "ok",
             kv=kv,
             prompt_tokens=usage.prompt_tokens or self._asked.num_tokens,
             attempts=1,
