@@ -174,10 +174,11 @@ class _Fleet:
         from . import sleeping  # with torch
 
         self._module = "pdlink" if computes else sleeping.__name__
-        os.environ[sleeping.COSTS] = json.dumps({name: getattr(curves, name) for name in _COSTS})
+        self._costs = {sleeping.COSTS: json.dumps({name: getattr(curves, name) for name in _COSTS})}
         self._url = ""
 
     def __enter__(self) -> _Fleet:
+        os.environ.update(self._costs)  # children inherit it
         try:
             for role, num in self._nums.items():
                 for number in range(num):
@@ -199,6 +200,8 @@ class _Fleet:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for name in self._costs:
+            os.environ.pop(name, None)
         stop(self._children, 10.0)
 
     def _ask(self, draw: random.Random, prompt: int, answer: int) -> Streamed:

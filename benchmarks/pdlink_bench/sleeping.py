@@ -1,6 +1,6 @@
 """A model that sleeps in place of computing: layers are ready when they would be, answers are one token repeated.
 
-    PDLINK_BENCH_SLEEP='{"step_s": 0.01}' python -m pdlink_bench.sleeping decode
+    SLEEPING_COSTS='{"step_s": 0.01}' python -m pdlink_bench.sleeping decode
 
 is a worker with such a model, so that many workers share a machine as if each had its own. KV is zeros; all else is
 real.
@@ -35,8 +35,8 @@ AT_ONCE_S = 0.02
 """So late after the one before a pass still counts as following at once."""
 
 
-COSTS = "PDLINK_BENCH_SLEEP"
-"""The environment variable with the costs, a JSON object."""
+COSTS = "SLEEPING_COSTS"
+"""The environment variable with the costs, a JSON object. No setting, so its name does not begin as theirs do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
