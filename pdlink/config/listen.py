@@ -142,7 +142,7 @@ class ListenConfig(LinkListen):
     def reachable(self) -> dict[str, str]:
         http = "listen.http" if self.http else "listen"
         control = "listen.control" if self.control else "listen"
-        hosts = {http: self.host, control: self.control_host} if http != control else {http: self.host}
+        hosts = {http: self.host, control: self.control_host}
         hosts |= {name: host for name, host in super().reachable.items() if name != "listen"}
         return {name: host for name, host in hosts.items() if not is_loopback(host)}
 

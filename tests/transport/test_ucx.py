@@ -251,7 +251,7 @@ def test_a_progress_thread_that_stands_still_holds_up_no_handshake(make_side: Ma
 
 
 def names_of_threads() -> list[str]:
-    """Of this process; without those that end meanwhile."""
+    """Of this process; a thread that ends meanwhile is left out."""
     found = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
