@@ -37,6 +37,19 @@ def num_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+@contextlib.contextmanager
+def room_for_descriptors(count: int) -> Iterator[None]:
+    """This process can open so many more. The limit is of numbers: open ones above it leave gaps below it."""
+    taken = {int(entry.name) for entry in Path("/proc/self/fd").iterdir()}
+    free = [number for number in range(max(taken) + count + 2) if number not in taken]
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[count], limit[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
 @pytest.fixture
 def owner(request: pytest.FixtureRequest) -> Iterator[OtherProcess]:
     """A process whose device memory is virtual."""
@@ -94,26 +107,17 @@ def test_fabric_handles_need_no_descriptors(
 def test_many_chunks_are_mapped_with_few_descriptors(writer: Side, owner: OtherProcess, double: Fake) -> None:
     """A cache of 60 GB has 3,000, and a process may have 1,024 files open."""
     owner.call("add_chunks", 600, PAGE)
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (num_descriptors() + 80, limit[1]))
-    try:
+    with room_for_descriptors(80):
         writer.connect("owner", owner.call("invite", "writer"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
     assert double.counts().mappings == 600
 
 
 def test_descriptors_that_do_not_fit_are_a_failure_that_names_the_limit(writer: Side, owner: OtherProcess) -> None:
     owner.call("add_chunks", 60, PAGE)
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     invitation = owner.call("invite", "writer")
     before = num_descriptors()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 4, limit[1]))
-    try:
-        with pytest.raises(TransportFailure, match="ulimit -n"):
-            writer.connect("owner", invitation)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    with room_for_descriptors(4), pytest.raises(TransportFailure, match="ulimit -n"):
+        writer.connect("owner", invitation)
     assert num_descriptors() == before
 
 

@@ -94,6 +94,7 @@ def test_a_slot_is_not_used_again_before_nobody_can_write_to_it(
         """A transfer that fails, while its fence takes until the test says so."""
         incoming = receive(*arguments, **more)  # type: ignore[arg-type]
         incoming.cancel("the test")
+        assert incoming.released.wait(WAIT_S), "else the node sets the test's own signal"
         incoming.released = released
         waiting.set()
         return incoming
