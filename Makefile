@@ -132,6 +132,7 @@ $(RAY_STAMP): pyproject.toml constraints.txt constraints-ray.txt $(NATIVE)
 		scikit-build-core nanobind cmake ninja libucx-cu13 psutil hypothesis pytest pytest-asyncio pytest-timeout
 	$(RAY_BIN)/python -m pip install -q -c constraints.txt -c constraints-ray.txt --no-build-isolation \
 		--config-settings build-dir=build/ray-{wheel_tag} -e '.[engine]'
+	$(RAY_BIN)/python -m pip install -q --no-deps --no-build-isolation --config-settings build-dir=../build/ray-bench-{wheel_tag} -e benchmarks
 	touch $@
 
 docs: $(STAMP)  ## the site, in build/site, from the pages in docs/

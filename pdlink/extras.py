@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import json
 from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
 from pdlink.errors import ConfigError
 
@@ -39,4 +42,23 @@ def needed() -> Iterator[None]:
 
 def missing(package: str) -> str:
     """For a package in EXTRA_OF: what is wrong, and what to do."""
-    return f"{package}: not installed, and this needs it; pip install 'pdlink[{EXTRA_OF[package]}]'"
+    return f"{package}: not installed, and this needs it; {installing(EXTRA_OF[package])}"
+
+
+def installing(extra: str) -> str:
+    """The command that adds an extra to this installation: from the checkout or wheel that pdlink came from.
+
+    A package index may have another project under this name, so it is named only where pdlink came from one.
+    """
+    try:
+        said = importlib.metadata.distribution("pdlink").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        said = None
+    source = urlsplit(json.loads(said)["url"] if said else "")
+    if source.scheme == "file":
+        return f"pip install '{unquote(source.path)}[{extra}]'"
+    return (
+        f"pip install 'pdlink[{extra}]'"
+        if not source.scheme
+        else f"pip install 'pdlink[{extra}] @ {source.geturl()}'"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from pdlink.extras import EXTRA_OF
+from pdlink.extras import EXTRA_OF, installing
 from pdlink.integrations.sglang_parts import versions as sglang_versions
 from pdlink.integrations.vllm_parts import versions as vllm_versions
 
@@ -109,7 +110,7 @@ with pdlink.Node("p", layout, insecure=True) as one, pdlink.Node("d", layout, in
 def test_built_in_engine_without_torch_is_one_line_that_names_the_extra() -> None:
     result = command("prefill")
     assert result.returncode == 2, result.stderr
-    assert "torch: not installed, and this needs it; pip install 'pdlink[engine]'" in result.stderr
+    assert f"torch: not installed, and this needs it; pip install '{ROOT}[engine]'" in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -145,5 +146,28 @@ def test_check_works_without_torch_and_without_ucx() -> None:
     result = command("check")
     assert result.returncode in {0, 1}, result.stderr
     said = " ".join(result.stdout.split())
-    assert "pdlink[engine]" in said
+    assert f"pip install '{ROOT}[engine]'" in said
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (
+            "file:///srv/a%20b/pdlink-0.1.0-cp311-abi3-linux_x86_64.whl",
+            "'/srv/a b/pdlink-0.1.0-cp311-abi3-linux_x86_64.whl[otel]'",
+        ),
+        ("https://example.com/pdlink.whl", "'pdlink[otel] @ https://example.com/pdlink.whl'"),
+        ("", "'pdlink[otel]'"),
+    ],
+)
+def test_an_extra_is_added_from_where_pdlink_came_from(
+    monkeypatch: pytest.MonkeyPatch, source: str, expected: str
+) -> None:
+    class From:
+        def read_text(self, name: str) -> str | None:
+            assert name == "direct_url.json"
+            return json.dumps({"url": source}) if source else None
+
+    monkeypatch.setattr("importlib.metadata.distribution", lambda _: From())
+    assert installing("otel") == f"pip install {expected}"

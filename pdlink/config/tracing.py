@@ -13,7 +13,7 @@ TRACES_PATH = "/v1/traces"
 
 
 class TracingConfig(Section):
-    """Spans of requests, sent over OTLP; needs `pip install 'pdlink[otel]'`."""
+    """Spans of requests, sent over OTLP; needs the extra `otel`."""
 
     endpoint: str | None = None
     """Where spans go: "http://127.0.0.1:4318"; without a path, /v1/traces is taken. None makes none; `traceparent`

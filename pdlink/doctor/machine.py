@@ -14,6 +14,7 @@ import yaml
 from pdlink.config import ProxyConfig, StoreConfig, UpConfig, WorkerConfig, is_loopback, load, read_secrets
 from pdlink.doctor.deployment import Finding
 from pdlink.errors import ConfigError
+from pdlink.extras import installing
 from pdlink.serve.keys import load_credentials
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def of_machine(transports: Transports) -> list[Finding]:
         if not any(one.kind == "ucx" and probe.ok for one, probe in transports.probes.items()):
             reason = next((probe.reason for one, probe in transports.probes.items() if one.kind == "ucx"), "")
             text = f"this machine has RDMA, and ucx, which would use it, does not work: {reason}"
-            found.append(Finding("warn", "RDMA", text, "pip install 'pdlink[ucx]'"))
+            found.append(Finding("warn", "RDMA", text, installing("ucx")))
     return found
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pdlink.errors import ConfigError
+from pdlink.extras import installing
 from pdlink.store import fp8
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def make_codec(name: str, setting: str = "tiers.codec") -> Codec | None:
         return _MADE[name]()
     except ImportError as error:
         raise ConfigError(
-            f"{setting}: got {name!r}, which needs a library ({error}); pip install 'pdlink[store]', or use raw"
+            f"{setting}: got {name!r}, which needs a library ({error}); {installing('store')}, or use raw"
         ) from error
 
 

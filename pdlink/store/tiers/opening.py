@@ -8,6 +8,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from pdlink.config.by_path import make_by_path
 from pdlink.errors import ConfigError
+from pdlink.extras import installing
 
 from .resp_server import SCHEMES
 from .shared_dir import SharedDir
@@ -49,7 +50,7 @@ def open_tier(url: str, namespace: str = ALL) -> Tier:
             from .object_store import Objects, bucket_of
         except ImportError as error:
             raise ConfigError(
-                "tiers.remote_url: got a bucket, which needs obstore; pip install 'pdlink[store]'"
+                f"tiers.remote_url: got a bucket, which needs obstore; {installing('store')}"
             ) from error
         (timeout_s,), rest = _taken(url, timeout_s=5.0)
         return Objects(bucket_of(rest, timeout_s), namespace, urlsplit(rest)._replace(query="").geturl())
