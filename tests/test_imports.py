@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cuda": BASE | {"kv", "memory", "_cuda"},
     "transport": BASE | {"kv", "memory", "cuda", "_copy", "_cuda", "_ucx", "_tcp"},
     "protocol": BASE | {"kv"},
+    "api": BASE,
     "endpoint": BASE | {"kv", "memory", "transport", "protocol"},
     "node": BASE | {"kv", "memory", "transport", "protocol", "endpoint"},
     "engine": BASE | {"kv", "memory", "cuda"},
@@ -51,15 +52,27 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"endpoint.channel", "endpoint.inflow", "endpoint.work"},  # sockets and their thread; no endpoint
     "observe": BASE | {"kv.hashing", "protocol"},
     "serve": BASE
-    | {"kv", "memory", "cuda", "transport", "protocol", "node", "engine", "store", "peers", "observe"}
+    | {"api", "kv", "memory", "cuda", "transport", "protocol", "node", "engine", "store", "peers", "observe"}
     | {"pdlink_proxy"},
-    "fleet": BASE | {"protocol", "serve", "engine.places", "pdlink_proxy"},
-    "plan": BASE | {"observe", "pdlink_proxy"},
-    "doctor": BASE | {"serve", "observe", "protocol"},
+    "fleet": BASE | {"api", "protocol", "serve", "engine.places", "pdlink_proxy"},
+    "plan": BASE | {"api", "observe", "pdlink_proxy"},
+    "doctor": BASE | {"api", "serve", "observe", "protocol"},
     "integrations": BASE
-    | {"kv", "memory", "transport", "protocol", "node", "observe", "serve.keys", "fleet.ports", "store", "peers"},
+    | {
+        "api",
+        "kv",
+        "memory",
+        "transport",
+        "protocol",
+        "node",
+        "observe",
+        "serve.keys",
+        "fleet.ports",
+        "store",
+        "peers",
+    },
     "pdlink_proxy": BASE
-    | {"kv.hashing", "observe", "protocol", "_http", "_index", "_relay"}
+    | {"api", "kv.hashing", "observe", "protocol", "_http", "_index", "_relay"}
     | {"endpoint.channel", "endpoint.clock"},  # where workers register
     "pdlink_bench": BASE
     | {
@@ -164,10 +177,10 @@ def test_one_module_imports_a_metrics_library() -> None:
     assert users == {"pdlink/observe/series.py"}
 
 
-def test_protocol_reads_no_clock_and_opens_nothing() -> None:
+def test_protocol_and_api_read_no_clock_and_open_nothing() -> None:
     forbidden = {"time", "datetime", "socket", "threading", "asyncio", "zmq", "os", "random"}
     for part, path in FILES:
-        if part == "protocol":
+        if part in ("protocol", "api"):
             assert not {name.split(".")[0] for name in imports(path)} & forbidden, path
 
 

@@ -8,10 +8,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from pdlink.api import kv_path
 from pdlink.config import is_loopback
 from pdlink.errors import HandshakeRefused
 from pdlink.observe.remedies import RECOMPUTED
-from pdlink.protocol import kv_path, reasons
+from pdlink.protocol import reasons
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

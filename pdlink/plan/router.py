@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdlink_proxy.dialects import Health
+from pdlink.api.health import Health
 from pdlink_proxy.fleet import Fleet, WorkerState, compare, mean_speed
 from pdlink_proxy.pair_times import PairTimes
 from pdlink_proxy.placement import Placer

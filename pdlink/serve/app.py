@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
+from pdlink.api import kv_path
+from pdlink.api.route_token import HEADER, RouteToken, peer_of
 from pdlink.errors import DeadlineExceeded, InvalidApiKey, InvalidRequest, PdlinkError
 from pdlink.events import listen
 from pdlink.logs import about
@@ -22,8 +24,6 @@ from pdlink.observe.summary import WorkerSummary, tell
 from pdlink.observe.timeline import Timeline
 from pdlink.observe.trace import TRACE_HEADER, TRACE_TYPE, Laid, make
 from pdlink.observe.worker_spans import WorkerSpans
-from pdlink.protocol import kv_path
-from pdlink.protocol.route_token import HEADER, RouteToken, peer_of
 from pdlink.serve import health
 from pdlink.serve.cache_routes import CacheDesk, Prompts, add_cache_routes
 from pdlink.serve.http import ROUTE, callers_with, errors_as_json, json_response, metrics_response

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
+from pdlink.api import route_token
 from pdlink.errors import InvalidApiKey, PdlinkError
-from pdlink.protocol import route_token
 from pdlink.serve.openai import error_body
 
 if TYPE_CHECKING:

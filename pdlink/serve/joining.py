@@ -22,9 +22,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pdlink import zmq_context
+from pdlink.api import presence
 from pdlink.config.listen import is_every_address
 from pdlink.errors import ConfigError, InvalidRequest
-from pdlink.protocol import presence
 from pdlink.protocol.auth import ControlAddress, check_dial
 from pdlink.serve import health
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pdlink.api import kv_path
 from pdlink.errors import TransferFailed
-from pdlink.protocol import kv_path, reasons
+from pdlink.protocol import reasons
 
 if TYPE_CHECKING:
     from pdlink.engine.engine import Engine

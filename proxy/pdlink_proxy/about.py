@@ -12,11 +12,11 @@ import msgspec
 from aiohttp import web
 
 from pdlink import __version__
+from pdlink.api.openai import CHAT, COMPLETIONS, error_body
 from pdlink.observe.series import Numbers
 
 from .decisions import Decision, Told
 from .http_connection import HttpError
-from .openai import CHAT, COMPLETIONS, error_body
 from .steps import Leg
 from .upstream import Asking, describe
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
+from pdlink.api.openai import error_body
 from pdlink.errors import ConfigError, InvalidApiKey, InvalidRequest
 
 from .access import may_enter
 from .membership import Entry, Members, Membership, Role, parse
-from .openai import error_body
 from .steps import Leg
 
 if TYPE_CHECKING:

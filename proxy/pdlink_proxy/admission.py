@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pdlink.api import kv_path
 from pdlink.events import FallbackUsed, emit
-from pdlink.protocol import kv_path, reasons
+from pdlink.protocol import reasons
 
 from .decisions import MAX_CONSIDERED, Considered, Decision
 from .placement import Queued, Refused

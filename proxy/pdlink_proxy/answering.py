@@ -9,25 +9,26 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from pdlink.protocol import kv_path
+from pdlink.api import kv_path
+from pdlink.api.anthropic import error_for
+from pdlink.api.sse import before_done
 
 from . import timing
-from .anthropic import error_for
 from .decision_log import said_usage
 from .metrics import exemplar_of
 from .records import RequestRecord
-from .sse import before_done
 from .steps import Leg, Outcome
 from .tries import until_first
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from pdlink.api.openai import Call
+
     from .admission import Admission
     from .client_answer import ClientAnswer
     from .decision_log import Tally
     from .flow import Flow
-    from .openai import Call
     from .running_attempt import RunningAttempt
     from .shared import Shared
 

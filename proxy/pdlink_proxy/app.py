@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from pdlink.api.anthropic import reworded
 from pdlink.errors import ConfigError
 from pdlink.observe.summary import tell
 
 from .about import About
 from .access import admin_keys
 from .admin import add_routes
-from .anthropic import reworded
 from .client_answer import ClientAnswer
+from .fleet import wanted
 from .membership import from_settings
-from .openai import wanted
 from .page.reports import Reports
 from .page.routes import add_page
 from .passthrough import PATHS, PassThrough, own_headers

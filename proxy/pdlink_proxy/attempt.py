@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .sse import EventBuffer
+from pdlink.api.sse import EventBuffer
 
 
 class LegState:

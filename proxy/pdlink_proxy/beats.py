@@ -13,9 +13,9 @@ from .worker import State
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdlink.protocol.presence import Load
+    from pdlink.api.health import Health
+    from pdlink.api.presence import Load
 
-    from .dialects import Health
     from .pools import Pools
 
 _SETTLED = (State.OK, State.DRAINING, State.FAILED, State.WRONG_ROLE, State.OTHER_ROLE)

@@ -7,6 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pdlink.api.openai import (
+    error_body,
+    error_code,
+    excerpt,
+    is_rejection,
+    message_of,
+    rejection,
+    stream_error,
+)
+from pdlink.api.sse import ERROR_MARK, is_error, rewritten
 from pdlink.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -19,16 +29,6 @@ from pdlink.errors import (
     WorkerKeyRefused,
 )
 
-from .openai import (
-    error_body,
-    error_code,
-    excerpt,
-    is_rejection,
-    message_of,
-    rejection,
-    stream_error,
-)
-from .sse import ERROR_MARK, is_error, rewritten
 from .steps import EndStream, Leg, Loss, Outcome, Respond
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdlink.protocol import kv_path
+from pdlink.api import kv_path
 
 from .decision_log import Logged, hash_ids
 from .decisions import Decision

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from pdlink.api.openai import GENERATE, BadField, Call, error_body, parse
 from pdlink.config import is_loopback
 from pdlink.config.proxy import RateLimit
 from pdlink.errors import InvalidApiKey, InvalidRequest, NoWorker, RateLimited, UnknownModel
 
 from .access import admin_keys, api_keys, clean, key_of, may_enter, refused_page
+from .fleet import wanted
 from .ids import new_id
 from .limits import RateLimits
-from .openai import GENERATE, BadField, Call, error_body, parse, wanted
 from .spans import TRACE_HEADERS
 
 if TYPE_CHECKING:

@@ -13,6 +13,8 @@ import random
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
+from pdlink.api.openai import LAST_EVENTS, error_body
+from pdlink.api.sse import payloads
 from pdlink.errors import PdlinkError
 from pdlink.logs import about
 
@@ -22,11 +24,10 @@ from .answering import Answering
 from .decision_log import Tally
 from .decisions import Told
 from .ending import keep, logged
+from .fleet import wanted
 from .flow import Flow
-from .openai import LAST_EVENTS, error_body, wanted
 from .recovery import PATHS, Recovery
 from .running_attempt import RunningAttempt
-from .sse import payloads
 from .steps import (
     Answered,
     Blame,
@@ -59,11 +60,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
     from typing import Any
 
+    from pdlink.api.openai import Call
+
     from .client_answer import ClientAnswer
     from .decisions import Decision
     from .fleet import PlacementRequest
     from .http_connection import Headers
-    from .openai import Call
     from .placement import Queued, Refused
     from .pools import Choice
     from .running_leg import RunningLeg

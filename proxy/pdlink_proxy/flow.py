@@ -19,25 +19,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdlink._http import CACHED, DONE, ERROR, FINISH, marks_of
-from pdlink.errors import (
-    DeadlineExceeded,
-    NoWorker,
-    PdlinkError,
-    PeerNotAllowed,
-)
-
-from . import usage
-from .attempt import LegState
-from .client_words import BROKEN, ClientWords
-from .openai import (
+from pdlink.api.openai import (
     error_code,
     excerpt,
     is_rejection,
     problem_of_answer,
 )
-from .recovery import Diverged
-from .rules import News, Reaction, Rules
-from .sse import (
+from pdlink.api.sse import (
     FAILURES,
     EventTooLong,
     before_end,
@@ -48,6 +36,18 @@ from .sse import (
     problem_of,
     until_error,
 )
+from pdlink.errors import (
+    DeadlineExceeded,
+    NoWorker,
+    PdlinkError,
+    PeerNotAllowed,
+)
+
+from . import usage
+from .attempt import LegState
+from .client_words import BROKEN, ClientWords
+from .recovery import Diverged
+from .rules import News, Reaction, Rules
 from .steps import (
     Action,
     Answered,

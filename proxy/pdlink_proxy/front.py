@@ -17,10 +17,10 @@ from aiohttp import web
 from aiohttp.tcp_helpers import tcp_keepalive, tcp_nodelay
 
 from pdlink._http import plain_request
+from pdlink.api.openai import CHAT, COMPLETIONS
 
 from .client_answer import ClientAnswer
 from .few_lines import http_logger
-from .openai import CHAT, COMPLETIONS
 
 if TYPE_CHECKING:
     from .app import Router

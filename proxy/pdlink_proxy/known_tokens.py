@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
+from pdlink.api.openai import BYTES_PER_TOKEN, CHAT, COMPLETIONS
 from pdlink.kv.hashing import chain, namespace
 
-from .fleet import BYTES_PER_TOKEN, KEY_TOKENS
-from .openai import CHAT, COMPLETIONS
+from .fleet import KEY_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pdlink.api.openai import Call
+
     from .fleet import PlacementRequest, Tokens
-    from .openai import Call
 
 CHUNK_NBYTES = BYTES_PER_TOKEN * KEY_TOKENS
 """Of a prompt's JSON; shorter prompts are not worth a question."""

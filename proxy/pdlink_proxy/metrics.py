@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pdlink.api.kv_path import PATHS
 from pdlink.observe.series import FINE_SECONDS, Counter, Gauge, Histogram, ProcessMetrics, Registry
 from pdlink.observe.spans import read_context
-from pdlink.protocol.kv_path import PATHS
 
 from .steps import Leg, Loss, Outcome, Why
 from .timing import STAGES

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 from aiohttp import web
 
+from pdlink.api.anthropic import COUNT_TOKENS, reworded
+from pdlink.api.bounds import OutOfRange, check_numbers
+from pdlink.api.openai import MESSAGES, RESPONSES, error_body
 from pdlink.errors import NoWorker, Overloaded, PeerLost
 
 from .access import clean, key_of
-from .anthropic import COUNT_TOKENS, reworded
-from .bounds import OutOfRange, check_numbers
 from .entry import refused
 from .fleet import PlacementRequest, count_tokens
 from .http_connection import HttpError
 from .leg_account import LegAccount
-from .openai import MESSAGES, RESPONSES, error_body
 from .queue import Waiting
 from .steps import Leg, Loss, Outcome
 from .upstream import Asking, ask, loss_of, streamed

@@ -14,8 +14,8 @@ import time
 from typing import TYPE_CHECKING
 
 from pdlink._http import CACHED, marks_of
+from pdlink.api import kv_path
 from pdlink.logs import about
-from pdlink.protocol import kv_path
 
 from . import timing
 from .admission import shown
@@ -23,10 +23,10 @@ from .decisions import Decision, Told
 from .dialects import Attempt
 from .ending import keep
 from .exchange import Begun, Exchange
+from .fleet import wanted
 from .http_client import header_lines
 from .ids import new_id
 from .metrics import exemplar_of
-from .openai import wanted
 from .plain_leg import PlainLeg
 from .pools import Choice
 from .records import RequestRecord
@@ -39,10 +39,11 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Mapping
 
+    from pdlink.api.openai import Call, Usage
+
     from .client_answer import ClientAnswer
     from .fleet import PlacementRequest
     from .http_connection import Headers
-    from .openai import Call, Usage
     from .running_leg import Hears
     from .shared import Shared
 

@@ -6,20 +6,22 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Protocol
 
+from pdlink.api.openai import read_answer
+
 from .http_client import header_lines
 from .http_connection import Listener
-from .openai import read_answer
 from .records import LegRecord
 from .running_leg import RunningLeg
 from .steps import Leg
 
 if TYPE_CHECKING:
+    from pdlink.api.openai import Usage
+
     from . import running_leg
     from .alarms import Alarms
     from .http_client import HttpClient, Request
     from .http_connection import Connection, Headers, HttpError
     from .leg_account import LegAccount
-    from .openai import Usage
     from .worker import Worker
 
 

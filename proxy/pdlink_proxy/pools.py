@@ -27,7 +27,8 @@ from .worker import State, Worker
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from .dialects import Health
+    from pdlink.api.health import Health
+
     from .membership import Entry, Members
     from .mismatches import Mismatch
     from .records import Records

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
+from pdlink.api import kv_path
+from pdlink.api.health import Health
+from pdlink.api.openai import COMPLETIONS, error_body, parse
 from pdlink.errors import InvalidRequest, PdlinkError
-from pdlink.protocol import kv_path
 
-from .dialects import Attempt, Health, Known
+from .dialects import Attempt, Known
 from .http_client import header_lines
 from .http_connection import HttpError
-from .openai import COMPLETIONS, error_body, parse
 from .page.reports import Report
 from .steps import Leg
 from .upstream import Asking, Streamed, ask, describe, printable, tell_to_stop

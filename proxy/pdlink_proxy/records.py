@@ -6,7 +6,7 @@ from collections import deque
 
 import msgspec
 
-from pdlink.protocol import kv_path
+from pdlink.api import kv_path
 
 from .tries import Try  # noqa: TC001  (msgspec reads the annotation at run time)
 

@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from pdlink.api.openai import CHAT, COMPLETIONS
+from pdlink.api.sse import payloads, rewritten
+
 from .choices import Choices, Diverged
-from .openai import CHAT, COMPLETIONS
-from .sse import payloads, rewritten
 
 if TYPE_CHECKING:
-    from .openai import Call
+    from pdlink.api.openai import Call
 
 PATHS = (COMPLETIONS, CHAT)
 """Of requests whose streams may go on."""

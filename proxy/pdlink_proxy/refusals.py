@@ -18,7 +18,8 @@ from .upstream import printable
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from .dialects.base import Refused
+    from pdlink.api.health import Refused
+
     from .worker import Worker
 
 log = logging.getLogger("pdlink.proxy")

@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
+from pdlink.api import route_token
+from pdlink.api.bounds import check_numbers
+from pdlink.api.openai import CHAT, COMPLETIONS, BadField, Call, error_body, parse
 from pdlink.config import read_secrets
 from pdlink.errors import InvalidRequest, NoWorker, Overloaded
-from pdlink.protocol import route_token
 
 from .access import key_of
 from .admission import Admission
-from .bounds import check_numbers
 from .decision_log import Logged, hash_ids, logged_attempt
 from .dialects import Attempt
-from .openai import CHAT, COMPLETIONS, BadField, Call, error_body, parse, wanted
+from .fleet import wanted
 from .steps import Leg, Place, Placed, Unplaced, Waits, Why
 
 if TYPE_CHECKING:

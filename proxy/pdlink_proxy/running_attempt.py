@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdlink.api import kv_path
 from pdlink.observe.spans import new_span_id
-from pdlink.protocol import kv_path
 
 from .decision_log import logged_attempt
 from .dialects import Attempt
@@ -20,9 +20,10 @@ from .steps import Leg
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pdlink.api.openai import Call
+
     from .admission import Admission
     from .decision_log import LoggedAttempt
-    from .openai import Call
     from .running_leg import Hears
     from .shared import Shared
     from .spans import RequestTrace

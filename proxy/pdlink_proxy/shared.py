@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
     from typing import Any
 
+    from pdlink.api.openai import Call
     from pdlink.config import ProxyConfig
 
     from .decision_log import DecisionLog
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from .fleet import PlacementRequest
     from .http_client import HttpClient
     from .metrics import Metrics
-    from .openai import Call
     from .pools import Pools
     from .queue import Queue
     from .records import Records

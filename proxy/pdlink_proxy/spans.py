@@ -16,10 +16,10 @@ from .tries import phases
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdlink.api.openai import Call
     from pdlink.observe.otlp import SpanSender
     from pdlink.observe.spans import TraceContext, Value
 
-    from .openai import Call
     from .records import LegRecord, RequestRecord
 
 TRACE_HEADERS = ("traceparent", "tracestate")

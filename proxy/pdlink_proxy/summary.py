@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from pdlink.protocol import kv_path
+from pdlink.api import kv_path
 
 from .page.view import quantile_ms
 

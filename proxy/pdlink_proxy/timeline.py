@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
+from pdlink.api.openai import error_body
 from pdlink.observe.spans import new_span_id
 from pdlink.observe.timeline import Dump, clock
 from pdlink.observe.trace import TRACE_HEADER, TRACE_TYPE, Request, laid, make
 
 from .http_connection import HttpError
-from .openai import error_body
 from .records import MAX_RECORDS
 from .spans import request_spans
 from .upstream import Asking, ask

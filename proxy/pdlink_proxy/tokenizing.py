@@ -34,11 +34,12 @@ from .upstream import answer_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pdlink.api.openai import Call
+
     from .fleet import PlacementRequest, Tokens
     from .http_client import HttpClient
     from .known_tokens import Text
     from .metrics import Metrics
-    from .openai import Call
     from .pools import Pools
     from .worker import Worker
 

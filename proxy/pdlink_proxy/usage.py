@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from pdlink._http import CACHED, marks_of
-
-from .sse import payloads, rewritten
+from pdlink.api.sse import payloads, rewritten
 
 _MARKS = (b'_tokens_details":{', b'_tokens_details": {', b'"cache_read_input_tokens":')
 """Of `CACHED`."""

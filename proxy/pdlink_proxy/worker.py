@@ -20,7 +20,7 @@ import msgspec
 from pdlink.breaker import Breaker
 from pdlink.events import PeerChanged, emit
 
-from .dialects import Health, PrefillAddress
+from .dialects import PrefillAddress
 from .engines import id_of
 from .fleet import WorkerState
 from .outliers import Outlier
@@ -28,7 +28,8 @@ from .outliers import Outlier
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pdlink.protocol.presence import Load
+    from pdlink.api.health import Health
+    from pdlink.api.presence import Load
 
     from .steps import Leg
 

@@ -21,9 +21,9 @@ import pytest
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs SGLang", allow_module_level=True)
 
+from pdlink.api.sse import payloads  # noqa: E402
 from pdlink.config import ProxyConfig  # noqa: E402
 from pdlink.fleet.child import start, stop  # noqa: E402
-from pdlink_proxy.sse import payloads  # noqa: E402
 from tests.e2e.engine_servers import MODEL, prompt_of, until  # noqa: E402
 from tests.e2e.readers import Reader  # noqa: E402
 from tests.e2e.sglang_servers import SglangServer, save_checkpoint  # noqa: E402

@@ -31,6 +31,7 @@ from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SlidingWindo
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 
+from pdlink.api.openai import CHAT, COMPLETIONS, MESSAGES, RESPONSES  # noqa: E402
 from pdlink.errors import ConfigError  # noqa: E402
 from pdlink.events import LayerLanded  # noqa: E402
 from pdlink.integrations.vllm import PDLinkConnector, PDLinkMetadata, PDLinkNews, PDLinkStats  # noqa: E402
@@ -41,7 +42,6 @@ from pdlink.integrations.vllm_parts.stats import Counts  # noqa: E402
 from pdlink.integrations.vllm_parts.store_book import Look, Looked, Prompt, StorePlan  # noqa: E402
 from pdlink.observe.gauges import LinkState  # noqa: E402
 from pdlink_proxy.dialects import DIALECTS  # noqa: E402
-from pdlink_proxy.openai import CHAT, COMPLETIONS, MESSAGES, RESPONSES  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from pdlink.protocol import presence
+from pdlink.api import presence
 from pdlink.protocol.auth import AllowList, ControlAddress, Credentials, KeyPair
 
 if TYPE_CHECKING:

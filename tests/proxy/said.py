@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdlink_proxy.openai import GENERATE, MESSAGES, RESPONSES
-from pdlink_proxy.sse import payloads
+from pdlink.api.openai import GENERATE, MESSAGES, RESPONSES
+from pdlink.api.sse import payloads
 
 
 @dataclass

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from pdlink.api import presence
+from pdlink.api.bounds import RANGES, SAMPLING
+from pdlink.api.openai import Usage, read_answer
 from pdlink.errors import ProtocolError
-from pdlink.protocol import presence
-from pdlink_proxy.bounds import RANGES, SAMPLING
 from pdlink_proxy.dialects.own import read_health
 from pdlink_proxy.fleet import WorkerState
-from pdlink_proxy.openai import Usage, read_answer
 from tests.private import write_private
 from tests.proxy.fake_sglang import FakeSglang
 from tests.proxy.fakes import FakeWorker, proxy_of

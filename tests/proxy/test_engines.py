@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from pdlink.api.openai import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from pdlink.config import ProxyConfig
 from pdlink.errors import ConfigError
 from pdlink_proxy.app import build_app
@@ -19,7 +20,6 @@ from pdlink_proxy.discovery.joined import joined, source_of
 from pdlink_proxy.discovery.kubernetes import KubernetesSource, Slice, members_of
 from pdlink_proxy.engines import HEADER
 from pdlink_proxy.membership import Entry, Members, parse
-from pdlink_proxy.openai import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.worker import State
 from tests.proxy.fake_vllm import FakeVllm

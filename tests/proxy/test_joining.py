@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pdlink.api.openai import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, parse
+from pdlink.api.sse import payloads
 from pdlink_proxy.dialects import DIALECTS
-from pdlink_proxy.openai import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, parse
 from pdlink_proxy.recovery import Diverged, Recovery
-from pdlink_proxy.sse import payloads
 from tests.proxy.fake_sglang import FakeSglang
 from tests.proxy.fakes import DONE, Proxy, proxy_of
 from tests.proxy.said import Said

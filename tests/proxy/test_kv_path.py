@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pdlink.protocol.kv_path import checked, comment, recomputed
+from pdlink.api.kv_path import checked, comment, recomputed
+from pdlink.api.sse import before_done
 from pdlink.protocol.reasons import refused_code
-from pdlink_proxy.sse import before_done
 from tests.proxy import fakes
 from tests.proxy.fake_vllm import FakeVllm
 from tests.proxy.fakes import DONE, END, FakeWorker, event, proxy_of, until

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdlink_proxy.dialects import Health
+from pdlink.api.health import Health
 from pdlink_proxy.mismatches import MAX_SHOWN, mismatched
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.worker import State, Worker

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from pdlink_proxy.anthropic import COUNT_TOKENS
-from pdlink_proxy.openai import MESSAGES, RESPONSES, parse, wanted
-from pdlink_proxy.sse import payloads
+from pdlink.api.anthropic import COUNT_TOKENS
+from pdlink.api.openai import MESSAGES, RESPONSES, parse
+from pdlink.api.sse import payloads
+from pdlink_proxy.fleet import wanted
 from tests.proxy.fake_sglang import FakeSglang
 from tests.proxy.fake_vllm import FakeVllm
 from tests.proxy.fakes import Proxy, proxy_of

@@ -10,10 +10,10 @@ import pytest
 
 from pdlink import _http, errors
 from pdlink._http import marks_of
+from pdlink.api.openai import CHAT, COMPLETIONS, BadField, error_code, parse, stream_error
+from pdlink.api.sse import EventBuffer, EventTooLong, is_done, problem_of
 from pdlink_proxy.dialects import Attempt, PrefillAddress
 from pdlink_proxy.dialects.own import PDLINK
-from pdlink_proxy.openai import CHAT, COMPLETIONS, BadField, error_code, parse, stream_error
-from pdlink_proxy.sse import EventBuffer, EventTooLong, is_done, problem_of
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -41,7 +41,7 @@ def test_the_first_data_event_is_found_behind_comments() -> None:
 
 
 def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdlink_proxy.sse.MAX_EVENT_NBYTES", 10)
+    monkeypatch.setattr("pdlink.api.sse.MAX_EVENT_NBYTES", 10)
     buffer = EventBuffer()
     buffer.feed(b"data: " + b"x" * 10)
     with pytest.raises(EventTooLong):

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import web
 
+from pdlink.api.openai import MESSAGES, RESPONSES
 from pdlink_proxy.dialects import DIALECTS
-from pdlink_proxy.openai import MESSAGES, RESPONSES
 from pdlink_proxy.passthrough import PATHS
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.worker import FAILURES

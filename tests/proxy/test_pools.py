@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from pdlink.api.health import Health
 from pdlink.config import ProxyConfig
 from pdlink.errors import ConfigError
 from pdlink_proxy.app import build_app
-from pdlink_proxy.dialects import Health
 from pdlink_proxy.dialects.own import read_health
 from pdlink_proxy.membership import Entry, Members
 from pdlink_proxy.placement import Placer

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pdlink.api.openai import CHAT, COMPLETIONS, parse
 from pdlink_proxy.dialects import DIALECTS
-from pdlink_proxy.openai import CHAT, COMPLETIONS, parse
 from pdlink_proxy.recovery import Diverged, Recovery
 from pdlink_proxy.retries import RetryBudget
 from pdlink_proxy.tries import phases

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pdlink.api.openai import CHAT, COMPLETIONS, Call, parse
 from pdlink_proxy.dialects import DIALECTS
 from pdlink_proxy.flow import Flow, Limits
-from pdlink_proxy.openai import CHAT, COMPLETIONS, Call, parse
 from pdlink_proxy.recovery import Recovery
 from pdlink_proxy.steps import (
     Chunk,

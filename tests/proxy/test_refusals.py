@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from pdlink_proxy.dialects.base import Health, Refused
+from pdlink.api.health import Health, Refused
 from pdlink_proxy.refusals import Refusals
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.worker import Worker

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pdlink.api.presence import Load
 from pdlink.config import ProxyConfig
 from pdlink.errors import ConfigError
-from pdlink.protocol.presence import Load
 from pdlink.serve.process import raise_descriptor_limit
 from pdlink_proxy.dialects import DIALECTS
 from pdlink_proxy.discovery.joined import source_of
@@ -25,8 +25,8 @@ from tests.proxy.joiner import Joiners, joiners, knows, made
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from pdlink.api.health import Health
     from pdlink.protocol.auth import Credentials
-    from pdlink_proxy.dialects import Health
     from pdlink_proxy.membership import Members
 
 STORM_S = 100.0

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from pdlink.api import presence
+from pdlink.api.health import Health
 from pdlink.errors import ProtocolError
-from pdlink.protocol import presence
-from pdlink_proxy.dialects import Health
 from pdlink_proxy.discovery.roll import (
     COMINGS,
     COMINGS_S,

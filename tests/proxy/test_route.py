@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pdlink.api.route_token import HEADER, RouteToken, peer_of, read_token
 from pdlink.cli import main
-from pdlink.protocol.route_token import HEADER, RouteToken, peer_of, read_token
 from tests.private import write_private
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from pdlink_proxy.sse import payloads
+from pdlink.api.sse import payloads
 from tests.proxy.fake_sglang import FakeSglang
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdlink.api.presence import Load
 from pdlink.protocol.auth import AllowList
-from pdlink.protocol.presence import Load
 from pdlink_proxy.beats import Beats
 from pdlink_proxy.discovery.roll import MAX_UNPROVEN
 from pdlink_proxy.few_lines import LINES, WINDOW_S, FewLines

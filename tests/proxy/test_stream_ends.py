@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdlink._http import FINISH, marks_of
-from pdlink_proxy.sse import DONE, before_end, before_finish_error, fails, payloads
+from pdlink.api.sse import DONE, before_end, before_finish_error, fails, payloads
 from tests.proxy.fake_vllm import FakeVllm
 from tests.proxy.fakes import proxy_of
 

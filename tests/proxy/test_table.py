@@ -9,7 +9,7 @@ from types import FrameType
 import numpy as np
 import pytest
 
-from pdlink_proxy.dialects import Health
+from pdlink.api.health import Health
 from pdlink_proxy.fleet import Fleet, PlacementRequest, WorkerState, compare
 from pdlink_proxy.placement import Placed, Placer
 from pdlink_proxy.policies.registry import POLICIES

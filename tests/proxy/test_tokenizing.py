@@ -12,9 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from pdlink.api.openai import CHAT, COMPLETIONS, parse
 from pdlink.errors import ConfigError
+from pdlink_proxy.fleet import wanted
 from pdlink_proxy.known_tokens import CHUNK_NBYTES, KnownTokens, Text, Worth, text_of
-from pdlink_proxy.openai import CHAT, COMPLETIONS, parse, wanted
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, tokens_in, until
 from tests.proxy.test_kv_events import FakePublisher
 from tests.proxy.test_kv_index import batch, stored

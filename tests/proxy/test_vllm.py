@@ -11,12 +11,12 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from pdlink.api.openai import CHAT, COMPLETIONS, BadField, parse
 from pdlink.config import ProxyConfig, load
 from pdlink.errors import ConfigError
 from pdlink_proxy.dialects import DIALECTS, Attempt, PrefillAddress
-from pdlink_proxy.fleet import PlacementRequest
+from pdlink_proxy.fleet import PlacementRequest, wanted
 from pdlink_proxy.known_tokens import text_of
-from pdlink_proxy.openai import CHAT, COMPLETIONS, BadField, parse, wanted
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.worker import State
 from tests.private import write_private

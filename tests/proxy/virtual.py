@@ -21,6 +21,8 @@ from unittest.mock import patch
 
 import msgspec
 
+from pdlink.api.health import Health
+from pdlink.api.openai import COMPLETIONS, parse
 from pdlink.config import ProxyConfig
 from pdlink_proxy import (
     admission,
@@ -37,11 +39,10 @@ from pdlink_proxy import (
 from pdlink_proxy import worker as of_worker
 from pdlink_proxy.client_answer import ClientAnswer
 from pdlink_proxy.decisions import Decisions
-from pdlink_proxy.dialects import DIALECTS, Health
+from pdlink_proxy.dialects import DIALECTS
 from pdlink_proxy.http_connection import Disconnected, Headers, NoConnection
 from pdlink_proxy.membership import Entry, Members, Membership
 from pdlink_proxy.metrics import Metrics
-from pdlink_proxy.openai import COMPLETIONS, parse
 from pdlink_proxy.placement import Placer
 from pdlink_proxy.plain import opened
 from pdlink_proxy.queue import Queue

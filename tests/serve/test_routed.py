@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp.test_utils import TestClient, TestServer
 
-from pdlink.protocol.route_token import HEADER, RouteToken, peer_of
+from pdlink.api.route_token import HEADER, RouteToken, peer_of
 from pdlink.serve.app import build_app
 
 if TYPE_CHECKING:

@@ -24,10 +24,10 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
+from pdlink.api import kv_path
 from pdlink.errors import InvalidRequest
 from pdlink.integrations.vllm_parts import params as legs
 from pdlink.integrations.vllm_parts.store_book import StorePlan
-from pdlink.protocol import kv_path
 from pdlink.protocol.reasons import NOT_NEEDED, WHOLE_PROMPT, printable
 
 if TYPE_CHECKING:

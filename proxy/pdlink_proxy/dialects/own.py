@@ -7,18 +7,20 @@ from urllib.parse import quote
 
 import msgspec
 
+from pdlink.api.health import Health
+from pdlink.api.kv_path import HEADER
 from pdlink.errors import WorkerKeyRefused
 from pdlink.observe.sources import Sourced  # noqa: TC001  (msgspec reads the annotation at run time)
-from pdlink.protocol.kv_path import HEADER
 
 from ..recovery import Resumes
 from ..upstream import ask
-from .base import Attempt, Dialect, Health, Known
+from .base import Attempt, Dialect, Known
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ..openai import Call
+    from pdlink.api.openai import Call
+
     from ..upstream import Asking
 
 

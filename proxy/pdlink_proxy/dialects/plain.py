@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdlink.api.health import Health
+
 from ..upstream import ask
-from .base import Health, Known
 from .own import read_health
 from .vllm import look as look_at_models
 
 if TYPE_CHECKING:
     from ..upstream import Asking
+    from .base import Known
 
 
 async def look(asking: Asking, known: Known) -> Health | str:

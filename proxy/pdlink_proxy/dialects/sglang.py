@@ -24,25 +24,27 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from pdlink.api.bounds import Count  # noqa: TC001  (msgspec reads the annotation at run time)
+from pdlink.api.health import Health
+from pdlink.api.kv_path import TRANSFERRED
+from pdlink.api.openai import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, has_several, sampling_of
+from pdlink.api.sse import ABORT_MARK, abort_of, rewritten
 from pdlink.config.proxy import MAX_ENGINES
 from pdlink.errors import WorkerKeyRefused
-from pdlink.protocol.kv_path import TRANSFERRED
 
-from ..bounds import Count  # noqa: TC001  (msgspec reads the annotation at run time)
 from ..http_connection import HttpError
-from ..openai import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, has_several, sampling_of
 from ..recovery import Resumes
 from ..rules import Rules
-from ..sse import ABORT_MARK, abort_of, rewritten
 from ..upstream import ask, post
-from .base import Attempt, Dialect, Health, Known
+from .base import Attempt, Dialect, Known
 from .vllm import answers_in_turns, small_field
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pdlink.api.openai import Call
+
     from ..http_client import HttpClient
-    from ..openai import Call
     from ..recovery import Links
     from ..upstream import Asking
 

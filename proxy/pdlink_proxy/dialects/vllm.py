@@ -27,20 +27,22 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from pdlink.api.health import Health
+from pdlink.api.openai import CHAT, COMPLETIONS, EMBEDS, KV_PARAMS, MESSAGES, RESPONSES, has_several
+from pdlink.api.sse import rewritten
 from pdlink.errors import WorkerKeyRefused
 from pdlink.observe.sources import Sourced  # noqa: TC001  (msgspec reads the annotation at run time)
 
-from ..openai import CHAT, COMPLETIONS, EMBEDS, KV_PARAMS, MESSAGES, RESPONSES, has_several
 from ..recovery import Resumes
 from ..rules import Rules
-from ..sse import rewritten
 from ..upstream import ask
-from .base import Attempt, Dialect, Health, Known
+from .base import Attempt, Dialect, Known
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ..openai import Call
+    from pdlink.api.openai import Call
+
     from ..recovery import Links
     from ..upstream import Asking
 

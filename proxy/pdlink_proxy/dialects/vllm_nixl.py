@@ -18,7 +18,8 @@ from .vllm import NOT_FOR_PREFILL, VLLM, for_one_reader, params_of, prefill_body
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ..openai import Call
+    from pdlink.api.openai import Call
+
     from .base import Attempt
 
 _TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}

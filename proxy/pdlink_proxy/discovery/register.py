@@ -12,11 +12,11 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from pdlink.api import presence
 from pdlink.config import is_loopback
 from pdlink.endpoint.channel import Channel, Left, Received, Refused
 from pdlink.endpoint.clock import AwakeClock
 from pdlink.errors import ConfigError, InvalidRequest, ProtocolError
-from pdlink.protocol import presence
 from pdlink.protocol.auth import ControlAddress, is_worker_name, name_problem
 
 from ..dialects.own import read_health
@@ -29,10 +29,10 @@ from .roll import Roll
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pdlink.api.health import Health
+    from pdlink.api.presence import Beat, Load
     from pdlink.protocol.auth import AllowList, Credentials
-    from pdlink.protocol.presence import Beat, Load
 
-    from ..dialects import Health
     from ..membership import Members
     from .roll import Life
 

@@ -20,16 +20,15 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdlink.protocol.presence import MISSED_BEATS
+from pdlink.api.presence import MISSED_BEATS
 
 from ..membership import Entry, Members
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pdlink.protocol.presence import Beat
-
-    from ..dialects import Health
+    from pdlink.api.health import Health
+    from pdlink.api.presence import Beat
 
 FORGET_S = 60.0
 """Of silence, to beats and probes, before a worker is taken off the roll."""

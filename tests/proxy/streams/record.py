@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from pdlink_proxy.openai import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
+from pdlink.api.openai import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
 
 PLACE = Path(__file__).parent
 _SHORT = {"max_tokens": 20, "ignore_eos": True}

@@ -12,11 +12,9 @@ import msgspec
 from xxhash import xxh3_128
 
 from pdlink import errors
+from pdlink.api.bounds import Count, OutOfRange, Priority, Seed, Tokens, check_numbers, check_sampling
+from pdlink.api.sse import DONE, fails
 from pdlink.errors import InvalidRequest, PdlinkError
-
-from .bounds import Count, OutOfRange, Priority, Seed, Tokens, check_numbers, check_sampling
-from .fleet import BYTES_PER_TOKEN, UNKNOWN_ANSWER_TOKENS, PlacementRequest, count_tokens
-from .sse import DONE, fails
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,12 +41,14 @@ _PLAIN = {COMPLETIONS: "prompt", CHAT: "messages"}
 
 EMBEDS = "prompt_embeds"
 """Of COMPLETIONS on vLLM: beside the input, or in its place; base64 of a tensor, or a list of these."""
+BYTES_PER_TOKEN = 4
+"""Of a prompt in JSON; an estimate for English text."""
 _TOKEN_OF_EMBEDS_NBYTES = 4096 * 2 * 4 // 3
 """Of a token in these: an estimate, of 4,096 elements with 16 bits each."""
 
 # What stands before the input in the prompt.
 _FIRST_FIELDS = {RESPONSES: "instructions", MESSAGES: "system"}
-_LIMITS = {COMPLETIONS: ("max_tokens",), CHAT: ("max_completion_tokens", "max_tokens")} | {
+LIMITS = {COMPLETIONS: ("max_tokens",), CHAT: ("max_completion_tokens", "max_tokens")} | {
     RESPONSES: ("max_output_tokens",),
     MESSAGES: ("max_tokens",),
 }
@@ -214,40 +214,6 @@ def parse(path: str, data: bytes, model: str | None = None) -> Call:
     return Call(path, model, streaming, seed, fields, msgspec.json.encode(fields))
 
 
-def wanted(call: Call, session: str | None) -> PlacementRequest:
-    """What placement must know of a request. session: the client's header; otherwise its `user` counts."""
-    prompt, said, path, limit = call.prompt, call.said, call.path, None
-    if said is not None and path in (COMPLETIONS, CHAT):
-        if path == CHAT:
-            limit = said.max_completion_tokens
-        if not limit and "max_tokens" in call.fields:
-            limit = said.max_tokens
-        return PlacementRequest(
-            call.model,
-            count_tokens(prompt),
-            UNKNOWN_ANSWER_TOKENS if limit is None else max(0, limit),
-            prompt,
-            said.cache_salt or "",
-            session or said.user or "",
-            said.priority or 0,
-        )
-    if path == GENERATE:
-        limit = sampling_of(call).max_new_tokens
-    else:
-        for name in _LIMITS[call.path]:
-            if name in call.fields and (limit := _said(call, name, int)):
-                break  # else perhaps 0
-    return PlacementRequest(
-        call.model,
-        count_tokens(prompt),
-        UNKNOWN_ANSWER_TOKENS if limit is None else max(0, limit),
-        prompt,
-        (_said(call, "cache_salt", str) or "") if "cache_salt" in call.fields else "",
-        session or (_said(call, "user", str) or "" if "user" in call.fields else ""),
-        (_said(call, "priority", int) or 0) if "priority" in call.fields else 0,
-    )
-
-
 def _is_null(raw: msgspec.Raw | None) -> bool:
     """Or absent."""
     return raw is None or bytes(memoryview(raw)[:4]) == b"null"
@@ -278,7 +244,7 @@ def sampling_of(call: Call) -> Sampling:
         return Sampling()
 
 
-def _said(call: Call, name: str, kind: type[_T]) -> _T | None:
+def told(call: Call, name: str, kind: type[_T]) -> _T | None:
     """The value of a field, whose other types are the worker's to judge."""
     if name not in call.fields:
         return None

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
+from pdlink.api.presence import Count
 from pdlink.errors import InvalidRequest
-from pdlink.protocol.presence import Count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from .openai import MESSAGES, error_of
+from pdlink.api.openai import MESSAGES, error_of
 
 COUNT_TOKENS = "/v1/messages/count_tokens"
 _PATHS = frozenset({MESSAGES, COUNT_TOKENS})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pdlink.api.route_token import RouteToken, peer_of, read_token
 from pdlink.errors import InvalidApiKey
-from pdlink.protocol.route_token import RouteToken, peer_of, read_token
 
 TOKEN = RouteToken("decode", "xfer-1", peer_of("p", "tcp://a:1"), 1000)
 

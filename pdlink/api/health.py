@@ -1,0 +1,92 @@
+"""What a worker says of itself: the body of its GET /health."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pdlink.api.bounds import Count  # noqa: TC001  (msgspec reads the annotation at run time)
+
+if TYPE_CHECKING:
+    from pdlink.api.presence import Load
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """A worker of the other side that this worker reports as refused."""
+
+    peer: str = ""
+    """Its name; empty if unknown."""
+    address: str = ""
+    """Its control address, if it was dialed."""
+    factor: str = ""
+    """The property that differs; its two values follow."""
+    local: str = ""
+    remote: str = ""
+    retry_s: float = 0.0
+    """Until the next try; 0 if it is due, or not this worker's to make."""
+
+
+class Curves(msgspec.Struct, frozen=True):
+    """What a worker has measured of its own forward passes (`pdlink.engine.pace`), in seconds; None: too few yet."""
+
+    prefill: tuple[float, float, float] | None = None
+    """A pass over n tokens of prompts behind c others takes [0] + [1] n + [2] n (c + n / 2)."""
+    decode: tuple[float, float, float] | None = None
+    """A pass over n answers with c tokens in all takes [0] + [1] n + [2] c."""
+
+
+class Health(msgspec.Struct, frozen=True):
+    """A worker's health: the body of a pdlink worker's GET /health. None for values that it does not report."""
+
+    status: str
+    name: str
+    epoch: str
+    role: str | None
+    model: str
+    control: str | tuple[str, ...] | None
+    running: Count | None = None
+    waiting: Count | None = None
+    load_tokens: Count | None = None
+    """Of prompts that it has yet to compute, and for decode of all it holds: what requests of others weigh."""
+    free_blocks: Count | None = None
+    num_blocks: Count | None = None
+    block_tokens: Count | None = None
+    refused: tuple[Refused, ...] = ()
+    aliases: tuple[str, ...] = ()
+    """Other valid model names, of adapters for example."""
+    kv_events: tuple[str, ...] = ()
+    """Where it publishes which KV it has: ENDPOINT or ENDPOINT,REPLAY of each source."""
+    fingerprint: str = ""
+    """Of all that must be equal for its KV to be of use elsewhere; empty if it does not say."""
+    roles: tuple[str, ...] = ()
+    """Legs that it can serve, if they may change while it runs; it serves `role` now."""
+    link: dict[str, Any] = {}
+    """What its dialect must know to reach its KV: names and ports, by the engine's own words."""
+    queue_tokens: Count | None = None
+    """Of prompts, to be computed here."""
+    kv_used_tokens: Count | None = None
+    """That requests hold."""
+    prefill_s: float | None = None
+    """Seconds of forward passes that computed prompts, since the start."""
+    decode_s: float | None = None
+    """The same of passes that made only further tokens of answers."""
+    curves: Curves | None = None
+
+    def with_load(self, load: Load) -> Health:
+        """The same with what a beat says of its load."""
+        return msgspec.structs.replace(
+            self,
+            running=load.running,
+            waiting=load.waiting,
+            load_tokens=load.load_tokens,
+            free_blocks=load.free_blocks,
+            queue_tokens=load.queue_tokens,
+            kv_used_tokens=load.kv_used_tokens,
+            prefill_s=load.prefill_s,
+            decode_s=load.decode_s,
+        )
+
+    def serves(self, model: str | None) -> bool:
+        """Whether it serves this model; None is any model."""
+        return model is None or model == self.model or model in self.aliases
