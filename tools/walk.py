@@ -9,6 +9,15 @@ out of each thread: from the call of a first function until a last one returns. 
 resume. What happens several times is walked each time and the shortest span counts, so a heartbeat in between does
 not.
 
+A request takes longer than a heartbeat, so its walk says what is its own by a rule of two parts:
+
+1. A *turn* is an outermost call of a thread, with all calls in it. A turn is not the request's if it calls only
+   functions that workers without a request call, too: a heartbeat, a look of the store's keeper, an empty step of the
+   engine. These functions are known from two seconds in which both workers have nothing to do.
+2. What is not in every walk is not the request's: it fell into one of its turns by chance.
+
+`all threads` counts everything between the request's first and its last event.
+
 A new walk is a function in `WALKS` that takes the parsed arguments and returns its spans.
 """
 
@@ -31,6 +40,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 PACKAGES = [ROOT / "pdlink", ROOT / "proxy/pdlink_proxy"]
 DEADLINE_S = 20.0
+NUM_WALKS = 8
+"""Of a request."""
+SETTLE_S, IDLE_S = 0.3, 2.0
+"""From the end of a request until nothing of it is left, and how long workers with nothing to do are listened to."""
 
 
 class Step(NamedTuple):
@@ -111,6 +124,21 @@ class Recorder:
             self.steps[threading.current_thread().name].append(Step(file, code.co_qualname, event == "call"))
 
 
+def turns(steps: list[Step]) -> list[list[Step]]:
+    """The outermost calls of a thread, each with the calls in it. A call that began before the recording is none."""
+    found: list[list[Step]] = []
+    inside: list[Step] = []
+    for step in steps:
+        if step.begins:
+            if not inside:
+                found.append([])
+            inside.append(step)
+            found[-1].append(step)
+        elif inside and inside[-1].function == step.function:  # else it began before, or a closed generator ends
+            inside.pop()
+    return found
+
+
 def _index(steps: list[Step], function: str, *, begins: bool, after: int) -> int:
     for at in range(after, len(steps)):
         if steps[at].function == function and steps[at].begins is begins:
@@ -174,30 +202,39 @@ def _layer_spans(recorder: Recorder) -> list[Span]:
 def request(_arguments: argparse.Namespace) -> list[Span]:
     """A request through two workers of the built-in engine over tcp, without a proxy: both legs at once.
 
-    By thread, and of all threads together, from the POST until both answers and the transfer have ended. The workers'
-    periodic lines are off, and it is walked several times: the time of the loops' own turns is in it.
+    By thread what is the request's own, then of all threads everything and what is its own: from the POST until both
+    answers and the transfer have ended. The workers' periodic lines are off.
     """
-    recorder = Recorder()
-    spans: dict[str, Span] = {}
-    for steps in asyncio.run(_requests(recorder)):
-        calls = {thread: [step for step in all_steps if step.begins] for thread, all_steps in steps.items()}
-        walked = [Span(thread, of_thread) for thread, of_thread in sorted(calls.items()) if of_thread]
-        walked.append(Span("all threads", [call for span in walked for call in span.calls]))
-        for span in walked:
-            known = spans.get(span.role, span)
-            spans[span.role] = min(known, span, key=lambda one: len(set(one.calls)))
-    return list(spans.values())
+    idle, walks = asyncio.run(_requests(Recorder()))
+    shortest = min(walks, key=lambda walk: len({step for steps in walk.values() for step in steps if step.begins}))
+    everything = [step for _, steps in sorted(shortest.items()) for step in steps if step.begins]
+    own = [_own(walk, idle) for walk in walks]
+    always = set.intersection(*({step for steps in walk.values() for step in steps} for walk in own))
+    spans = [
+        Span(thread, [step for step in steps if step in always])
+        for thread, steps in sorted(own[walks.index(shortest)].items())
+    ]
+    total = Span("the request's own", [call for span in spans for call in span.calls])
+    return [*(span for span in spans if span.calls), Span("all threads", everything), total]
 
 
-async def _requests(recorder: Recorder) -> list[dict[str, list[Step]]]:
-    """The steps of some warm requests."""
+def _own(walk: dict[str, list[Step]], idle: set[Step]) -> dict[str, list[Step]]:
+    """By thread, the calls of turns that call a function which is not in `idle`."""
+    return {
+        thread: [step for turn in turns(steps) if not idle.issuperset(turn) for step in turn]
+        for thread, steps in walk.items()
+    }
+
+
+async def _requests(recorder: Recorder) -> tuple[set[Step], list[dict[str, list[Step]]]]:
+    """The calls of workers that have nothing to do, and the steps of each of some warm requests."""
     from aiohttp.test_utils import TestClient, TestServer  # noqa: PLC0415  the profile function comes first
 
     from pdlink.config import WorkerConfig  # noqa: PLC0415
     from pdlink.serve.app import build_app  # noqa: PLC0415
     from pdlink.serve.worker import Worker  # noqa: PLC0415
 
-    workers, found = [], []
+    workers, walks, idle = [], list[dict[str, list[Step]]](), set[Step]()
     async with contextlib.AsyncExitStack() as stack:
         clients = {}
         for role in ("prefill", "decode"):
@@ -218,17 +255,23 @@ async def _requests(recorder: Recorder) -> list[dict[str, list[Step]]]:
                 await response.read()
                 return response.status
 
-        for number, first in enumerate(("Once", "Twice", "Thrice", "Never")):
+        for number in range(1 + NUM_WALKS):
             recorder.start()
-            statuses = await asyncio.gather(*(leg(role, number, f"{first} upon a time " * 8) for role in clients))
+            statuses = await asyncio.gather(*(leg(role, number, f"Story {number}: " * 8) for role in clients))
             for thread, last in (("endpoint-prefill", "Sender._end"), ("engine-decode", "Worker.ended")):
                 await asyncio.to_thread(recorder.wait_for, f"pdlink-{thread}", last)
             recorder.stop()
             if statuses != [200, 200]:
                 raise LookupError(f"request: answered with {statuses}")
             if number:  # the first one made the session
-                found.append({thread: list(steps) for thread, steps in recorder.steps.items()})
-    return found
+                walks.append({thread: list(steps) for thread, steps in recorder.steps.items()})
+                continue
+            await asyncio.sleep(SETTLE_S)
+            recorder.start()
+            await asyncio.sleep(IDLE_S)
+            recorder.stop()
+            idle = {step for steps in recorder.steps.values() for step in steps if step.begins}
+    return idle, walks
 
 
 WALKS: dict[str, Callable[[argparse.Namespace], list[Span]]] = {"layer": layer, "request": request}

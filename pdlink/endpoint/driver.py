@@ -127,6 +127,8 @@ class Endpoint:
         self.ticked_s = 0.0
         """Time of the loop's last turn (time.monotonic): the local data path is healthy while this moves."""
         self._absences = RecentMaximum()
+        self._returned_s = 0.0
+        """When the loop last came back from its wait."""
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -276,28 +278,33 @@ class Endpoint:
         self.sessions.refuses = f"this worker's link is {'down: ' + self.failure if self.failure else 'closed'}"
 
     def _loop(self) -> None:
-        returned_s = self.clock.now_s()
-        while True:
-            with self.lock:
-                work = self.work
-                work.asleep = not (work.commands or work.callbacks or self.sessions.unsent)
-                if work.asleep and self._stopping and not self.sessions.closing:
-                    work.asleep = False
-                    return
-            polled_s = self.clock.now_s()
-            wait_s = max(0.0, self._next_tick_s - polled_s) if work.asleep else 0.0
-            if self.sessions.waiting:
-                wait_s = min(wait_s, _RETRY_S)
-            absence_s = polled_s - returned_s
-            arrived, ready = self._channel.poll(wait_s)
-            returned_s = self.clock.now_s()
-            absence_s += max(0.0, returned_s - polled_s - wait_s)
-            self._absences.add(returned_s, absence_s)
-            work.asleep = False
-            if work.wake_fd in ready:
-                ready.discard(work.wake_fd)
-                work.woken()
-            self.turn(arrived, ready)
+        self._returned_s = self.clock.now_s()
+        while self._go_round():
+            pass
+
+    def _go_round(self) -> bool:
+        """Wait for something to do, and do it; False at the end of the endpoint's life."""
+        work, clock = self.work, self.clock
+        with self.lock:
+            work.asleep = not (work.commands or work.callbacks or self.sessions.unsent)
+            if work.asleep and self._stopping and not self.sessions.closing:
+                work.asleep = False
+                return False
+        polled_s = clock.now_s()
+        wait_s = max(0.0, self._next_tick_s - polled_s) if work.asleep else 0.0
+        if self.sessions.waiting:
+            wait_s = min(wait_s, _RETRY_S)
+        absence_s = polled_s - self._returned_s
+        arrived, ready = self._channel.poll(wait_s)
+        self._returned_s = clock.now_s()
+        absence_s += max(0.0, self._returned_s - polled_s - wait_s)
+        self._absences.add(self._returned_s, absence_s)
+        work.asleep = False
+        if work.wake_fd in ready:
+            ready.discard(work.wake_fd)
+            work.woken()
+        self.turn(arrived, ready)
+        return True
 
     def turn(self, arrived: Iterable[Arrival], ready: Set[int] | None = None) -> None:
         """One turn of the loop, without waiting: arrivals, transport reports, commands, deadlines; then send.
