@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any, get_args
 
 from pdlink import __version__, logs
-from pdlink.commands import runs
+from pdlink.commands import engine, runs
 from pdlink.commands.parser import Parser, add_log, add_log_behind, fill, no_command
 from pdlink.commands.words import DESCRIPTIONS, FLAGS, LABORATORY, SETTINGS_HELP
 from pdlink.config.proxy import DialectName
@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 failed, 2 wrong usage or settings."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv, flags = engine.split(sys.argv[1:] if argv is None else argv)
     parser = _parser(argv)
-    args, unknown = parser.parse_known_args(argv)
+    args, unknown = parser.parse_known_args(argv, argparse.Namespace(flags=flags))
     if unknown and not args.lacking:
         args.parser.refuse(unknown)
     logs.set_up(args.log_level, args.log_format, getattr(args, "label", None) or "")
@@ -143,7 +143,16 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
         help="dialect vllm: where the connector of the prefill server URL listens: tcp://HOST:PORT, or one for each "
         "rank with commas between; repeatable",
     )
+    proxy.add_argument("--token", metavar="FILE", help="with the secret that the workers share, their --token")
     _add_parent(proxy)
+    for name, (title, _) in engine.ENGINES.items():
+        server = commands.add_parser(
+            name,
+            help=f"one {title} server with pdlink in it, for a deployment on several hosts",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        add_log_behind(server)
+        engine.add_arguments(server, name)
     store = add("store", "keeps KV for all workers of this host, and outlives them", runs.store, ("--listen",))
     store.add_argument(
         "--socket",

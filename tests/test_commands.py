@@ -49,6 +49,8 @@ NOT_RUN = {
     r"python -m sglang": "tests/e2e/test_sglang.py",
     r"python examples": "tests/node/test_example.py and tests/store/test_cache.py",
     r"vllm serve": "tests/e2e/test_vllm.py",
+    r"pdlink vllm": "tests/e2e/test_vllm_two_hosts.py, with real servers",
+    r"pdlink sglang": "tests/fleet/test_alone.py and tests/e2e/test_sglang.py",
     r"curl -H \"Authorization": "changes workers: tests/proxy/test_membership.py",
     r"curl -X POST \S+/role": "takes an admin key: tests/e2e/test_joining.py",
 }

@@ -53,8 +53,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observe": BASE | {"kv.hashing", "protocol"},
     "serve": BASE
     | {"api", "kv", "memory", "cuda", "transport", "protocol", "node", "engine", "store", "peers", "observe"}
+    | {"endpoint.token", "pdlink_proxy"},
+    "fleet": BASE
+    | {"api", "protocol", "endpoint.token", "serve", "engine.places", "integrations.vllm_parts.settings"}
     | {"pdlink_proxy"},
-    "fleet": BASE | {"api", "protocol", "serve", "engine.places", "pdlink_proxy"},
     "plan": BASE | {"api", "observe", "pdlink_proxy"},
     "doctor": BASE | {"api", "serve", "observe", "protocol"},
     "integrations": BASE
@@ -73,7 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "pdlink_proxy": BASE
     | {"api", "kv.hashing", "observe", "protocol", "_http", "_index", "_relay"}
-    | {"endpoint.channel", "endpoint.clock"},  # where workers register
+    | {"endpoint.channel", "endpoint.clock", "endpoint.token"},  # where workers register
     "pdlink_bench": BASE
     | {
         "kv",

@@ -22,6 +22,7 @@ import reference
 import yaml
 
 from pdlink.cli import whole_parser
+from pdlink.commands.engine import split
 from pdlink.config import ProxyConfig, RayUpConfig, StoreConfig, UpConfig, WorkerConfig, settings_of
 from pdlink.integrations.vllm_parts.settings import ConnectorSettings
 from pdlink.observe.metrics import StoreProcessMetrics, WorkerMetrics
@@ -171,7 +172,7 @@ def options_on_pages() -> Iterator[str]:
                 continue  # not installed here
             words = shlex.split(re.sub(r"\$\w+", "x", re.split(r" (?:\||>>?) ", command)[0]))[1:]
             try:
-                _, unknown = parser.parse_known_args(words)
+                _, unknown = parser.parse_known_args(split(words)[0])
             except SystemExit:
                 unknown = ["an argument (see above)"]
             if unknown:

@@ -25,6 +25,8 @@ class Parser(argparse.ArgumentParser):
         """Words that may stand here, for the one that is wrong."""
         self.below: Callable[[], Mapping[str, argparse.ArgumentParser]] = dict
         """The parsers of commands with all their options, for one that stands before the command that takes it."""
+        self.hint = ""
+        """What is said behind the arguments that nobody takes."""
         self.typed: Sequence[str] = ()
         """The whole command line."""
         self.set_defaults(parser=self)
@@ -47,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         for word in words:
             near = difflib.get_close_matches(word.partition("=")[0], flags, n=1, cutoff=0.6)
             hints.append(f"{word} (did you mean {near[0]}?)" if near and word.startswith("-") else word)
-        self.error(f"unrecognized arguments: {' '.join(hints)}")
+        self.error(f"unrecognized arguments: {' '.join(hints)}{self.hint}")
 
     def _refuse_early(self, words: Iterable[str]) -> None:
         """End with the command to put before an option, if one of these words is an option of commands alone."""

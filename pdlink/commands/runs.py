@@ -154,6 +154,7 @@ def proxy(args: argparse.Namespace) -> int | None:
             run_proxy(config, parent, lambda _: None, place)
         return parent.status
     flags = {"prefill": args.prefill, "decode": args.decode, "dialect": args.dialect, "processes": args.processes}
+    flags["token_file"] = args.token
     flags |= {"control": dict(args.control) if args.control else None}
     settings = _given(flags) | _log_flags(args) | settings_of_flags(args, "--listen")
 

@@ -18,6 +18,10 @@ FLAGS: dict[str, tuple[str, str]] = {
         "model.path",
         "local directory or hub id of a transformers causal LM (a small random one)",
     ),
+    "--token": (
+        "security.token_file",
+        "file with a secret that all workers and the proxy share; keys are made of it",
+    ),
     "--transport": ("transport.kind", "auto, mapped, ucx or tcp (auto: the best that both sides have)"),
     "--on-transfer-failure": (
         "on_transfer_failure",

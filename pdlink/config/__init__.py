@@ -25,7 +25,7 @@ from pdlink.config.model import ModelConfig
 from pdlink.config.proxy import ProxyConfig
 from pdlink.config.ray import RayUpConfig
 from pdlink.config.section import Port, Role, Seconds, Section, is_loopback
-from pdlink.config.security import SecurityConfig, check_private, read_key, read_private, read_secrets
+from pdlink.config.security import SecurityConfig, check_private, read_key, read_private, read_secrets, read_token
 from pdlink.config.sglang import SglangConfig
 from pdlink.config.sglang_servers import SglangServersConfig
 from pdlink.config.store import StoreConfig
@@ -69,6 +69,7 @@ __all__ = [
     "read_private",
     "read_key",
     "read_secrets",
+    "read_token",
     "settings_of",
     "state_directory",
 ]

@@ -24,6 +24,7 @@ DEFAULT_PORT = 8000
 """Of `listen` without one."""
 
 OF_JOINING = ("key_file", "allow_file", "insecure")
+MADE_OF_A_TOKEN = ("key_file", "allow_file", "worker_key_file")
 """Settings of what a proxy says to workers that register."""
 
 
@@ -79,6 +80,8 @@ class ProxyConfig(Section):
     worker."""
     allow_file: str | None = None
     """Workers that may register: lines `name public_key`. Read again on SIGHUP."""
+    token_file: str | None = None
+    """The workers' `security.token_file`: in place of key_file, allow_file and worker_key_file."""
     insecure: bool = False
     """Written out, it lets a proxy without keys take workers of other hosts that register."""
     cells: dict[str, str] = {}
@@ -207,6 +210,8 @@ class ProxyConfig(Section):
     @model_validator(mode="after")
     def _complete(self) -> ProxyConfig:
         in_pairs(self, "", ("tls_cert", "tls_key"), ("key_file", "allow_file"))
+        if self.token_file is not None:
+            no_use(self, "", MADE_OF_A_TOKEN, "is made of token_file")
         if not any(source.startswith("register:") for source in self.discover):
             no_use(
                 self, "", OF_JOINING, "is of workers that register, and discover names no register:tcp://HOST:PORT"

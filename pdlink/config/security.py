@@ -8,8 +8,11 @@ from pathlib import Path
 
 from pydantic import model_validator
 
-from pdlink.config.section import Section, in_pairs
+from pdlink.config.section import Section, in_pairs, no_use
 from pdlink.errors import ConfigError
+
+_MIN_TOKEN_CHARS = 20
+MADE_OF_A_TOKEN = ("key_file", "allow_file", "http_key_file")
 
 
 class SecurityConfig(Section):
@@ -22,6 +25,9 @@ class SecurityConfig(Section):
     """This worker's key pair, made by `pdlink keygen NAME`. With it the control plane is encrypted."""
     allow_file: str | None = None
     """Workers that this one has sessions with: lines `name public_key`. Read again on SIGHUP."""
+    token_file: str | None = None
+    """A secret of 20 characters or more that all processes of a deployment share, in place of key_file, allow_file
+    and http_key_file: their keys are made of it. `openssl rand -hex 32` makes one."""
     http_key_file: str | None = None
     """A secret that callers of this worker's HTTP interface must send in X-Pdlink-Key (all but GET /health, /livez,
     /readyz and /metrics); the proxy's `worker_key_file`. The file's first line that is not empty or a comment."""
@@ -41,11 +47,17 @@ class SecurityConfig(Section):
     @model_validator(mode="after")
     def _complete(self) -> SecurityConfig:
         in_pairs(self, "security.", ("key_file", "allow_file"), ("tls_cert", "tls_key"))
-        if self.route_key_file is not None and self.http_key_file is None:
+        if self.token_file is not None:
+            no_use(self, "security.", MADE_OF_A_TOKEN, "is made of security.token_file")
+        if self.route_key_file is not None and self.http_key_file is None and self.token_file is None:
             raise ValueError("security.route_key_file: is of no use where everybody may call; set http_key_file, too")
-        if self.insecure and self.key_file is not None:
-            raise ValueError("security.insecure: has no effect with security.key_file; leave out one of them")
+        if self.insecure and self.has_keys:
+            raise ValueError("security.insecure: has no effect with keys; leave out one of them")
         return self
+
+    @property
+    def has_keys(self) -> bool:
+        return self.key_file is not None or self.token_file is not None
 
 
 def check_private(path: str | int, setting: str, *, secret: bool = True, name: str = "") -> None:
@@ -89,3 +101,14 @@ def read_secrets(path: str, setting: str) -> tuple[str, ...]:
 def read_key(path: str | None) -> str | None:
     """The first secret in the file that a command's --key-file names; None without the flag. Raises ConfigError."""
     return read_secrets(path, "--key-file")[0] if path else None
+
+
+def read_token(path: str, setting: str) -> str:
+    """The secret that a deployment shares. Raises ConfigError as `read_secrets`, and for one that can be guessed."""
+    token = read_secrets(path, setting)[0]
+    if len(token) < _MIN_TOKEN_CHARS:
+        raise ConfigError(
+            f"{setting}: {path} has a secret of {len(token)} characters; expected {_MIN_TOKEN_CHARS} or more; "
+            "`openssl rand -hex 32` makes one"
+        )
+    return token

@@ -90,11 +90,11 @@ class WorkerConfig(Section):
     @model_validator(mode="after")
     def _locked(self) -> WorkerConfig:
         reachable = self.listen.reachable
-        if reachable and not self.security.insecure and self.security.key_file is None:
+        if reachable and not self.security.insecure and not self.security.has_keys:
             setting, host = next(iter(reachable.items()))
             raise ValueError(
-                f"{setting}: other hosts can reach {host}, and this worker has no keys; make them "
-                "with `pdlink keygen NAME` and set security.key_file and security.allow_file, or write out "
-                "security.insecure: true"
+                f"{setting}: other hosts can reach {host}, and this worker has no keys; set security.token_file to a "
+                "secret that all processes share, or make a key for each with `pdlink keygen NAME` and set "
+                "security.key_file and security.allow_file, or write out security.insecure: true"
             )
         return self

@@ -107,7 +107,7 @@ def of_settings(settings: Settings, *, running: bool) -> list[Finding]:
             text = f"{setting} = {host} lets other hosts in, without keys (security.insecure)"
             remedy = "right on a private network only; else `pdlink keygen`, docs/security.md"
             found.append(Finding("warn", "security", text, remedy))
-        if not is_loopback(settings.listen.host) and security.http_key_file is None:
+        if not is_loopback(settings.listen.host) and security.http_key_file is None and security.token_file is None:
             text = "everybody who reaches its HTTP port may use it, past the proxy"
             remedy = "set security.http_key_file, and the proxy's worker_key_file to the same"
             found.append(Finding("warn", "security", text, remedy))

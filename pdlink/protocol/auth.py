@@ -76,14 +76,19 @@ class KeyPair:
 
 
 class AllowList(dict[str, str]):
-    """Allowed public keys, each with its one name. A name may have several keys, so a key can be replaced without
-    an outage."""
+    """Allowed public keys, each with its one name; "" for a key that many share, which proves no name. A name may
+    have several keys, so a key can be replaced without an outage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
     keys: KeyPair
     allowed: AllowList
+
+    @property
+    def owner(self) -> str | None:
+        """The name that peers expect of this key's owner; None for a key that many share."""
+        return self.keys.name or None
 
 
 def write_key_file(keys: KeyPair) -> str:
@@ -203,11 +208,11 @@ def name_problem(credentials: Credentials | None, public_key: str, name: str) ->
     """None if the peer that proved `public_key` may use `name`; else (its allowed name, `name`).
 
     The owner of a key may also use names below its own (`owner/dp1`): processes of one server share its key. Without
-    credentials every name is allowed.
+    credentials, and with a key that many share, every name is allowed.
     """
     if credentials is None:
         return None
     owner = credentials.allowed.get(public_key)
-    if owner is not None and (name == owner or name.startswith(f"{owner}/")):
+    if owner == "" or (owner is not None and (name == owner or name.startswith(f"{owner}/"))):
         return None
     return owner or "a key that is not allowed", name

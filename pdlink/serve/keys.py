@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from pdlink.config import check_private, read_private, read_secrets
+from pdlink.config import check_private, read_private, read_secrets, read_token
+from pdlink.endpoint.token import credentials_of, http_key_of
 from pdlink.errors import ConfigError, LocalError
 from pdlink.protocol import auth
 
@@ -50,6 +51,8 @@ def keygen(name: str, directory: str) -> tuple[Path, str]:
 
 def load_credentials(security: SecurityConfig) -> auth.Credentials | None:
     """This worker's keys and allow-list; None without keys. Raises ConfigError with the setting and the file."""
+    if security.token_file is not None:
+        return credentials_of(read_token(security.token_file, "security.token_file"))
     if security.key_file is None or security.allow_file is None:
         return None
     setting = "security.key_file"
@@ -78,9 +81,9 @@ def worker_name(config: WorkerConfig, credentials: auth.Credentials | None, port
     name = config.name
     if name is not None and not auth.is_worker_name(name):
         raise ConfigError(f"name: got {name!r}; a name is {auth.NAME_RULE}")
-    if credentials is None:
+    owner = None if credentials is None else credentials.owner
+    if owner is None:
         return name or f"{config.role}-{as_name(socket.gethostname().partition('.')[0], 32)}-{port}"
-    owner = credentials.keys.name
     if name is not None and name != owner and not name.startswith(f"{owner}/"):
         raise ConfigError(
             f"name: {name!r}, but security.key_file is the key of {owner!r}; leave out `name`, or make a key for it"
@@ -95,6 +98,8 @@ def as_name(text: str, max_chars: int = 64) -> str:
 
 def http_key(security: SecurityConfig) -> str | None:
     """The secret for callers of a worker's HTTP interface; None lets everybody call."""
+    if security.token_file is not None:
+        return http_key_of(read_token(security.token_file, "security.token_file"))
     if security.http_key_file is None:
         return None
     return read_secrets(security.http_key_file, "security.http_key_file")[0]

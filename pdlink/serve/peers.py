@@ -25,7 +25,7 @@ def make_link(
     if not config.tiers.peers and config.tiers.peer_port is None:
         return None
     return PeerLink(
-        f"{name if credentials is None else credentials.keys.name}/store-{secrets.token_hex(4)}",
+        f"{(credentials and credentials.owner) or name}/store-{secrets.token_hex(4)}",
         host=config.listen.control_host,
         port=config.tiers.peer_port or 0,
         advertise_host=config.listen.advertise,

@@ -205,7 +205,9 @@ def run_proxy(
 
     tls = keys.server_tls(config.tls_cert, config.tls_key)
     bound = bind(*config.at, "listen", shared=place is not None)
-    credentials = keys.load_credentials(SecurityConfig(key_file=config.key_file, allow_file=config.allow_file))
+    credentials = keys.load_credentials(
+        SecurityConfig(key_file=config.key_file, allow_file=config.allow_file, token_file=config.token_file)
+    )
     app = build_app(config, Siblings(Place(**place)) if place is not None else None, credentials)
     if config.workers_file is not None or config.discover:
         pass  # what they list may change

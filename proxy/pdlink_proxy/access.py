@@ -7,7 +7,8 @@ import ssl
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from pdlink.config import is_loopback, read_secrets
+from pdlink.config import is_loopback, read_secrets, read_token
+from pdlink.endpoint.token import http_key_of
 from pdlink.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,9 +91,12 @@ def key_of(headers: Mapping[str, str]) -> str:
 
 def worker_headers(config: ProxyConfig, *, bearer: bool = False) -> dict[str, str]:
     """Headers of every request to a worker. bearer: send the key as the engine's API key."""
-    if config.worker_key_file is None:
+    if config.token_file is not None:
+        secret = http_key_of(read_token(config.token_file, "token_file"))
+    elif config.worker_key_file is not None:
+        secret = read_secrets(config.worker_key_file, "worker_key_file")[0]
+    else:
         return {}
-    secret = read_secrets(config.worker_key_file, "worker_key_file")[0]
     return {"Authorization": f"Bearer {secret}"} if bearer else {WORKER_KEY_HEADER: secret}
 
 

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 import msgspec
 import yaml
 
+from pdlink.config import read_token
 from pdlink.config.port_ranges import in_full
 from pdlink.config.proxy import MAX_ENGINES
+from pdlink.endpoint.token import credentials_of
 from pdlink.errors import ConfigError
 
 from .engines import engines_of
@@ -89,7 +91,7 @@ class Members(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def from_settings(config: ProxyConfig, dialect: Dialect) -> Members:
     """The workers that the settings list. Raises ConfigError for addresses of others, or none of the dialect."""
-    control = {url.rstrip("/"): addresses for url, addresses in config.control.items()}
+    control = {url.rstrip("/"): _with_key(addresses, config.token_file) for url, addresses in config.control.items()}
     kv_events = {url.rstrip("/"): sources for url, sources in config.kv_events.items()}
     cells = {url.rstrip("/"): cell for url, cell in config.cells.items()}
     engines = {url.rstrip("/"): count for url, count in config.data_parallel.items()}
@@ -124,6 +126,14 @@ def from_settings(config: ProxyConfig, dialect: Dialect) -> Members:
     if config.workers_file is None:
         _check(members, "control", dialect)
     return members
+
+
+def _with_key(addresses: tuple[str, ...], token_file: str | None) -> tuple[str, ...]:
+    """Where all share a token, the key that a connector proves is known without being written out."""
+    if token_file is None:
+        return addresses
+    key = credentials_of(read_token(token_file, "token_file")).keys.public
+    return tuple(address if "?" in address else f"{address}?key={key}" for address in addresses)
 
 
 def _check(members: Members, what: str, dialect: Dialect) -> None:

@@ -121,10 +121,9 @@ def test_the_example_files_are_valid(path: Path) -> None:
         assert load(ProxyConfig, path, environment={}).dialect == "vllm"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/vllm.md"])
-def test_the_connector_takes_what_pages_tell_people_to_type(page: str) -> None:
-    found = re.findall(r"--kv-transfer-config\s+'({[^']*})'", Path(page).read_text().replace("\\\n", ""))
-    assert len(found) >= 3
+def test_the_connector_takes_what_the_page_tells_people_to_type() -> None:
+    found = re.findall(r"--kv-transfer-config\s+'({[^']*})'", Path("docs/vllm.md").read_text().replace("\\\n", ""))
+    assert found
     for text in found:
         transfer = json.loads(text)
         assert transfer["kv_role"] in ("kv_producer", "kv_consumer", "kv_both")
@@ -134,7 +133,9 @@ def test_the_connector_takes_what_pages_tell_people_to_type(page: str) -> None:
 def test_by_hand_servers_of_one_host_get_the_environment_of_the_files() -> None:
     """Without the settings for CPUs the second server by hand found no memory, with a shipped file it did."""
     text = Path("docs/vllm.md").read_text()
-    exported = dict(re.findall(r"\b((?:VLLM|OMP)_\w+)=(\w+)", text.partition("export `")[2].partition("`")[0]))
+    exported = dict(
+        re.findall(r"\b((?:VLLM|OMP)_\w+)=(\w+)", text.partition("On CPUs of one host put `")[2].partition("`")[0])
+    )
     assert exported == load(UpConfig, "configs/vllm/up-1p1d.yaml", environment={}).vllm.environment
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from pdlink.memory.host import host_id
+from tests.two_hosts import two_hosts
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "examples" / "two_processes.py"
@@ -51,57 +49,17 @@ def test_program_moves_kv_between_two_processes() -> None:
     run_both(([], "127.0.0.1"), ([], "127.0.0.1"))
 
 
-@pytest.fixture
-def hosts() -> Iterator[tuple[Callable[[str], list[str]], Callable[[str], int]]]:
-    """Two network namespaces with a cable between them: what puts a program into one (with processes of its own, so
-    that it shares no memory with the other), and the bytes that have come in there."""
-    names = [f"pdlink-{role}-{os.getpid()}" for role in ("p", "d")]
-
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20)
-
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces take root")
-    with ExitStack() as stack:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-                stack.callback(ip, "netns", "del", name)
-            ip("link", "add", "pdl0", "netns", names[0], "type", "veth", "peer", "name", "pdl0", "netns", names[1])
-            for number, name in enumerate(names, 1):
-                ip("-n", name, "addr", "add", f"10.231.7.{number}/24", "dev", "pdl0")
-                for device in ("lo", "pdl0"):
-                    ip("-n", name, "link", "set", device, "up")
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', '') or error}")
-
-        def inside(role: str) -> list[str]:
-            name = names[0] if role == "prefill" else names[1]
-            return ["ip", "netns", "exec", name, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-
-        def received_nbytes(role: str) -> int:
-            counter = "/sys/class/net/pdl0/statistics/rx_bytes"
-            told = subprocess.run(
-                [*inside(role)[:4], "cat", counter], check=True, capture_output=True, text=True, timeout=20
-            )
-            return int(told.stdout)
-
-        yield inside, received_nbytes
-
-
-def test_program_moves_kv_between_two_hosts(
-    hosts: tuple[Callable[[str], list[str]], Callable[[str], int]],
-) -> None:
+def test_program_moves_kv_between_two_hosts() -> None:
     """No memory is shared and no address is loopback, so every byte has to cross the cable."""
-    inside, received_nbytes = hosts
-    here = subprocess.run(
-        [*inside("decode"), sys.executable, "-c", "from pdlink.memory.host import host_id; print(host_id())"],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        cwd=ROOT,
-    )
-    assert here.stdout.strip() != host_id()
-    run_both((inside("prefill"), "10.231.7.1"), (inside("decode"), "10.231.7.2"))
-    assert received_nbytes("decode") > PAYLOAD_NBYTES
+    with two_hosts("10.231.7.1", "10.231.7.2") as (prefill, decode):
+        here = subprocess.run(
+            [*decode.inside, sys.executable, "-c", "from pdlink.memory.host import host_id; print(host_id())"],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            cwd=ROOT,
+        )
+        assert here.stdout.strip() != host_id()
+        run_both((prefill.inside, prefill.address), (decode.inside, decode.address))
+        assert decode.received_nbytes() > PAYLOAD_NBYTES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from typing import TYPE_CHECKING, Any
 
 from pdlink.integrations.sglang_parts import pool, versions
@@ -12,7 +13,7 @@ from pdlink.integrations.sglang_parts.ends import Ends, Rank
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
 from pdlink.node.node import Node
 from pdlink.protocol.deadlines import Deadlines
-from pdlink.serve.keys import load_credentials
+from pdlink.serve.keys import as_name, load_credentials
 
 if TYPE_CHECKING:
     from pdlink.config import SglangConfig
@@ -100,7 +101,7 @@ def open_ends(
         key_file = key_file.replace("{rank}", str(rank))
     security = settings.security.model_copy(update={"key_file": key_file})
     credentials = load_credentials(security)
-    name = f"sglang-{mode}-{os.getpid()}" if credentials is None else credentials.keys.name
+    name = (credentials and credentials.owner) or f"sglang-{mode}-{as_name(socket.gethostname(), 32)}-{os.getpid()}"
     revision = f"sglang {versions.precision(server_args)} {args.kv_layout}"
 
     def node(layout: KVGroups, memory: list[AnyBuffer], suffix: str, meaning: str, port: int) -> Node:

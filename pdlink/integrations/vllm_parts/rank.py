@@ -281,9 +281,10 @@ class Rank:
     def _name_of(self, shard: int, credentials: auth.Credentials | None) -> str:
         """Every endpoint has a name of its own, also where several share a key: of two of one name a peer refuses
         the second."""
-        if credentials is None:
+        owner = None if credentials is None else credentials.owner
+        if owner is None:
             return f"{self._name}/{shard}"
-        name = self._of_engine(credentials.keys.name)
+        name = self._of_engine(owner)
         shared = self._num_shards > 1 and "{shard}" not in (self._settings.security.key_file or "")
         return f"{name}/{shard}" if shared else name
 
