@@ -1,5 +1,5 @@
-"""Heads of HTTP/1.1 messages of the plain kind, which is nearly all of them, and marks in events (`csrc/http`). What
-is not plain is None here, and a whole parser reads it."""
+"""Heads of HTTP/1.1 messages of the plain kind, which is nearly all of them; answers with such heads; and marks in
+events (`csrc/http`). What is not plain is None here, and a whole parser reads it."""
 
 ERROR: int
 """An error object."""
@@ -9,10 +9,43 @@ CACHED: int
 """Cached tokens, in a usage."""
 DONE: int
 """The marker at the end of a stream."""
+PARAMS: int
+"""`kv_transfer_params` that are not null."""
+NAMED: int
+"""An event with a name that ends a stream or tells of a failure: response.completed, response.incomplete,
+response.failed, message_stop, error."""
+ABORT: int
+"""A finish_reason of SGLang's /generate that may tell of a failure."""
+ANYTHING: int
+"""All events have it."""
 
-def marks_of(events: bytes) -> int:
-    """Which of these marks whole events have, or a whole answer. Quotes in generated text are escaped, so a mark is a
-    field."""
+END: int
+"""The answer is over."""
+BETWEEN: int
+"""The bytes end between two chunks."""
+BAD: int
+"""They are no HTTP; nothing more can be read."""
+MORE: int
+"""More came than the answer."""
+
+Head = tuple[int, list[tuple[bytes, bytes]], bool]
+"""Status; fields as they came; whether the body is of type application/json, without parameters."""
+
+class Answers:
+    """Reads the answers on one connection, one after the other, in whatever pieces they come."""
+
+    def feed(self, data: bytes) -> tuple[Head | None, bytes, int] | None:
+        """The head, if it came with these bytes; what they have of the body, without the frames of its chunks; and
+        which of END, BETWEEN, BAD and MORE is so.
+
+        None if an answer begins with them that is not plain, of which nothing was read: its head must come in one
+        piece, be of at most 16 KB and say how long the body is or that it comes in chunks, and the connection must
+        stay after it.
+        """
+
+def marks_of(events: bytes, wanted: int) -> int:
+    """Which of the marks in `wanted` whole events have, or a whole answer. Quotes in generated text are escaped, so a
+    mark is a field."""
 
 def plain_request(data: bytes, start: int, end: int) -> tuple[dict[str, str], int, bool] | None:
     """The fields of a request in these bytes, which end with an empty line: each name once, in lower case; values
@@ -30,8 +63,3 @@ def server_timing(
     until_now_s: float,
 ) -> str:
     """The value of Server-Timing, in ms. last: the name of `until_now_s`."""
-
-def whole_answer(data: bytes) -> tuple[int, list[tuple[bytes, bytes]], bytes, bool] | None:
-    """Status, fields as they came, body, and whether that is of type application/json, if these bytes are one whole
-    answer with a body of known length, after which the connection stays. None for any other: a part of one, a stream,
-    an interim answer, more than one."""

@@ -5,7 +5,8 @@ Report = tuple[int, bytes, bool, bytes, bytes]
 bytes that the client must be sent first (they are in the events, too), and the worker's that nobody has read."""
 
 class Relay:
-    """Passes the chunks of streams that are lent to it, while each is whole events without an error or an end.
+    """Passes the chunks of streams that are lent to it, while each is whole events without the marks that its owner
+    looks for.
 
     Whatever else comes brings the stream back, and so do its end, its loss, and a client that does not take all at
     once. A stream is between two chunks when it is lent and when it comes back. Not thread-safe. An open stream takes
@@ -17,8 +18,9 @@ class Relay:
     def fd(self) -> int:
         """Readable when `turn` has something to do."""
 
-    def lend(self, worker: int, client: int, first: bytes) -> tuple[int, bytes]:
+    def lend(self, worker: int, client: int, first: bytes, marks: int) -> tuple[int, bytes]:
         """Sends `first` to the client and lends the stream between these sockets, which stay the caller's: a key.
+        marks: of events that bring it back (`pdlink._http`).
 
         Until the stream comes back, nobody else may read the worker's socket or write to the client's. Where it
         cannot be lent: 0, and the part of `first` that is yet to be sent.

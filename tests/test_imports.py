@@ -241,7 +241,7 @@ def test_what_serves_a_route_knows_services_and_not_the_router() -> None:
 
 def test_a_leg_an_attempt_and_an_answer_are_given_values() -> None:
     """They know neither the services of the proxy nor, but for an attempt and an answer, what requests share."""
-    for name in ("leg_account", "running_leg", "plain_leg", "flow", "recovery", "client_answer"):
+    for name in ("leg_account", "leg", "flow", "recovery", "client_answer"):
         assert not {"services", "shared", "app"} & proxy_modules(PROXY / f"{name}.py", types=True), name
-    for name in ("running_attempt", "answering", "exchange", "plain", "admission"):
+    for name in ("attempt", "answer", "request", "admission"):
         assert not {"services", "app"} & proxy_modules(PROXY / f"{name}.py", types=True), name

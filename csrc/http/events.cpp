@@ -1,5 +1,7 @@
 #include "http/events.h"
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 
 namespace pdlink::http {
@@ -8,6 +10,9 @@ namespace {
 constexpr std::string_view kErrorObject = "{\"error\"", kDoneMarker = "[DONE]";
 constexpr std::string_view kReason = "\"finish_reason\":", kNull = "null";
 constexpr std::string_view kDetails = "_tokens_details\":", kRead = "\"cache_read_input_tokens\":";
+constexpr std::string_view kParamsField = "\"kv_transfer_params\":", kAbortWord = "\"abort\"", kName = "event: ";
+constexpr std::array<std::string_view, 5> kNames = {"response.completed", "response.incomplete", "response.failed",
+                                                    "message_stop", "error"};
 constexpr std::size_t kDoneWithin = 16;
 
 // memmem: `find` of a string_view stops at each first character, and every field begins with a quote.
@@ -31,21 +36,38 @@ bool has_reason(std::string_view rest) {
     return false;
 }
 
-bool has_details(std::string_view rest) {
-    for (std::size_t at; (at = find(rest, kDetails)) != std::string_view::npos;) {
-        rest = value_at(rest.substr(at + kDetails.size()));
+// Whether this field is an object somewhere.
+bool has_object(std::string_view rest, std::string_view field) {
+    for (std::size_t at; (at = find(rest, field)) != std::string_view::npos;) {
+        rest = value_at(rest.substr(at + field.size()));
         if (rest.starts_with('{')) return true;
+    }
+    return false;
+}
+
+// A line of JSON has no line ends in it, so a name is at the beginning of a line.
+bool has_name(std::string_view events) {
+    for (std::size_t at, from = 0; (at = find(events.substr(from), kName)) != std::string_view::npos;) {
+        at += from;
+        from = at + kName.size();
+        const std::string_view name = events.substr(from, events.find_first_of("\r\n", from) - from);
+        if ((at == 0 || events[at - 1] == '\n') && std::ranges::find(kNames, name) != kNames.end()) return true;
     }
     return false;
 }
 
 }  // namespace
 
-unsigned marks_of(std::string_view events) {
+unsigned marks_of(std::string_view events, unsigned wanted) {
     const std::size_t end = events.size() > kDoneWithin ? events.size() - kDoneWithin : 0;
-    return (has(events, kErrorObject) ? kError : 0U) | (has_reason(events) ? kFinish : 0U) |
-           (has_details(events) || has(events, kRead) ? kCached : 0U) |
-           (has(events.substr(end), kDoneMarker) ? kDone : 0U);
+    const auto found = [wanted](Mark mark, auto has_it) { return (wanted & mark) != 0 && has_it() ? mark : 0U; };
+    return found(kError, [&] { return has(events, kErrorObject); }) |
+           found(kFinish, [&] { return has_reason(events); }) |
+           found(kCached, [&] { return has_object(events, kDetails) || has(events, kRead); }) |
+           found(kDone, [&] { return has(events.substr(end), kDoneMarker); }) |
+           found(kParams, [&] { return has_object(events, kParamsField); }) |
+           found(kNamed, [&] { return has_name(events); }) | found(kAbort, [&] { return has(events, kAbortWord); }) |
+           (wanted & kAnything);
 }
 
 }  // namespace pdlink::http

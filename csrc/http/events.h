@@ -6,13 +6,17 @@
 namespace pdlink::http {
 
 enum Mark : unsigned {
-    kError = 1,   // an error object
-    kFinish = 2,  // a finish_reason that is not null
-    kCached = 4,  // cached tokens, in a usage
-    kDone = 8,    // the marker at the end of a stream
+    kError = 1,    // an error object
+    kFinish = 2,   // a finish_reason that is not null
+    kCached = 4,   // cached tokens, in a usage
+    kDone = 8,     // the marker at the end of a stream
+    kParams = 16,  // kv_transfer_params that are not null
+    kNamed = 32,   // an event with a name that ends a stream or tells of a failure
+    kAbort = 64,   // a finish_reason of SGLang's /generate that may tell of a failure
+    kAnything = 128,
 };
 
-// All marks of whole events, or of a whole answer.
-unsigned marks_of(std::string_view events);
+// Which of the marks in `wanted` whole events have, or a whole answer. All have kAnything.
+unsigned marks_of(std::string_view events, unsigned wanted);
 
 }  // namespace pdlink::http

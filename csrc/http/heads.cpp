@@ -131,7 +131,7 @@ std::string server_timing(const Stages& stages, std::string_view last, double un
     return text;
 }
 
-std::optional<Answer> whole_answer(std::string_view bytes) {
+std::optional<PlainHead> plain_head(std::string_view bytes) {
     if (!bytes.starts_with(kBegin)) return std::nullopt;
     const std::size_t line = bytes.find(kLineEnd);
     const std::size_t end = bytes.substr(0, kMaxHeadNbytes).find(kHeadEnd);
@@ -144,19 +144,20 @@ std::optional<Answer> whole_answer(std::string_view bytes) {
     const std::size_t begin = line + kLineEnd.size();
     std::optional<std::vector<Field>> found = fields(bytes.substr(begin, end + kHeadEnd.size() - begin));
     if (!found) return std::nullopt;
-    bool known = false, is_json = false, has_type = false;
-    std::uint64_t nbytes = 0;
+    PlainHead head{status, {}, end + kHeadEnd.size(), std::nullopt, false};
+    bool chunked = false, has_type = false;
     for (const auto& [name, value] : *found) {
         switch (name.size()) {  // that of one of these names
             case 14:
                 if (same(name, "content-length")) {
-                    if (known || !read_length(value, nbytes)) return std::nullopt;
-                    known = true;
+                    std::uint64_t nbytes = 0;
+                    if (head.nbytes || !read_length(value, nbytes)) return std::nullopt;
+                    head.nbytes = nbytes;
                 }
                 break;
             case 12:
                 if (same(name, "content-type")) {
-                    is_json = !has_type && value == "application/json";
+                    head.is_json = !has_type && value == "application/json";
                     has_type = true;
                 }
                 break;
@@ -164,7 +165,10 @@ std::optional<Answer> whole_answer(std::string_view bytes) {
                 if (same(name, "connection") && !same(value, "keep-alive")) return std::nullopt;
                 break;
             case 17:
-                if (same(name, "transfer-encoding")) return std::nullopt;
+                if (same(name, "transfer-encoding")) {
+                    if (chunked || !same(value, "chunked")) return std::nullopt;
+                    chunked = true;
+                }
                 break;
             case 7:
                 if (same(name, "upgrade")) return std::nullopt;
@@ -173,9 +177,9 @@ std::optional<Answer> whole_answer(std::string_view bytes) {
                 break;
         }
     }
-    const std::string_view body = bytes.substr(end + kHeadEnd.size());
-    if (!known || body.size() != nbytes) return std::nullopt;
-    return Answer{status, std::move(*found), body, is_json};
+    if (chunked == head.nbytes.has_value()) return std::nullopt;  // neither, or both
+    head.fields = std::move(*found);
+    return head;
 }
 
 }  // namespace pdlink::http

@@ -36,14 +36,16 @@ struct Stages {
 // The value of Server-Timing, in ms. last: the name of `until_now_s`.
 std::string server_timing(const Stages& stages, std::string_view last, double until_now_s);
 
-struct Answer {
+struct PlainHead {
     int status;
     std::vector<Field> fields;
-    std::string_view body;
-    bool is_json;  // its one Content-Type says application/json and no more
+    std::size_t head_nbytes;
+    std::optional<std::uint64_t> nbytes;  // of the body; none if it comes in chunks
+    bool is_json;                         // its one Content-Type says application/json and no more
 };
 
-// The one whole answer that `bytes` are, if it has a body of known length and the connection stays after it.
-std::optional<Answer> whole_answer(std::string_view bytes);
+// The head with which these bytes begin, if it is whole, says how long the body is or that it comes in chunks, and
+// the connection stays after it.
+std::optional<PlainHead> plain_head(std::string_view bytes);
 
 }  // namespace pdlink::http

@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "http/answers.h"
 #include "http/events.h"
 #include "http/heads.h"
 
@@ -54,15 +55,20 @@ nb::str timing_of(double queue_s, double placement_s, std::optional<double> pref
     return nb::str(text.data(), text.size());
 }
 
-nb::object answer_of(const nb::bytes& data) {
-    const auto found = whole_answer(view(data));
-    if (!found) return nb::none();
+nb::object head_of(const std::optional<AnswerHead>& head) {
+    if (!head) return nb::none();
     nb::list pairs;
-    for (const auto& [name, value] : found->fields) pairs.append(nb::make_tuple(bytes_of(name), bytes_of(value)));
-    return nb::make_tuple(found->status, pairs, bytes_of(found->body), found->is_json);
+    for (const auto& [name, value] : head->fields) pairs.append(nb::make_tuple(bytes_of(name), bytes_of(value)));
+    return nb::make_tuple(head->status, pairs, head->is_json);
 }
 
-unsigned marks(const nb::bytes& events) { return marks_of(view(events)); }
+nb::object feed(Answers& self, const nb::bytes& data) {
+    const auto part = self.feed(view(data));
+    if (!part) return nb::none();
+    return nb::make_tuple(head_of(part->head), bytes_of(part->body), part->where);
+}
+
+unsigned marks(const nb::bytes& events, unsigned wanted) { return marks_of(view(events), wanted); }
 
 }  // namespace
 }  // namespace pdlink::http
@@ -72,9 +78,17 @@ NB_MODULE(_http, m) {
     m.attr("FINISH") = static_cast<unsigned>(pdlink::http::kFinish);
     m.attr("CACHED") = static_cast<unsigned>(pdlink::http::kCached);
     m.attr("DONE") = static_cast<unsigned>(pdlink::http::kDone);
-    m.def("marks_of", &pdlink::http::marks, "events"_a);
+    m.attr("PARAMS") = static_cast<unsigned>(pdlink::http::kParams);
+    m.attr("NAMED") = static_cast<unsigned>(pdlink::http::kNamed);
+    m.attr("ABORT") = static_cast<unsigned>(pdlink::http::kAbort);
+    m.attr("ANYTHING") = static_cast<unsigned>(pdlink::http::kAnything);
+    m.attr("END") = static_cast<unsigned>(pdlink::http::kEnd);
+    m.attr("BETWEEN") = static_cast<unsigned>(pdlink::http::kBetween);
+    m.attr("BAD") = static_cast<unsigned>(pdlink::http::kBad);
+    m.attr("MORE") = static_cast<unsigned>(pdlink::http::kMore);
+    nb::class_<pdlink::http::Answers>(m, "Answers").def(nb::init<>()).def("feed", &pdlink::http::feed, "data"_a);
+    m.def("marks_of", &pdlink::http::marks, "events"_a, "wanted"_a);
     m.def("plain_request", &pdlink::http::request_of, "data"_a, "start"_a, "end"_a);
     m.def("server_timing", &pdlink::http::timing_of, "queue_s"_a, "placement_s"_a, "prefill_s"_a.none(),
           "transfer_s"_a.none(), "decode_s"_a.none(), "last"_a, "until_now_s"_a);
-    m.def("whole_answer", &pdlink::http::answer_of, "data"_a);
 }

@@ -11,11 +11,13 @@ constexpr std::string_view kLineEnd = "\r\n";
 constexpr std::size_t kMostDigits = 8;  // of a size in hexadecimal
 constexpr std::string_view kEventEnd = "\n\n";
 
-bool is_plain(std::string_view payload) { return payload.ends_with(kEventEnd) && http::marks_of(payload) == 0; }
+bool is_plain(std::string_view payload, unsigned marks) {
+    return payload.ends_with(kEventEnd) && http::marks_of(payload, marks) == 0;
+}
 
 }  // namespace
 
-Found first_chunk(std::string_view bytes) {
+Found first_chunk(std::string_view bytes, unsigned marks) {
     using What = Found::What;
     if (bytes.empty()) return {What::kPart};
     std::size_t size = 0;
@@ -29,7 +31,8 @@ Found first_chunk(std::string_view bytes) {
     const std::size_t nbytes = digits + size + 2 * kLineEnd.size();
     if (bytes.size() < nbytes) return {What::kPart};
     const std::string_view payload = rest.substr(kLineEnd.size(), size);
-    if (!rest.substr(kLineEnd.size() + size).starts_with(kLineEnd) || !is_plain(payload)) return {What::kUnusual};
+    if (!rest.substr(kLineEnd.size() + size).starts_with(kLineEnd) || !is_plain(payload, marks))
+        return {What::kUnusual};
     return {What::kEvents, nbytes, payload};
 }
 

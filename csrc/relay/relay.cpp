@@ -42,11 +42,15 @@ Relay::Relay() : ready_(::epoll_create1(EPOLL_CLOEXEC)), buffer_(kReadNbytes) {
     if (ready_.get() < 0) throw std::system_error(errno, std::generic_category(), "epoll_create1");
 }
 
-Key Relay::lend(int worker, int client, std::string_view first, std::string& unsent) {
+Key Relay::lend(int worker, int client, std::string_view first, unsigned marks, std::string& unsent) {
     unsent.assign(first.substr(sent(client, first)));
     if (!unsent.empty()) return 0;
-    Stream stream{Descriptor(::fcntl(worker, F_DUPFD_CLOEXEC, 0)), Descriptor(::fcntl(client, F_DUPFD_CLOEXEC, 0)),
-                  now_s(), "", ""};
+    Stream stream{Descriptor(::fcntl(worker, F_DUPFD_CLOEXEC, 0)),
+                  Descriptor(::fcntl(client, F_DUPFD_CLOEXEC, 0)),
+                  now_s(),
+                  marks,
+                  "",
+                  ""};
     if (stream.worker.get() < 0 || stream.client.get() < 0) return 0;
     epoll_event event{};
     event.events = EPOLLIN;
@@ -94,8 +98,8 @@ bool Relay::pass(Stream& stream, std::string& unread, std::string& unsent) {
     stream.heard_s = now_s();
     std::size_t at = 0;
     const std::size_t passed_before = stream.passed.size();
-    Found found = first_chunk(bytes);
-    for (; found.what == Found::What::kEvents; found = first_chunk(bytes.substr(at))) {
+    Found found = first_chunk(bytes, stream.marks);
+    for (; found.what == Found::What::kEvents; found = first_chunk(bytes.substr(at), stream.marks)) {
         stream.passed.append(found.payload);
         at += found.nbytes;
     }

@@ -35,7 +35,7 @@ class Relay {
     // Sends `first` to the client and lends the stream: its key. 0 if it cannot be lent; then `unsent` is the part of
     // `first` that is yet to be sent. Keeps duplicates of both sockets: a number that is closed and used again must
     // not lead to another client.
-    Key lend(int worker, int client, std::string_view first, std::string& unsent);
+    Key lend(int worker, int client, std::string_view first, unsigned marks, std::string& unsent);
 
     // Passes what is there. Reports of streams that have come back, and now and then of what others were sent.
     std::vector<Report> turn();
@@ -52,6 +52,7 @@ class Relay {
     struct Stream {
         Descriptor worker, client;
         double heard_s;
+        unsigned marks;  // that bring it back
         std::string passed;
         std::string part;  // of a chunk whose rest has not come
     };

@@ -27,9 +27,9 @@ nb::list turn(Relay& self) {
     return reports;
 }
 
-std::pair<Key, nb::bytes> lend(Relay& self, int worker, int client, const nb::bytes& first) {
+std::pair<Key, nb::bytes> lend(Relay& self, int worker, int client, const nb::bytes& first, unsigned marks) {
     std::string unsent;
-    const Key key = self.lend(worker, client, {first.c_str(), first.size()}, unsent);
+    const Key key = self.lend(worker, client, {first.c_str(), first.size()}, marks, unsent);
     return {key, bytes_of(unsent)};
 }
 
@@ -41,7 +41,7 @@ NB_MODULE(_relay, m) {
     nb::class_<Relay>(m, "Relay")
         .def(nb::init<>())
         .def_prop_ro("fd", &Relay::fd)
-        .def("lend", &lend, "worker"_a, "client"_a, "first"_a)
+        .def("lend", &lend, "worker"_a, "client"_a, "first"_a, "marks"_a)
         .def("turn", &turn)
         .def(
             "take", [](Relay& self, Key key) { return told(self.take(key)); }, "key"_a)

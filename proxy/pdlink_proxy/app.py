@@ -25,11 +25,11 @@ from .membership import from_settings
 from .page.reports import Reports
 from .page.routes import add_page
 from .passthrough import PATHS, PassThrough, own_headers
-from .plain import opened as opened_request
 from .probe import add_probe
 from .queue import Queue
 from .relaying import opened_relays
 from .reloading import WORKERS, taken
+from .request import Request
 from .routes_only import Decider
 from .services import Services
 from .shared import Shared
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from pdlink.config import ProxyConfig
     from pdlink.protocol.auth import Credentials
 
-    from .exchange import Exchange
-    from .plain import Plain
     from .siblings import Siblings
 
 log = logging.getLogger("pdlink.proxy")
@@ -181,7 +179,7 @@ class Router:
         if call.path in PATHS:
             headers = {**own_headers(self.services, request), **headers}
         client, over = ClientAnswer.of(request), asyncio.Event()
-        exchange = opened_request(self.services.shared, client, call, headers, request.headers, over.set)
+        exchange = Request(self.services.shared, client, call, headers, request.headers, over.set)
         with self.services.running(exchange):
             exchange.begin()
             try:
@@ -192,7 +190,7 @@ class Router:
 
     def taken(
         self, path: str, said: dict[str, str], body: bytes, client: ClientAnswer, ended: Callable[[], None]
-    ) -> Plain | Exchange | None:
+    ) -> Request | None:
         """A request that `Front` has read, ready to begin; None for one that is to be refused, which `generate` does.
 
         ended: called when its answer is written.
@@ -209,7 +207,7 @@ class Router:
                 services.idle.set()
             ended()
 
-        exchange = opened_request(services.shared, client, call, services.entry.leg_headers(said), said, over)
+        exchange = Request(services.shared, client, call, services.entry.leg_headers(said), said, over)
         if not exchanges:
             services.idle.clear()
         exchanges.add(exchange)

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from .admission import Admission
+    from .attempt import Attempt
     from .decision_log import Tally
     from .records import RequestRecord
-    from .running_attempt import RunningAttempt
     from .shared import Shared
 
 _WITH_TOKENS = frozenset({Outcome.OK.value, Outcome.BROKEN.value})
@@ -56,7 +56,7 @@ def keep(
         metrics.per_token.observe(record.per_token_s)
 
 
-def logged(record: RequestRecord, admission: Admission, tally: Tally, attempts: Iterable[RunningAttempt]) -> Logged:
+def logged(record: RequestRecord, admission: Admission, tally: Tally, attempts: Iterable[Attempt]) -> Logged:
     """Its line in the decision log."""
     wanted, last = admission.wanted, admission.decision
     return Logged(

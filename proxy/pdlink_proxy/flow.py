@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdlink._http import CACHED, DONE, ERROR, FINISH, marks_of
+from pdlink._http import ANYTHING, CACHED, DONE, ERROR, FINISH, NAMED, marks_of
 from pdlink.api.openai import (
     error_code,
     excerpt,
@@ -27,6 +27,7 @@ from pdlink.api.openai import (
 )
 from pdlink.api.sse import (
     FAILURES,
+    EventBuffer,
     EventTooLong,
     before_end,
     before_finish_error,
@@ -44,7 +45,6 @@ from pdlink.errors import (
 )
 
 from . import usage
-from .attempt import LegState
 from .client_words import BROKEN, ClientWords
 from .recovery import Diverged
 from .rules import News, Reaction, Rules
@@ -82,7 +82,7 @@ from .tries import Try
 if TYPE_CHECKING:
     from .recovery import Recovery
 
-_NO_TOKENS = ERROR | FINISH | DONE
+_LOOK = ERROR | FINISH | DONE
 """Marks of events that are more than tokens."""
 _NO_FINISH = "the stream ended without a finish_reason"
 _THEN = {
@@ -104,6 +104,28 @@ class Limits:
     request_s: float
     decode_alone: bool = False
     """Decode may compute a prompt itself if prefill was lost (`on_no_prefill`)."""
+
+
+class LegState:
+    """What the flow knows of a leg."""
+
+    __slots__ = ("_events", "ended_well", "running", "since_s", "spoke", "worker")
+
+    def __init__(self, worker: str, since_s: float) -> None:
+        self.worker, self.since_s = worker, since_s
+        """The latter is its last sign of life; its deadline counts from there."""
+        self.running = True
+        self.ended_well = False
+        self.spoke = False
+        """Its first data event or whole answer is here."""
+        self._events: EventBuffer | None = None
+
+    @property
+    def events(self) -> EventBuffer:
+        """Of its stream; an answer in one piece needs none."""
+        if self._events is None:
+            self._events = EventBuffer()
+        return self._events
 
 
 class Flow:
@@ -145,7 +167,9 @@ class Flow:
         """Decode's worker of this attempt."""
         self._prefill_answer = b""
         self.said = b""
-        """Decode's newest events with `Rules.said_mark`, as they came."""
+        """Decode's newest events that may say how its KV came, as they came."""
+        self.look = _LOOK
+        """Marks of decode's events that are judged here. Others go to the client as they are."""
         self._kept: list[Chunk | Ended | Answered] = []
         """Of decode legs whose prefill has not answered (`Rules.awaits_prefill`)."""
         self._retries_left = limits.retries
@@ -230,10 +254,7 @@ class Flow:
             or attempt != self.attempts
             or self.outcome is not None
             or not state.events.passes(data)
-            or (marks := marks_of(data)) & _NO_TOKENS
-            or (Leg.PREFILL in self._legs and (marks & CACHED or self._rules.merges_events))
-            or (self._recovery is not None and self._recovery.joins)
-            or (self._last_events and has_named(data, self._last_events))
+            or marks_of(data, self.look)
         ):
             return False
         self.passed(data, now)
@@ -263,6 +284,12 @@ class Flow:
         self._legs, self._decode = {}, event.decode
         self._prefill_answer, self.tries[-1].placed_s = b"", now
         at_once = self._rules.handover is None
+        look = _LOOK | NAMED if self._last_events else _LOOK
+        if event.prefill is not None:
+            look |= CACHED | self._rules.marks
+        if self._recovery is not None and self._recovery.joins:
+            look |= ANYTHING
+        self.look = look
         if event.prefill is None or at_once:
             self._legs[Leg.DECODE] = LegState(event.decode, now)
         if event.prefill is not None:
@@ -305,19 +332,19 @@ class Flow:
         if not forward:
             return []
         blames: list[Action] = []
-        merges = leg is Leg.DECODE and Leg.PREFILL in self._legs
-        if merges:
-            if self._rules.said_mark and self._rules.said_mark in forward:
-                self.said = forward
-            forward = self._rules.merge_events(self._prefill_answer, forward)
-        marks = marks_of(forward)
-        if merges and marks & CACHED:
-            forward = usage.merged_events(self._prefill_answer, forward)
-        if leg is Leg.DECODE and (marks & ERROR or (self._last_events and has_named(forward, FAILURES))):
+        marks = marks_of(forward, self.look)
+        if leg is Leg.DECODE and Leg.PREFILL in self._legs:
+            if marks & self._rules.marks:
+                self.said = forward if self._rules.says_kv else b""
+                forward = self._rules.merge_events(self._prefill_answer, forward)
+                marks = marks_of(forward, self.look)
+            if marks & CACHED:
+                forward = usage.merged_events(self._prefill_answer, forward)
+        if leg is Leg.DECODE and (marks & ERROR or (marks & NAMED and has_named(forward, FAILURES))):
             if self._recovery is not None and (cut := until_error(forward)) and not is_rejection(cut[1]):
                 return self._broken_by(*cut, now)
             forward, errors = self._words.in_our_words(forward)
-            marks = marks_of(forward)
+            marks = marks_of(forward, self.look)
             self._error_passed = self._error_passed or bool(errors)
             then = _THEN[Reaction.ANSWER]
             blames += [Blame(self.attempts, Leg.DECODE, reason, text, then) for reason, text in errors]
@@ -328,7 +355,7 @@ class Flow:
                 return self._malformed(leg, str(error), b"", now, Loss.DIVERGED)
             if not forward:
                 return blames
-            marks = marks_of(forward)
+            marks = marks_of(forward, self.look)
         if marks & FINISH and not self._last_events:
             if fails(forward):
                 before, event = before_finish_error(forward)
@@ -336,7 +363,7 @@ class Flow:
                     leg, before, Loss.ERROR, "its answer ended with finish_reason error", event, now
                 )
             self._finished = True
-        if leg is Leg.DECODE and self._last_events and has_named(forward, FAILURES):
+        if leg is Leg.DECODE and marks & NAMED and has_named(forward, FAILURES):
             self._error_passed = True
             detail = excerpt(forward)
             blames = [*blames, Blame(self.attempts, Leg.DECODE, Loss.ERROR, detail, _THEN[Reaction.ANSWER])]
@@ -407,12 +434,13 @@ class Flow:
             if event.leg is Leg.PREFILL:
                 return self._on_prefilled(event.body, now)
             self.tries[-1].decode_s = now
-            if Leg.PREFILL in self._legs:
-                body = self._rules.merge_answer(self._prefill_answer, event.body)
-                if marks_of(body) & CACHED:
+            if Leg.PREFILL in self._legs and (marks := marks_of(event.body, self.look)):
+                body = event.body
+                if marks & self._rules.marks:
+                    body = self._rules.merge_answer(self._prefill_answer, body)
+                if marks & CACHED:
                     body = usage.merged(self._prefill_answer, body)
-                if body is not event.body:
-                    answer = Respond(event.status, body)
+                answer = Respond(event.status, body)
             return self._finish(Outcome.OK, answer)
         return self._on_bad_status(event, now)
 

@@ -24,8 +24,7 @@ from .few_lines import http_logger
 
 if TYPE_CHECKING:
     from .app import Router
-    from .exchange import Exchange
-    from .plain import Plain
+    from .request import Request
 
 MAX_HELD_NBYTES = 1 << 20
 """Of a body that comes in parts; aiohttp waits for longer ones."""
@@ -57,7 +56,7 @@ class Front(asyncio.Protocol):
         self.writing_paused = False
         self.idle_since_s = doors.loop.time()
         """Since its last request; while one runs, whenever it began."""
-        self._exchange: Plain | Exchange | None = None
+        self._exchange: Request | None = None
         self._held = b""
         """What has come and is not a whole request, or waits for the one that runs."""
         self._keeps = True

@@ -73,9 +73,9 @@ class HttpClient:
         self._resting: set[Host] = set()
         """With connections that nobody uses."""
         self._sweep: asyncio.TimerHandle | None = None
-        self._running: set[Request | Connection] = set()
+        self._running: set[HttpRequest | Connection] = set()
         """Requests, and connections that listeners have without one (`send`)."""
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[HttpRequest] = deque()
         """For one of the connections that are in use."""
 
     async def __aenter__(self) -> HttpClient:
@@ -102,12 +102,12 @@ class HttpClient:
         listener: Listener,
         body: bytes = b"",
         lines: bytes = b"",
-    ) -> Request:
+    ) -> HttpRequest:
         """Send a request, now if a connection is idle; tell the listener what comes. Loss is NoConnection,
         Disconnected or BadAnswer. lines: more headers, of `header_lines`."""
         host, begin = self._known.get((method, url)) or self._split(method, url)
         head = b"%b%bContent-Length: %d\r\n\r\n" % (begin, lines, len(body))
-        request = Request(self, host)
+        request = HttpRequest(self, host)
         request.unsent = head, body, listener
         if self._limit and len(self._running) >= self._limit:
             self._waiting.append(request)
@@ -117,7 +117,7 @@ class HttpClient:
 
     def send(
         self, method: str, url: str, listener: Listener, body: bytes = b"", lines: bytes = b""
-    ) -> Connection | Request:
+    ) -> Connection | HttpRequest:
         """As `start`, with a connection in place of a request where one is idle: it serves the listener until the
         listener has heard the end, and others then."""
         host, begin = self._known.get((method, url)) or self._split(method, url)
@@ -147,7 +147,7 @@ class HttpClient:
         found = self._known[method, url] = host, begin
         return found
 
-    def _begin(self, request: Request) -> None:
+    def _begin(self, request: HttpRequest) -> None:
         self._running.add(request)
         idle = request.host.idle
         while idle:
@@ -158,7 +158,7 @@ class HttpClient:
                 return
         request.connecting = asyncio.get_running_loop().create_task(self._connect(request))
 
-    async def _connect(self, request: Request) -> None:
+    async def _connect(self, request: HttpRequest) -> None:
         loop, address = asyncio.get_running_loop(), request.host.address
         tls = None
         if address.scheme == "https":
@@ -195,8 +195,8 @@ class HttpClient:
         if self._waiting:
             self._next()
 
-    def finished(self, request: Request) -> None:
-        """The request needs its connection no more. For `Request`."""
+    def finished(self, request: HttpRequest) -> None:
+        """The request needs its connection no more. For `HttpRequest`."""
         self._running.discard(request)
         if (connection := request.connection) is not None:
             request.connection = None
@@ -204,8 +204,8 @@ class HttpClient:
         if self._waiting:
             self._next()
 
-    def forget(self, request: Request) -> None:
-        """It is not to be sent any more. For `Request`."""
+    def forget(self, request: HttpRequest) -> None:
+        """It is not to be sent any more. For `HttpRequest`."""
         if request in self._running:
             self.finished(request)
         elif request in self._waiting:
@@ -236,7 +236,7 @@ class HttpClient:
             self._sweep = asyncio.get_running_loop().call_later(KEEPALIVE_S / 4, self._drop_old)
 
 
-class Request:
+class HttpRequest:
     """One request under way."""
 
     __slots__ = ("_client", "connecting", "connection", "host", "unsent")
@@ -265,13 +265,6 @@ class Request:
         """It has no connection, and gets none."""
         if self.unsent is not None:
             self.unsent[2].on_lost(error)
-
-    def pass_to(self, listener: Listener) -> None:
-        """As of `Connection`."""
-        if self.connection is not None:
-            self.connection.pass_to(listener)
-        elif self.unsent is not None:
-            self.unsent = (*self.unsent[:2], listener)
 
     def leave(self) -> None:
         """The answer is not wanted: the listener hears no more, and the worker aborts. Nothing after its end."""

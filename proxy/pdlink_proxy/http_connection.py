@@ -1,7 +1,7 @@
 """One HTTP/1.1 connection to a worker: a request in one write, an answer told to its listener as it comes.
 
-No task and no queue lies between the socket and the listener: what one read of the socket brings is one call. The
-parser is llhttp, by httptools; a whole plain answer in one read is read by `csrc/http`.
+No task and no queue lies between the socket and the listener: what one read of the socket brings is one call.
+`csrc/http` reads plain answers, which nearly all are, and `Unusual` the others.
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ import asyncio
 import functools
 import socket
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast, overload
 
 import httptools
 
-from pdlink._http import whole_answer
+from pdlink._http import BAD, BETWEEN, END, MORE, Answers
 
 if TYPE_CHECKING:
+    from pdlink._http import Head
+
     from .http_client import Host
 
 _T = TypeVar("_T")
 
 MAX_HEAD_NBYTES = 64 * 1024
-_CHUNK_END = b""
-"""Among the parts of a body, after those of each chunk: a call of Python for each would be a third of its cost."""
+_AT_ONCE_NBYTES = 64 * 1024
+"""A body of this size is written by itself: a copy beside its head takes longer."""
 
 # A vanished host sends no reset, and a stream that only reads never notices: TCP keep-alive probes after 10 s of
 # silence, and gives up after three unanswered probes 3 s apart.
@@ -55,6 +56,10 @@ class Disconnected(HttpError):
 
 class BadAnswer(HttpError):
     """What the worker sent is no HTTP, or too much of it."""
+
+    @classmethod
+    def too_long(cls, max_nbytes: int) -> BadAnswer:
+        return cls(f"an answer of more than {max_nbytes} bytes")
 
 
 class Headers(Mapping[str, str]):
@@ -104,11 +109,6 @@ class Headers(Mapping[str, str]):
                 return value.partition(b";")[0].strip().lower().decode("latin-1")
         return ""
 
-    @property
-    def framed(self) -> bool:
-        """Whether they say where the body ends; otherwise it ends with the connection."""
-        return "content-length" in self or self.get("transfer-encoding", "").lower().endswith("chunked")
-
 
 @functools.lru_cache(256)
 def _lower(name: str) -> bytes:
@@ -116,26 +116,29 @@ def _lower(name: str) -> bytes:
     return name.lower().encode("latin-1", "replace")
 
 
-class Listener(Protocol):
-    """Hears one answer: its head, its body in parts, and then its end or its loss."""
+class Listener:
+    """Hears one answer, and its end or its loss."""
 
     __slots__ = ()
 
-    def on_head(self, status: int, headers: Headers) -> None: ...
+    most_nbytes: int = 0
+    """Of the body of an answer that it hears whole, by `on_whole` alone; a longer one is lost to it. 0: it hears the
+    head, the body in parts, and the end. It may change when it hears the head."""
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        pass
 
     def on_data(self, data: bytes) -> None:
         """At least a byte."""
 
-    def on_end(self) -> None: ...
+    def on_end(self) -> None:
+        pass
 
     def on_whole(self, status: int, headers: Headers, body: bytes) -> None:
-        """Head, body and end of an answer that came in one piece. Its connection serves others already."""
-        self.on_head(status, headers)
-        if body:
-            self.on_data(body)
-        self.on_end()
+        pass
 
-    def on_lost(self, error: HttpError) -> None: ...
+    def on_lost(self, error: HttpError) -> None:
+        raise NotImplementedError
 
 
 class Uses(Protocol):
@@ -149,60 +152,53 @@ class Connection(asyncio.Protocol):
     """One request at a time uses it."""
 
     __slots__ = (
+        "_answers",
         "_between",
-        "_end",
-        "_fresh",
-        "_head_nbytes",
+        "_headers",
+        "_heard",
         "_lent",
         "_listener",
         "_lost",
-        "_pairs",
-        "_parser",
+        "_nbytes",
         "_parts",
         "_paused",
         "_status",
-        "_told",
         "_transport",
+        "_unusual",
         "_uses",
         "host",
         "idle_since_s",
         "keeps",
-        "on_body",
-        "on_chunk_complete",
         "reused",
     )
     host: Host
     """Where it leads; the client sets it."""
+    _headers: Headers
 
     def __init__(self) -> None:
         self.reused = False
         self.idle_since_s = 0.0
         self._transport: asyncio.Transport | None = None
-        self._parser: httptools.HttpResponseParser | None = None
+        self._answers = Answers()
+        self._unusual: Unusual | None = None
+        """Reads the present answer, if it is not plain."""
         self._listener: Listener | None = None
         self._uses: Uses | None = None
-        self._parts: list[bytes] = []
-        """Of the body, from the present read. llhttp appends them."""
-        self.on_body = self._parts.append
-        self.on_chunk_complete = partial(self._parts.append, _CHUNK_END)
         self._status = 0
-        """Of the answer; 0 before its head."""
-        self._told = False
-        """The listener has the head."""
-        self._pairs: list[tuple[bytes, bytes]] = []
-        self._head_nbytes = 0
-        self._end: int | None = None
-        """How many of the parts were there when the answer ended."""
+        self._parts: list[bytes] = []
+        """Of the body, for a listener that hears it whole."""
+        self._nbytes = 0
+        """Of them."""
         self.keeps = True
         """The worker keeps the connection: it can be used once more."""
         self._paused = False
-        self._between = False
-        """What was read ends between two chunks."""
+        self._between = 0
+        """Not 0 if what was read ends between two chunks."""
         self._lent = False
         """Somebody else reads the socket."""
         self._lost = False
-        self._fresh = True
-        """Nothing of the answer has come."""
+        self._heard = False
+        """Something of the answer has come."""
 
     def ask(self, head: bytes, body: bytes, listener: Listener, uses: Uses) -> None:
         """uses: hears that the connection is free before the listener hears of the end."""
@@ -210,26 +206,16 @@ class Connection(asyncio.Protocol):
         if transport is None:
             raise RuntimeError("asks before it is connected")
         self._listener, self._uses = listener, uses
-        if not self._fresh:
-            self._fresh = True
-            self._status, self._told, self._head_nbytes, self._end = 0, False, 0, None
-            self._pairs = []
-            self._between = self._lent = False
-        if len(body) < MAX_HEAD_NBYTES:
+        self._heard, self._nbytes = False, 0
+        if len(body) < _AT_ONCE_NBYTES:
             transport.write(head + body)
         else:
             transport.write(head)
             transport.write(body)
 
-    def pass_to(self, listener: Listener) -> None:
-        """From now on this hears the answer, in place of the listener that waits for it."""
-        if self._listener is not None:
-            self._listener = listener
-
     def leave(self) -> None:
         """The listener hears no more, and the worker aborts."""
-        self.keeps = False
-        self._finish()
+        self._end(MORE)
         self.abort()
 
     def pause(self) -> None:
@@ -247,11 +233,11 @@ class Connection(asyncio.Protocol):
         """The number of its socket, which the caller alone reads until `give_back`; None unless this is between two
         chunks of an answer, of which the listener hears now, and the bytes on the socket are HTTP."""
         transport = self._transport
-        if not self._between or self._end is not None or transport is None or transport.is_closing():
+        if not self._between or transport is None or transport.is_closing():
             return None
         made = transport.get_extra_info("socket")
         if made is None or transport.get_extra_info("ssl_object") is not None:
-            self._between = False
+            self._between = 0
             return None
         transport.pause_reading()
         self._lent = True
@@ -275,21 +261,6 @@ class Connection(asyncio.Protocol):
         """As `Request.stop`."""
         self.abort()
 
-    def _finish(self) -> Listener | None:
-        """The request is over: who is to hear it."""
-        listener, uses = self._listener, self._uses
-        self._listener = self._uses = None
-        if uses is not None:
-            uses.freed(self)
-        return listener
-
-    def _fail(self, error: HttpError) -> None:
-        self.keeps = False
-        listener = self._finish()
-        self.abort()
-        if listener is not None:
-            listener.on_lost(error)
-
     # ---- asyncio's
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -305,85 +276,153 @@ class Connection(asyncio.Protocol):
             self.keeps = False
             self.abort()
             return
-        if self._fresh and (whole := whole_answer(data)) is not None:
-            # The usual answer to what does not stream. llhttp would call back for each of its lines.
-            status, pairs, body, is_json = whole
-            if self._paused:
-                self.resume()
-            uses, self._listener, self._uses = self._uses, None, None
-            if uses is not None:
-                uses.freed(self)
-            listener.on_whole(status, Headers(pairs, is_json), body)
+        self._heard = True
+        fed = self._answers.feed(data) if self._unusual is None else None
+        if fed is None:
+            self._unusual = unusual = self._unusual or Unusual()
+            fed = unusual.feed(data)
+        head, body, where = fed
+        if head is not None:
+            status, pairs, is_json = head
+            headers = Headers(pairs, is_json)
+            if listener.most_nbytes:
+                self._status, self._headers = status, headers
+            else:
+                listener.on_head(status, headers)
+                if self._listener is not listener:  # it has left
+                    return
+                if listener.most_nbytes:
+                    self._status, self._headers = status, headers
+        if most := listener.most_nbytes:
+            self._nbytes += len(body)
+            if self._nbytes > most:
+                self._fail(BadAnswer.too_long(most))
+            elif where & END:
+                if self._parts:
+                    self._parts.append(body)
+                    body = self._joined()
+                self._end(where)
+                listener.on_whole(self._status, self._headers, body)
+            elif where & BAD:
+                self._fail(self._bad())
+            elif body:
+                self._parts.append(body)
             return
-        self._fresh = False
-        error: BadAnswer | None = None
-        if self._parser is None:
-            self._parser = httptools.HttpResponseParser(self)
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as problem:
-            error = BadAnswer(f"its answer is not HTTP: {problem}")
-            self.keeps = False
-        if not self._told:
-            self._head_nbytes += len(data)
-            if self._status:
-                self._told = True
-                listener.on_head(self._status, Headers(self._pairs))
-                listener = self._listener or listener  # it may have passed the answer to another one
-            elif self._head_nbytes > MAX_HEAD_NBYTES:
-                error = BadAnswer(f"the head of an answer of more than {MAX_HEAD_NBYTES} bytes")
-        parts, end = self._parts, self._end
-        self._between = False
-        if parts:
-            # Within a chunk its bytes are the last part. A line with the size of the next one is no part, and has a
-            # digit before its end.
-            self._between = parts[-1] is _CHUNK_END and data.endswith(b"\n\r\n")
-            one = end != 0 and (len(parts) == 1 or (len(parts) == 2 and parts[1] is _CHUNK_END))
-            told = parts[0] if one else b"".join(parts[:end])
-            parts.clear()
-            if told and self._listener is listener:
-                listener.on_data(told)
-        if self._listener is not listener:  # it has left
-            return
-        if end is not None:
-            self.resume()
-            self._finish()
+        if body:
+            self._between = where & BETWEEN
+            listener.on_data(body)
+            if self._listener is not listener:
+                return
+        if where & END:
+            self._end(where)
             listener.on_end()
-        elif error is not None:
-            self._fail(error)
+        elif where & BAD:
+            self._fail(self._bad())
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost, self.keeps = True, False
-        if self._told and error is None and self._listener is not None and not Headers(self._pairs).framed:
-            listener = self._finish()
-            if listener is not None:
-                listener.on_end()
+        listener, unusual = self._listener, self._unusual
+        if listener is None or error is not None or unusual is None or not unusual.ends_with_connection:
+            self._fail(Disconnected(error, reused=self.reused, answered=self._heard))
+            return
+        body = self._joined()
+        self._end(MORE)
+        if listener.most_nbytes:
+            listener.on_whole(self._status, self._headers, body)
         else:
-            self._fail(Disconnected(error, reused=self.reused, answered=self._head_nbytes > 0))
+            listener.on_end()
+
+    # ---- ends
+
+    def _end(self, where: int) -> None:
+        """The answer is over: the connection is free."""
+        if where & MORE:
+            self.keeps = False
+        if self._paused:
+            self.resume()
+        self._unusual, self._between = None, 0
+        uses, self._listener, self._uses = self._uses, None, None
+        if uses is not None:
+            uses.freed(self)
+
+    def _fail(self, error: HttpError) -> None:
+        self.keeps = False
+        listener = self._listener
+        self._end(MORE)
+        self.abort()
+        if listener is not None:
+            listener.on_lost(error)
+
+    def _bad(self) -> BadAnswer:
+        return BadAnswer(self._unusual.problem if self._unusual is not None else "its answer is not HTTP: its chunks")
+
+    def _joined(self) -> bytes:
+        """The body, whose parts are not kept."""
+        body = b"".join(self._parts)
+        self._parts.clear()
+        return body
+
+
+class Unusual:
+    """One answer that `csrc/http` does not read: an interim one, a head in pieces, a body that ends with the
+    connection. Its parser is llhttp, by httptools."""
+
+    __slots__ = ("_end", "_head_nbytes", "_pairs", "_parser", "_parts", "_status", "_told", "on_body", "problem")
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        """Of the body, from the present read. llhttp appends them."""
+        self.on_body = self._parts.append
+        self._parser = httptools.HttpResponseParser(self)
+        self._pairs: list[tuple[bytes, bytes]] = []
+        self._status = self._head_nbytes = 0
+        """Of the answer; 0 before its head."""
+        self._told = False
+        self._end: int | None = None
+        """How many of the parts were there when the answer ended."""
+        self.problem = ""
+        """Why it cannot be read."""
+
+    def feed(self, data: bytes) -> tuple[Head | None, bytes, int]:
+        """As of `Answers`; MORE also says that the connection does not stay."""
+        where, head = 0, None
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self.problem = f"its answer is not HTTP: {error}"
+            where = BAD
+        if not self._told:
+            self._head_nbytes += len(data)
+            if self._status:
+                self._told, head = True, (self._status, self._pairs, False)
+            elif self._head_nbytes > MAX_HEAD_NBYTES:
+                self.problem, where = f"the head of an answer of more than {MAX_HEAD_NBYTES} bytes", BAD
+        body = b"".join(self._parts[: self._end])
+        self._parts.clear()
+        if self._end is not None:
+            where = END if not where and self._parser.should_keep_alive() else END | MORE
+        return head, body, where
+
+    @property
+    def ends_with_connection(self) -> bool:
+        """Its head does not say where the body ends."""
+        names = {name.lower(): value.lower() for name, value in self._pairs}
+        chunked = names.get(b"transfer-encoding", b"").endswith(b"chunked")
+        return self._told and not chunked and b"content-length" not in names
 
     # ---- the parser's, and `on_body`
-
-    def on_message_begin(self) -> None:
-        if self._end is not None:  # more than was asked for, perhaps not a whole head yet
-            self.keeps = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._status:  # else a trailer
             self._pairs.append((name, value))
 
     def on_headers_complete(self) -> None:
-        assert self._parser is not None
         status = self._parser.get_status_code()
-        if self._status:  # an answer that nobody asked for
-            self.keeps = False
-        elif status < 200:  # "100 Continue" and its kin; the answer follows
+        if self._end is None and status < 200:  # "100 Continue" and its kin; the answer follows
             self._pairs = []
-        else:
+        elif not self._status:
             self._status = status
 
     def on_message_complete(self) -> None:
-        if not self._status or self._end is not None:
-            return
-        assert self._parser is not None
-        self.keeps = self.keeps and self._parser.should_keep_alive()
-        self._end = len(self._parts)
+        if self._status and self._end is None:
+            self._end = len(self._parts)

@@ -19,7 +19,7 @@ from pdlink.api.health import Health
 from pdlink.api.openai import COMPLETIONS, error_body, parse
 from pdlink.errors import InvalidRequest, PdlinkError
 
-from .dialects import Attempt, Known
+from .dialects import Known, Transfer
 from .http_client import header_lines
 from .http_connection import HttpError
 from .page.reports import Report
@@ -124,7 +124,7 @@ class Prober:
         ids = [33 + byte % 90 for byte in secrets.token_bytes(num_tokens)]  # printable: no tokenizer lacks them
         asked = {"model": decode.health.model if decode.health else "", "prompt": ids, "max_tokens": 2}
         call = parse(COMPLETIONS, msgspec.json.encode({**asked, "temperature": 0}))
-        attempt = Attempt(
+        attempt = Transfer(
             transfer_id=transfer_id,
             created=int(time.time()),
             seed=secrets.randbits(31),

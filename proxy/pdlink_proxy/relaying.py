@@ -1,6 +1,6 @@
 """Streams that pass from their worker to their client natively, while there is nothing to decide (`csrc/relay`).
 
-An exchange lends a stream when an event of it passes unchanged. It has it back before it decides anything: for
+A request lends a stream when an event of it passes unchanged. It has it back before it decides anything: for
 whatever the relay does not pass, and for every other event of the request. Python hears of the events that were sent
 some twenty at a time, for its books and for `Recovery`.
 """
@@ -51,12 +51,13 @@ class Relays:
     def __len__(self) -> int:
         return len(self._lent)
 
-    def lend(self, worker: int, client: int, first: bytes, lends: Lends) -> tuple[int | None, bytes]:
+    def lend(self, worker: int, client: int, first: bytes, marks: int, lends: Lends) -> tuple[int | None, bytes]:
         """Sends the client `first`, and passes what the worker sends then, until `on_returned`. worker, client: their
-        sockets. first: chunks. Returns a key; or None, and what could not be sent of `first`."""
+        sockets. first: chunks. marks: of events that are not passed. Returns a key; or None, and what could not be
+        sent of `first`."""
         if self._native is None:
             return None, first
-        key, unsent = self._native.lend(worker, client, first)
+        key, unsent = self._native.lend(worker, client, first, marks)
         if not key:
             return None, unsent
         self._lent[key] = lends

@@ -25,7 +25,7 @@ from pdlink.errors import InvalidRequest, NoWorker, Overloaded
 from .access import key_of
 from .admission import Admission
 from .decision_log import Logged, hash_ids, logged_attempt
-from .dialects import Attempt
+from .dialects import Transfer
 from .fleet import wanted
 from .steps import Leg, Place, Placed, Unplaced, Waits, Why
 
@@ -163,7 +163,7 @@ class Decider:
         answer["decode"] = {**to_decode, "set": {}, "remove": []}
         if prefill is not None:
             dialect = shared.dialect
-            attempt = Attempt(
+            transfer = Transfer(
                 transfer_id=transfer_id,
                 created=int(time.time()),
                 seed=secrets.randbits(32),
@@ -172,8 +172,8 @@ class Decider:
                 prefill_url=prefill.url,
                 link=prefill.link,
             )
-            bodies = dialect.legs(call, attempt)
-            more = dialect.headers(attempt) if dialect.headers is not None else ({}, {})
+            bodies = dialect.legs(call, transfer)
+            more = dialect.headers(transfer) if dialect.headers is not None else ({}, {})
             to_prefill = {**signed[0], **more[0], **prefill.headers}
             answer["prefill"] = {"url": prefill.url, "label": prefill.label, "headers": to_prefill}
             answer["prefill"] |= _changes(call, bodies[0])

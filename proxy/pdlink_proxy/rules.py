@@ -59,11 +59,6 @@ REACTIONS_UNTOLD: Reactions = {
 }
 
 
-def as_it_is(_prefill_answer: bytes, data: bytes) -> bytes:
-    """Nothing is to be merged."""
-    return data
-
-
 @dataclass(frozen=True, slots=True)
 class Rules:
     """How the workers of a dialect behave; the defaults are pdlink's own workers."""
@@ -77,28 +72,20 @@ class Rules:
     """Statuses after which a retry may succeed."""
     no_kv_status: int = 502
     """The status of a healthy decode worker whose KV did not come."""
-    merge_answer: Callable[[bytes, bytes], bytes] = as_it_is
-    """(prefill's answer, decode's) -> the client's. Prefill's is empty until it is here. Called, as `merge_events`,
-    for every attempt with a prefill leg."""
-    merge_events: Callable[[bytes, bytes], bytes] = as_it_is
-    """(prefill's answer, whole events of decode's stream) -> the client's."""
+    marks: int = 0
+    """Marks (`pdlink._http`) of what decode says that must be changed for the client, in attempts with a prefill
+    leg."""
+    merge_answer: Callable[[bytes, bytes], bytes] = lambda _prefill_answer, answer: answer
+    """(prefill's answer, decode's with one of the marks) -> the client's. Prefill's is empty until it is here."""
+    merge_events: Callable[[bytes, bytes], bytes] = lambda _prefill_answer, events: events
+    """(prefill's answer, whole events of decode's stream, some with the marks) -> the client's."""
     prefill_may_misread: bool = False
     """Prefill may have computed the prompt, and answer an error about its one token, which nobody reads: decode's
     answer decides."""
-    said_mark: bytes = b""
-    """In the event of decode's stream that says how its KV came (`Dialect.kv_path`); `merge_events` takes it out."""
+    says_kv: bool = False
+    """An event of decode's stream with one of the marks may say how its KV came (`Dialect.kv_path`)."""
     awaits_prefill: bool = False
     """Decode's answer lacks a part without prefill's: the client gets nothing before that is here."""
-
-    @property
-    def plain(self) -> bool:
-        """Both legs start at once, and the client gets decode's answer as it is."""
-        return self.handover is None and self.merge_answer is as_it_is and not self.awaits_prefill
-
-    @property
-    def merges_events(self) -> bool:
-        """Whether `merge_events` changes anything."""
-        return self.merge_events is not as_it_is
 
     @property
     def reactions(self) -> Reactions:

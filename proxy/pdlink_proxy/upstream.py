@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from pdlink.config import ProxyConfig
 
-    from .http_client import Request
+    from .http_client import HttpRequest
 
 _MAX_WORDS_CHARS = 300
 
@@ -93,21 +93,11 @@ class _Whole(Listener):
 
     def __init__(self, max_nbytes: int) -> None:
         self.reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._max_nbytes = max_nbytes
-        self._status, self._body = 0, bytearray()
+        self.most_nbytes = max_nbytes
 
-    def on_head(self, status: int, _headers: Headers) -> None:
-        self._status = status
-
-    def on_data(self, data: bytes) -> None:
-        if len(self._body) + len(data) > self._max_nbytes:
-            self.on_lost(too_long(self._max_nbytes))
-        else:
-            self._body += data
-
-    def on_end(self) -> None:
+    def on_whole(self, status: int, _headers: Headers, body: bytes) -> None:
         if not self.reply.done():
-            self.reply.set_result(Reply(self._status, bytes(self._body)))
+            self.reply.set_result(Reply(status, body))
 
     def on_lost(self, error: HttpError) -> None:
         if not self.reply.done():
@@ -136,7 +126,7 @@ class Streamed(Listener):
     """Listens for somebody who reads at their own pace; the worker is held back meanwhile."""
 
     def __init__(self) -> None:
-        self.request: Request | None = None
+        self.request: HttpRequest | None = None
         self.status = 0
         self.headers = Headers([])
         self.head: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -165,7 +155,7 @@ class Streamed(Listener):
         async for data in self.parts():
             found += data
             if len(found) > max_nbytes:
-                raise too_long(max_nbytes)
+                raise BadAnswer.too_long(max_nbytes)
         return bytes(found)
 
     def on_head(self, status: int, headers: Headers) -> None:
@@ -188,10 +178,6 @@ class Streamed(Listener):
         if not self.head.done():
             self.head.set_exception(error)
         self._news.set()
-
-
-def too_long(max_nbytes: int) -> BadAnswer:
-    return BadAnswer(f"an answer of more than {max_nbytes} bytes")
 
 
 def describe(error: Exception) -> str:

@@ -43,9 +43,9 @@ class _Answer(msgspec.Struct):
 
 def told_cached(events: bytes) -> bytes:
     """Of whole events the object that tells of cached tokens; empty if none does."""
-    if not marks_of(events) & CACHED:
+    if not marks_of(events, CACHED):
         return b""
-    return next((payload for payload in payloads(events) if marks_of(payload) & CACHED), b"")
+    return next((payload for payload in payloads(events) if marks_of(payload, CACHED)), b"")
 
 
 def merged_events(prefill_answer: bytes, events: bytes) -> bytes:

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pdlink._http import ANYTHING, CACHED, DONE, ERROR, FINISH, PARAMS
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 relay = pytest.importorskip("pdlink._relay", reason="the native relay is built where there is epoll")
 
+MARKS = ERROR | FINISH | CACHED | DONE
 EVENT = b'data: {"choices": [{"text": "word"}]}\n\n'
 
 
@@ -30,8 +33,8 @@ class Stream:
         self.client.setblocking(False)
         self.relay = relay.Relay()
 
-    def lend(self, first: bytes = b"") -> int:
-        key, unsent = self.relay.lend(self.from_worker.fileno(), self.to_client.fileno(), first)
+    def lend(self, first: bytes = b"", marks: int = MARKS) -> int:
+        key, unsent = self.relay.lend(self.from_worker.fileno(), self.to_client.fileno(), first, marks)
         assert unsent == b""
         return int(key)
 
@@ -89,6 +92,28 @@ def test_what_needs_a_look_comes_back_unread(stream: Stream, last: bytes) -> Non
     stream.worker.sendall(chunk(EVENT))
     assert stream.relay.turn() == []
     assert stream.from_worker.recv(1000) == chunk(EVENT), "the relay reads a stream that it gave back"
+
+
+PARAMS_EVENT = b'data: {"choices": [], "kv_transfer_params":{"pdlink_kv":"transferred"}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("marks", "event", "passes"),
+    [
+        (MARKS, PARAMS_EVENT, True),
+        (MARKS | PARAMS, PARAMS_EVENT, False),
+        (MARKS | PARAMS, EVENT, True),
+        (MARKS | ANYTHING, EVENT, False),
+        (0, b"data: [DONE]\n\n", True),
+    ],
+)
+def test_a_stream_comes_back_for_the_marks_that_its_owner_looks_for(
+    stream: Stream, marks: int, event: bytes, passes: bool
+) -> None:
+    key = stream.lend(marks=marks)
+    stream.worker.sendall(chunk(event))
+    assert stream.relay.turn() == ([] if passes else [(key, b"", True, b"", chunk(event))])
+    assert stream.read() == (chunk(event) if passes else b"")
 
 
 def test_all_that_came_with_an_error_comes_back_with_it(stream: Stream) -> None:

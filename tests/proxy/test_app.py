@@ -12,10 +12,10 @@ import pytest
 
 from pdlink import __version__
 from pdlink_proxy.admission import Admission
-from pdlink_proxy.exchange import Exchange
+from pdlink_proxy.attempt import Attempt
 from pdlink_proxy.flow import Flow
-from pdlink_proxy.running_attempt import RunningAttempt
-from pdlink_proxy.running_leg import RunningLeg
+from pdlink_proxy.leg import WorkerLeg
+from pdlink_proxy.request import Request
 from pdlink_proxy.worker import State
 from tests.proxy.fakes import DEADLINE_S, DONE, END, FakeWorker, event, proxy_of, tokens_of, until
 
@@ -197,7 +197,7 @@ async def test_a_stream_that_outlasts_the_drain_is_told_so(prefill: FakeWorker, 
 async def test_an_ended_request_leaves_nothing_to_the_garbage_collector(
     prefill: FakeWorker, decode: FakeWorker
 ) -> None:
-    kinds = (Exchange, RunningAttempt, RunningLeg, Admission, Flow)
+    kinds = (Request, Attempt, WorkerLeg, Admission, Flow)
     async with proxy_of([prefill], [decode]) as proxy:
         gc.collect()
         gc.disable()

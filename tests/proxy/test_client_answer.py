@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-from pdlink_proxy.exchange import Exchange
+from pdlink_proxy.request import Request
 from tests.proxy.fakes import FakeWorker, event, proxy_of, until
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ async def test_a_client_that_reads_slowly_holds_its_worker_back_and_gets_every_b
         writer.write(request("Connection: close", stream=True))
         await reader.readuntil(b"\r\n\r\n")
         (exchange,) = proxy.router.services.exchanges
-        assert isinstance(exchange, Exchange)
+        assert isinstance(exchange, Request)
         await until(lambda: exchange._behind_since_s is not None)
         assert not decode.received[0].answered
         said = await reader.read()

@@ -127,7 +127,7 @@ async def test_a_lost_decode_leg_is_tried_again_elsewhere(
     prefills: list[FakeWorker], decodes: list[FakeWorker], fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """sglang#6857: a second attempt found the state of the first under the same id."""
-    monkeypatch.setattr("pdlink_proxy.running_leg.LET_GO_S", 0.05)
+    monkeypatch.setattr("pdlink_proxy.leg.LET_GO_S", 0.05)
     bad, good = decodes
     for prefill in prefills:
         prefill.gate = asyncio.Event()  # no token of theirs may commit the first attempt

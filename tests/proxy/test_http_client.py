@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from pdlink_proxy import http_client
-from pdlink_proxy.http_client import HttpClient, Request
+from pdlink_proxy.http_client import HttpClient, HttpRequest
 from pdlink_proxy.http_connection import (
     MAX_HEAD_NBYTES,
     BadAnswer,
@@ -83,7 +83,7 @@ class Heard(Listener):
         self.parts: list[bytes] = []
         self.end: str | HttpError = ""
         self.more = asyncio.Event()
-        self.request: Request | None = None
+        self.request: HttpRequest | None = None
         self.connection: Connection | None = None
 
     async def until(self, true: Callable[[Heard], object]) -> None:

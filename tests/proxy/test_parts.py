@@ -8,12 +8,14 @@ import random
 import msgspec
 import pytest
 
-from pdlink import _http, errors
-from pdlink._http import marks_of
+from pdlink import errors
+from pdlink._http import CACHED, DONE, ERROR, FINISH, NAMED, PARAMS, marks_of
 from pdlink.api.openai import CHAT, COMPLETIONS, BadField, error_code, parse, stream_error
 from pdlink.api.sse import EventBuffer, EventTooLong, is_done, problem_of
-from pdlink_proxy.dialects import Attempt, PrefillAddress
+from pdlink_proxy.dialects import PrefillAddress, Transfer
 from pdlink_proxy.dialects.own import PDLINK
+
+ALL = ERROR | FINISH | CACHED | DONE | PARAMS | NAMED
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -74,10 +76,10 @@ def test_a_workers_error_in_place_of_a_token_is_passed_on_whole() -> None:
 def test_marks_of_the_end_and_of_errors_are_not_found_in_text() -> None:
     text = b'data: {"text":"data: [DONE]\\n\\n {\\"error\\": 1}"}\n\n'
     assert not is_done(text)
-    assert not marks_of(text)
+    assert not marks_of(text, ALL)
     assert is_done(text + b"data: [DONE]\n\n")
     assert is_done(b"data:[DONE]\r\n\r\n")
-    assert marks_of(text + stream_error("m", code="c")) == _http.ERROR | _http.DONE
+    assert marks_of(text + stream_error("m", code="c"), ALL) == ERROR | DONE
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,7 @@ def test_every_shape_of_prompt_is_accepted_and_untouched(prompt: str) -> None:
 
 def test_leg_bodies_are_the_clients_body_and_the_parameters() -> None:
     call = parse(CHAT, b'{"model":"m","messages":[],"stream":true,"kv_transfer_params":{"a":1}}')
-    attempt = Attempt(transfer_id="xfer-1", created=7, seed=9, prefill=PrefillAddress("n", "tcp://h:1"))
+    attempt = Transfer(transfer_id="xfer-1", created=7, seed=9, prefill=PrefillAddress("n", "tcp://h:1"))
     bodies = [json.loads(body) for body in PDLINK.legs(call, attempt)]
     common = {"transfer_id": "xfer-1", "seed": 9, "created": 7}
     client = {"model": "m", "messages": [], "stream": True}

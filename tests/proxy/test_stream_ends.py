@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdlink._http import FINISH, marks_of
+from pdlink._http import ABORT, CACHED, ERROR, FINISH, NAMED, PARAMS, marks_of
+from pdlink._http import DONE as DONE_MARK
 from pdlink.api.sse import DONE, before_end, before_finish_error, fails, payloads
 from tests.proxy.fake_vllm import FakeVllm
 from tests.proxy.fakes import proxy_of
@@ -23,6 +24,7 @@ def chunk(delta: dict[str, Any], end: str | None = None) -> bytes:
     return b"data: " + json.dumps({"id": "d", "choices": [choice]}).encode() + b"\n\n"
 
 
+ALL = ERROR | FINISH | CACHED | DONE_MARK | PARAMS | NAMED | ABORT
 ROLE, TOKEN = chunk({"role": "assistant", "content": ""}), chunk({"content": "Hel"})
 BAD = {
     "only [DONE]": ([DONE], "malformed"),
@@ -111,12 +113,12 @@ async def test_an_answer_in_one_piece_that_ended_in_an_error_is_a_failure() -> N
 
 def test_text_that_looks_like_a_reason_is_none() -> None:
     event = chunk({"content": '"finish_reason":"error" [DONE]'})
-    assert not marks_of(event)
+    assert not marks_of(event, ALL)
     assert not fails(event)
-    assert marks_of(chunk({}, "stop")) == FINISH
+    assert marks_of(chunk({}, "stop"), ALL) == FINISH
     for space in (b"", b" "):
-        assert not marks_of(b'data: {"finish_reason":' + space + b"null}\n\n")
-        assert marks_of(b'data: {"finish_reason":' + space + b'{"type":"stop"}}\n\n') == FINISH
+        assert not marks_of(b'data: {"finish_reason":' + space + b"null}\n\n", ALL)
+        assert marks_of(b'data: {"finish_reason":' + space + b'{"type":"stop"}}\n\n', ALL) == FINISH
         assert fails(b'data: {"finish_reason":' + space + b'"error"}\n\n')
 
 

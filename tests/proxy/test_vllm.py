@@ -14,7 +14,7 @@ import pytest_asyncio
 from pdlink.api.openai import CHAT, COMPLETIONS, BadField, parse
 from pdlink.config import ProxyConfig, load
 from pdlink.errors import ConfigError
-from pdlink_proxy.dialects import DIALECTS, Attempt, PrefillAddress
+from pdlink_proxy.dialects import DIALECTS, PrefillAddress, Transfer
 from pdlink_proxy.fleet import PlacementRequest, wanted
 from pdlink_proxy.known_tokens import text_of
 from pdlink_proxy.steps import Leg
@@ -161,7 +161,7 @@ def test_prefill_is_told_how_many_prompts_will_come(path: str, prompt: str, coun
     """Only so can it know at once that decode waits for another one."""
     content = '"messages":[]' if path == CHAT else f'"prompt":{prompt}'
     call = parse(path, b'{"model":"m",' + content.encode() + b"}")
-    attempt = Attempt(transfer_id="xfer-1", created=1, seed=2, prefill=PrefillAddress("p", CONTROL))
+    attempt = Transfer(transfer_id="xfer-1", created=1, seed=2, prefill=PrefillAddress("p", CONTROL))
     prefill = msgspec.json.decode(DIALECTS[CONCURRENT].legs(call, attempt)[0])
     assert prefill["kv_transfer_params"]["num_prompts"] == count
 

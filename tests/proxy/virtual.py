@@ -26,13 +26,11 @@ from pdlink.api.openai import COMPLETIONS, parse
 from pdlink.config import ProxyConfig
 from pdlink_proxy import (
     admission,
-    answering,
-    exchange,
-    plain,
-    plain_leg,
+    answer,
+    leg,
     pools,
     refusals,
-    running_leg,
+    request,
     shared,
     watching,
 )
@@ -44,9 +42,9 @@ from pdlink_proxy.http_connection import Disconnected, Headers, NoConnection
 from pdlink_proxy.membership import Entry, Members, Membership
 from pdlink_proxy.metrics import Metrics
 from pdlink_proxy.placement import Placer
-from pdlink_proxy.plain import opened
 from pdlink_proxy.queue import Queue
 from pdlink_proxy.records import Records
+from pdlink_proxy.request import Request
 from pdlink_proxy.shared import Shared
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.upstream import Asking
@@ -79,7 +77,7 @@ class _Jumps(selectors.SelectSelector):
         return found
 
 
-_WITH_CLOCK = (*(admission, answering, exchange, plain, plain_leg, pools, refusals, running_leg, shared, of_worker),)
+_WITH_CLOCK = (admission, answer, leg, pools, refusals, request, shared, of_worker)
 
 
 class _VirtualLoop(asyncio.SelectorEventLoop):
@@ -98,13 +96,11 @@ def in_virtual_time(play: Callable[[], Awaitable[None]]) -> None:
     with ExitStack() as stack:
         for module in (
             admission,
-            answering,
-            exchange,
-            plain,
-            plain_leg,
+            answer,
+            leg,
             pools,
             refusals,
-            running_leg,
+            request,
             shared,
             of_worker,
         ):
@@ -148,8 +144,8 @@ class VirtualWorker:
 
     def die(self) -> None:
         self.up = False
-        for answer in list(self.took):
-            answer.lose()
+        for taken in list(self.took):
+            taken.lose()
 
     def come_back(self) -> None:
         """As another incarnation."""
@@ -179,9 +175,6 @@ class _Answer:
         self.leave()
         error = Disconnected(None, reused=False, answered=False)
         asyncio.get_running_loop().call_soon(self._listener.on_lost, error)
-
-    def pass_to(self, listener: Listener) -> None:
-        self._listener = listener
 
     def leave(self) -> None:
         self._timer.cancel()
@@ -296,7 +289,7 @@ class World:
         request_id = f"r{len(self.clients)}"
         self._by_id[request_id] = client
         over, headers = asyncio.Event(), {"X-Request-Id": request_id}
-        running = opened(self.shared, ClientAnswer(client), call, headers, client.headers, over.set)
+        running = Request(self.shared, ClientAnswer(client), call, headers, client.headers, over.set)
 
         async def run() -> None:
             try:
@@ -322,7 +315,7 @@ class World:
             assert client.task is not None
             with contextlib.suppress(asyncio.CancelledError):
                 await client.task
-        await asyncio.sleep(2 * running_leg.LET_GO_S)
+        await asyncio.sleep(2 * leg.LET_GO_S)
         for client in self.clients:
             assert client.left or client.said, "it got no answer"
             if not client.left and client.status != 200:
@@ -341,7 +334,7 @@ class World:
     def start(self, _method: str, url: str, listener: Any, _body: bytes = b"", _lines: bytes = b"") -> Any:
         base = url.removesuffix(COMPLETIONS)
         worker = self.workers.get(base)
-        if worker is None or not isinstance(listener, running_leg.RunningLeg | plain_leg.PlainLeg):
+        if worker is None or not isinstance(listener, leg.WorkerLeg):
             return _Nobody(listener)  # a stop call
         assert base in self.listed, f"{base} was removed and gets a request"
         assert not self.listed[base], f"{base} is listed as draining and gets a request"

@@ -37,7 +37,7 @@ class PrefillAddress(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of several engines behind one URL, which this is."""
 
 
-class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+class Transfer(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt: its transfer id, and its workers."""
 
     transfer_id: str
@@ -68,7 +68,7 @@ class Dialect:
     """One engine's HTTP interface for the two legs of a request."""
 
     name: str
-    legs: Callable[[Call, Attempt], tuple[bytes, bytes]]
+    legs: Callable[[Call, Transfer], tuple[bytes, bytes]]
     """The bodies of the prefill and the decode leg. With `Rules.handover` the second is not used: decode's leg gets
     the client's own body, with the parameters from prefill's answer."""
     look: Callable[[Asking, Known], Awaitable[Health | str]]
@@ -84,7 +84,7 @@ class Dialect:
     and the client gets decode's answer only."""
     whole: Callable[[Call], bool] | None = None
     """Whether decode must serve a request alone."""
-    headers: Callable[[Attempt], tuple[Mapping[str, str], Mapping[str, str]]] | None = None
+    headers: Callable[[Transfer], tuple[Mapping[str, str], Mapping[str, str]]] | None = None
     """More headers of the prefill and the decode leg."""
     decode_computes: bool = True
     """A decode worker can compute a prompt itself. If not, requests that no pair can serve are refused."""

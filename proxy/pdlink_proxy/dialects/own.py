@@ -14,7 +14,7 @@ from pdlink.observe.sources import Sourced  # noqa: TC001  (msgspec reads the an
 
 from ..recovery import Resumes
 from ..upstream import ask
-from .base import Attempt, Dialect, Known
+from .base import Dialect, Known, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from ..upstream import Asking
 
 
-def _legs(call: Call, attempt: Attempt) -> tuple[bytes, bytes]:
-    seed = call.seed if call.seed is not None else attempt.seed
+def _legs(call: Call, transfer: Transfer) -> tuple[bytes, bytes]:
+    seed = call.seed if call.seed is not None else transfer.seed
     common = b'{"transfer_id":"%b","seed":%d,"created":%d,"leg":' % (
-        attempt.transfer_id.encode(),
+        transfer.transfer_id.encode(),
         seed,
-        attempt.created,
+        transfer.created,
     )
     return (
         call.with_json(b'%b"prefill"}' % common),
-        call.with_json(b'%b"decode","prefill":%b}' % (common, msgspec.json.encode(attempt.prefill))),
+        call.with_json(b'%b"decode","prefill":%b}' % (common, msgspec.json.encode(transfer.prefill))),
     )
 
 

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from pdlink._http import ABORT, ANYTHING
 from pdlink.api.bounds import Count  # noqa: TC001  (msgspec reads the annotation at run time)
 from pdlink.api.health import Health
 from pdlink.api.kv_path import TRANSFERRED
@@ -36,7 +37,7 @@ from ..http_connection import HttpError
 from ..recovery import Resumes
 from ..rules import Rules
 from ..upstream import ask, post
-from .base import Attempt, Dialect, Known
+from .base import Dialect, Known, Transfer
 from .vllm import answers_in_turns, small_field
 
 if TYPE_CHECKING:
@@ -58,10 +59,10 @@ _ROLES = {"prefill": "prefill", "decode": "decode", "null": "both"}
 _KEY_SETTING = "worker_key_file must hold the key that SGLang was given as --api-key"
 
 
-def _legs(call: Call, attempt: Attempt) -> tuple[bytes, bytes]:
-    room = int.from_bytes(blake2b(attempt.transfer_id.encode(), digest_size=8).digest(), "big") & _MAX_ROOM
-    rids = _rids(call, attempt.transfer_id)
-    host, port = urlsplit(attempt.prefill_url).hostname or "", attempt.link["bootstrap_port"]
+def _legs(call: Call, transfer: Transfer) -> tuple[bytes, bytes]:
+    room = int.from_bytes(blake2b(transfer.transfer_id.encode(), digest_size=8).digest(), "big") & _MAX_ROOM
+    rids = _rids(call, transfer.transfer_id)
+    host, port = urlsplit(transfer.prefill_url).hostname or "", transfer.link["bootstrap_port"]
     fields: dict[str, Any] = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
     if isinstance(rids, list):
         num = len(rids)
@@ -258,15 +259,14 @@ def _merge_events(prefill_answer: bytes, events: bytes) -> bytes:
 def _with_errors(_prefill_answer: bytes, events: bytes) -> bytes:
     """Events with those of aborts as errors: in a stream SGLang tells a failure (its KV did not come, it has no room)
     as the end of an answer (`_handle_abort_finish_reason`, managers/tokenizer_manager.py)."""
-    if ABORT_MARK not in events:
-        return events
     return rewritten(events, ABORT_MARK, lambda document: abort_of(document) or document)
 
 
 _RULES = Rules(untold=True, lost_statuses=_LOST_STATUSES, no_kv_status=500)
-_OF_GENERATE = replace(_RULES, merge_events=_with_errors)
+_OF_GENERATE = replace(_RULES, marks=ABORT, merge_events=_with_errors)
 _WITH_LOGPROBS = replace(
     _RULES,
+    marks=ANYTHING,
     merge_answer=_merge_answer,
     merge_events=lambda prefill_answer, events: _with_errors(b"", _merge_events(prefill_answer, events)),
     awaits_prefill=True,

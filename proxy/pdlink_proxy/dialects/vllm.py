@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from pdlink._http import PARAMS
 from pdlink.api.health import Health
 from pdlink.api.openai import CHAT, COMPLETIONS, EMBEDS, KV_PARAMS, MESSAGES, RESPONSES, has_several
 from pdlink.api.sse import rewritten
@@ -36,7 +37,7 @@ from pdlink.observe.sources import Sourced  # noqa: TC001  (msgspec reads the an
 from ..recovery import Resumes
 from ..rules import Rules
 from ..upstream import ask
-from .base import Attempt, Dialect, Known
+from .base import Dialect, Known, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -97,16 +98,16 @@ def prefill_body(call: Call, params: Mapping[str, object], without: frozenset[st
     return msgspec.json.encode({**fields, **more, _LIMITS[call.path]: 1, KV_PARAMS: params})
 
 
-def _legs(call: Call, attempt: Attempt) -> tuple[bytes, bytes]:
-    transfer: dict[str, Any] = {"transfer_id": attempt.transfer_id}
-    more = {"decode_ranks": attempt.decode_ranks} if attempt.decode_ranks is not None else {}
-    if attempt.prefill.data_parallel_rank is not None:
-        more["data_parallel_rank"] = attempt.prefill.data_parallel_rank
+def _legs(call: Call, transfer: Transfer) -> tuple[bytes, bytes]:
+    both: dict[str, Any] = {"transfer_id": transfer.transfer_id}
+    more = {"decode_ranks": transfer.decode_ranks} if transfer.decode_ranks is not None else {}
+    if transfer.prefill.data_parallel_rank is not None:
+        more["data_parallel_rank"] = transfer.prefill.data_parallel_rank
     without = _SAMPLING | _GRAMMARS if call.path == COMPLETIONS else _SAMPLING
-    to_prefill = {**transfer, "leg": "prefill", "num_prompts": num_prompts(call), **more}
+    to_prefill = {**both, "leg": "prefill", "num_prompts": num_prompts(call), **more}
     return (
         prefill_body(call, to_prefill, without, temperature=0),
-        call.with_params({**transfer, "leg": "decode", "prefill": attempt.prefill}),
+        call.with_params({**both, "leg": "decode", "prefill": transfer.prefill}),
     )
 
 
@@ -244,11 +245,11 @@ def _params(body: bytes) -> _Params | None:
 
 
 def _merge_answer(_prefill_answer: bytes, answer: bytes) -> bytes:
-    return _without_params(answer) if _PARAMS_MARK in answer else answer
+    return _without_params(answer)
 
 
 def _merge_events(_prefill_answer: bytes, events: bytes) -> bytes:
-    return rewritten(events, _PARAMS_MARK, _without_params) if _PARAMS_MARK in events else events
+    return rewritten(events, _PARAMS_MARK, _without_params)
 
 
 # ---- health
@@ -302,7 +303,8 @@ _RULES = Rules(
     no_kv_status=_NO_KV_STATUS,
     merge_answer=_merge_answer,
     merge_events=_merge_events,
-    said_mark=_PARAMS_MARK,
+    marks=PARAMS,
+    says_kv=True,
 )
 
 

@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
     from pdlink.api.openai import Call
 
-    from .base import Attempt
+    from .base import Transfer
 
 _TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-def _legs(call: Call, _attempt: Attempt) -> tuple[bytes, bytes]:
+def _legs(call: Call, _transfer: Transfer) -> tuple[bytes, bytes]:
     # Let prefill reject what vLLM rejects: KV that decode does not fetch is held for minutes (480 s in 0.32).
     return prefill_body(call, _TO_PREFILL, NOT_FOR_PREFILL), call.body
 
 
-def _headers(attempt: Attempt) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    headers = {"X-Request-Id": attempt.transfer_id}
+def _headers(transfer: Transfer) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    headers = {"X-Request-Id": transfer.transfer_id}
     return headers, headers
 
 

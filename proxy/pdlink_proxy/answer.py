@@ -1,4 +1,4 @@
-"""What the client of an `Exchange` gets: the head of its answer, the events of a stream, its end; and its record.
+"""What the client of a request gets: the head of its answer, the events of a stream, its end; and its record.
 
 A stream's head says how the KV came, and cannot be changed later. So the first events may wait a moment for decode to
 say it (`kv_header_grace_s`).
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from pdlink.api.openai import Call
 
     from .admission import Admission
+    from .attempt import Attempt
     from .client_answer import ClientAnswer
     from .decision_log import Tally
     from .flow import Flow
-    from .running_attempt import RunningAttempt
     from .shared import Shared
 
 _WORKER_HEADERS = {Leg.PREFILL: "X-Pdlink-Prefill", Leg.DECODE: "X-Pdlink-Decode"}
 _NO_STAGES: Mapping[str, float] = {}
 
 
-class Answering:
+class Answer:
     """The answer to one request."""
 
-    attempt: RunningAttempt | None = None
+    attempt: Attempt | None = None
     """The newest one: the client hears of no other."""
     tally: Tally | None = None
     """Counts for the decision log, if it has this request."""
@@ -81,7 +81,7 @@ class Answering:
         if self._call.streaming and not self._decode_spoke:
             return kv_path.TRANSFERRING
         # Some engines say it in the last event, where there is one.
-        later = self._call.streaming and self._shared.dialect.rules.said_mark and self._flow.outcome is None
+        later = self._call.streaming and self._shared.dialect.rules.says_kv and self._flow.outcome is None
         return kv_path.TRANSFERRING if later else kv_path.UNKNOWN
 
     # ---- a stream
@@ -176,7 +176,7 @@ class Answering:
         if self.opened:
             self._shared.metrics.active_streams.add(-1)
 
-    def record(self, outcome: Outcome, attempts: Iterable[RunningAttempt]) -> RequestRecord:
+    def record(self, outcome: Outcome, attempts: Iterable[Attempt]) -> RequestRecord:
         """attempts: all that were made."""
         flow, attempt, started_s = self._flow, self.attempt, self._started_s
         chosen = attempt.chosen if attempt is not None else {}

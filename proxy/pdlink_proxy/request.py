@@ -1,8 +1,8 @@
-"""One client request: does what `flow.py` decides, and reports events to it; `answering.py` has the client's side.
+"""One client request: does what `flow.py` decides, and reports events to it; `answer.py` has the client's side.
 
 No task works on a request. It goes on when a worker's connection has bytes: they are told to the flow, and what it
 lets through is written to the client's connection in the same step. A client that reads slowly holds its own worker
-back: that worker's connection is not read meanwhile.
+back: that worker's connection is not read meanwhile. What nobody has to look at passes natively (`relaying.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import math
 import random
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pdlink.api.openai import LAST_EVENTS, error_body
 from pdlink.api.sse import payloads
@@ -19,21 +19,22 @@ from pdlink.errors import PdlinkError
 from pdlink.logs import about
 
 from .access import key_of
-from .admission import FIRST, Admission
-from .answering import Answering
+from .admission import Admission
+from .answer import Answer
+from .attempt import Attempt
 from .decision_log import Tally
 from .decisions import Told
 from .ending import keep, logged
 from .fleet import wanted
 from .flow import Flow
 from .recovery import PATHS, Recovery
-from .running_attempt import RunningAttempt
 from .steps import (
     Answered,
     Blame,
     CancelLeg,
     Chunk,
     ClientLeft,
+    Ended,
     EndStream,
     Event,
     Forward,
@@ -63,12 +64,8 @@ if TYPE_CHECKING:
     from pdlink.api.openai import Call
 
     from .client_answer import ClientAnswer
-    from .decisions import Decision
-    from .fleet import PlacementRequest
     from .http_connection import Headers
-    from .placement import Queued, Refused
-    from .pools import Choice
-    from .running_leg import RunningLeg
+    from .leg import WorkerLeg
     from .shared import Shared
 
 log = logging.getLogger("pdlink.proxy")
@@ -79,37 +76,24 @@ _OWN_FAULTS = frozenset({Loss.CONNECT, Loss.RESET, Loss.TIMEOUT, Loss.MALFORMED,
 _INTERNAL = error_body("the proxy failed unexpectedly; see its log", kind="server_error", code=PdlinkError.code)
 
 _STARTED = Started()
+_NO_HEADERS: Mapping[str, str] = {}
 _BRING_DEADLINES = (Placed, Waits, Chunk)
 """Events after which the next deadline may be earlier than before."""
 
 
-class Begun(NamedTuple):
-    """A request whose first attempt is under way."""
+class Request:
+    """One client request from its checked body to its answer: it waits for workers, runs, answers, and is over."""
 
-    choice: Choice
-    placement_s: float
-    """That the choice took."""
-    decision: Decision
-    placed_s: float
-    transfer_id: str
-    legs: Mapping[Leg, RunningLeg]
-    answered: bytes | None
-    """By prefill."""
-    answered_s: float
-
-
-class Exchange:
-    """One client request from its checked body to its answer. `Plain` serves most that do not stream."""
-
+    _closed = False
     _recovery: Recovery | None = None
     """Of a stream that may go on elsewhere."""
     _lent: int | None = None
     """Its key at `_relays` while its stream passes natively."""
+    _lent_leg: WorkerLeg | None = None
     _behind_since_s: float | None = None
     """The client has not read what was sent to it."""
     _catching_up: asyncio.Task[None] | None = None
     """Waits until it has."""
-    _closed = False
     _preparing: asyncio.Task[None] | None = None
     """Waits for the tokens of its prompt."""
     _last: asyncio.Task[None] | None = None
@@ -124,22 +108,16 @@ class Exchange:
         headers: dict[str, str],
         said: Mapping[str, str],
         over: Callable[[], None],
-        *,
-        whole: bool,
-        asked: PlacementRequest | None = None,
-        since_s: float | None = None,
-        seed: int | None = None,
     ) -> None:
         """headers: for both legs; X-Request-Id also for the client. said: the client's headers. over: called once,
-        when the answer is written or the client has left. whole: one worker must serve it. asked, since_s, seed: of a
-        request that has begun."""
+        when the answer is written or the client has left."""
         self._shared, self._call, self._leg_headers = shared, call, headers
         self._loop = shared.loop
-        self._started_s = self._loop.time() if since_s is None else since_s
+        self._started_s = self._loop.time()
         request_id = headers["X-Request-Id"]
         dialect = shared.dialect
         self._trace = shared.tracer.begin(headers) if shared.tracer is not None else None
-        self._seed = random.getrandbits(32) if seed is None else seed
+        self._seed = random.getrandbits(32)
         if call.streaming:
             resumes, most = dialect.resumes, shared.config.recover_streams
             if most and resumes is not None and call.path in PATHS:
@@ -153,53 +131,24 @@ class Exchange:
             recovery=self._recovery,
             last_events=LAST_EVENTS.get(call.path, ()),
         )
-        self._attempts: dict[int, RunningAttempt] = {}
+        self._attempts: dict[int, Attempt] = {}
         self._admission = Admission(
             shared,
-            wanted(call, said.get("x-session-id")) if asked is None else asked,
+            wanted(call, said.get("x-session-id")),
             request_id=request_id,
             tenant=key_of(said),
-            whole=whole,
+            whole=shared.whole(call),
             happen=self.happen,
             failed=self.fail,
         )
         self._request_id = request_id
         self.client = client
-        self._answering = Answering(shared, client, call, headers, self._flow, self._admission, self._started_s)
+        self._answer = Answer(shared, client, call, headers, self._flow, self._admission, self._started_s)
         if shared.decision_log is not None and self._admission.sampled:
-            self._answering.tally = Tally()
-        relays = shared.relays if call.path not in LAST_EVENTS else None  # it knows no named end
-        self._relays = relays
+            self._answer.tally = Tally()
+        self._relays = shared.relays
         """Where its stream may pass natively."""
         self._tell_over = over
-
-    def go_on(self, choice: Choice | Queued | Refused) -> None:
-        """From the choice of its workers on."""
-        try:
-            self._flow.on(_STARTED, self._started_s)  # it says: place it
-            self.happen(self._admission.place(FIRST, choice=choice))
-        except Exception as error:  # noqa: BLE001 -- of any policy or dialect
-            self.fail(error)
-
-    def take_over(self, begun: Begun) -> None:
-        """Its first attempt is under way. What the flow says to that has been done."""
-        flow, admission = self._flow, self._admission
-        placed = admission.begun(self._started_s, begun.choice, begun.placement_s, begun.decision, begun.placed_s)
-        attempt = RunningAttempt(
-            self._shared, 1, admission, self._call, self._leg_headers, self._seed, begun.transfer_id
-        )
-        attempt.legs.update(begun.legs)
-        self._attempts[1] = self._answering.attempt = attempt
-        flow.on(_STARTED, self._started_s)
-        flow.on(placed, begun.placed_s)
-        if begun.answered is not None:
-            flow.on(Answered(1, Leg.PREFILL, 200, begun.answered), begun.answered_s)
-        self._arm(self._due_s())
-
-    def running(self, leg: Leg) -> RunningLeg:
-        """Of its newest attempt."""
-        assert self._answering.attempt is not None
-        return self._answering.attempt.legs[leg]
 
     def begin(self) -> None:
         tokenizing, asked = self._shared.tokenizing, self._admission.wanted
@@ -245,18 +194,18 @@ class Exchange:
         if self._flow.outcome is None:
             self.happen(ClientLeft())
         self._shared.alarms.clear(self.tick)
-        answering = self._answering
-        answering.close()
+        answer = self._answer
+        answer.close()
         for task in (self._preparing, self._catching_up, self._last):
             if task is not None:
                 task.cancel()
-        record = answering.record(self._flow.outcome or Outcome.FAILED, self._attempts.values())
-        if answering.tally is not None and (log_ := self._shared.decision_log) is not None:
-            log_.add(logged(record, self._admission, answering.tally, self._attempts.values()))
+        record = answer.record(self._flow.outcome or Outcome.FAILED, self._attempts.values())
+        if answer.tally is not None and (log_ := self._shared.decision_log) is not None:
+            log_.add(logged(record, self._admission, answer.tally, self._attempts.values()))
         if self._trace is not None:
             self._trace.ended(record, self._call)
         asked = self._admission.wanted
-        keep(self._shared, record, self._admission.why, asked.num_tokens, answering.stages, answering.exemplar)
+        keep(self._shared, record, self._admission.why, asked.num_tokens, answer.stages, answer.exemplar)
         over, self._tell_over = self._tell_over, _nothing
         over()
 
@@ -265,7 +214,7 @@ class Exchange:
         if self._closed:
             return
         log.error("request %s failed unexpectedly", self._request_id, exc_info=error, extra=self._about())
-        self._answering.fail(_INTERNAL)
+        self._answer.fail(_INTERNAL)
         self._close()
 
     def shut_down(self) -> None:
@@ -291,16 +240,16 @@ class Exchange:
                     self._start_legs(action.attempt, at_once=action.at_once)
                 case Place():
                     if forward:  # what follows may end the stream
-                        self._answering.forward(forward)
+                        self._answer.forward(forward)
                         forward = b""
                     num_behind = self._recovery.num_behind if self._recovery is not None else 0
                     self.happen(self._admission.place(action, num_behind))
                 case Respond(status=status, content_type=content_type, body=body):
-                    self._answering.respond(status, content_type, body)
+                    self._answer.respond(status, content_type, body)
                 case LetGo(attempt=attempt, leg=leg):
                     self._attempts[attempt].legs[leg].let_go()
                 case EndStream(data=data):
-                    self._answering.end_stream(forward + data)
+                    self._answer.end_stream(forward + data)
                     forward = b""
                 case CancelLeg(attempt=attempt, leg=leg):
                     self._attempts[attempt].cancel(leg)
@@ -311,7 +260,7 @@ class Exchange:
                 case StartDecode(attempt=attempt, params=params):
                     self._attempts[attempt].start_decode(self, params)
         if forward:
-            self._answering.forward(forward)
+            self._answer.forward(forward)
         if flow.outcome is not None:
             self._end()
         elif isinstance(event, _BRING_DEADLINES) and (due_s := flow.deadline_s) < self._armed_s:
@@ -358,7 +307,7 @@ class Exchange:
             *(reason, action.detail, action.then),
             extra=self._about(run.transfer_id),
         )
-        if self._is_own_fault(action.reason):
+        if self._is_own_fault(action.reason):  # that it failed may show after its end
             run.account.end(time.monotonic(), well=False)
         match action.reason:
             case Loss.CONNECT | Loss.RESET:
@@ -376,31 +325,28 @@ class Exchange:
     def _start_legs(self, number: int, *, at_once: bool) -> None:
         admission, recovery = self._admission, self._recovery
         call = self._call if recovery is None else recovery.call  # the client's request, or the rest of it
-        attempt = RunningAttempt(self._shared, number, admission, call, self._leg_headers, self._seed)
+        attempt = Attempt(self._shared, number, admission, call, self._leg_headers, self._seed)
         attempt.trace = self._trace
-        self._attempts[number] = self._answering.attempt = attempt
+        self._attempts[number] = self._answer.attempt = attempt
         attempt.start(self, at_once=at_once)
 
     # ---- what legs report
 
-    def began(self, leg: RunningLeg, headers: Headers) -> None:
-        """A 2xx answer begins."""
+    def began(self, leg: WorkerLeg, headers: Headers) -> None:
+        """Its event stream begins."""
         if leg.leg is not Leg.DECODE:
             return
         attempt = self._attempts[leg.attempt]
-        refusals = self._shared.pools.refusals
-        if refusals.pairs and (prefill := attempt.legs.get(Leg.PREFILL)) is not None:
-            refusals.fits(prefill.worker, leg.worker)
-        if self._call.streaming:
-            attempt.note_kv(headers, b"")
-            attempt.decode_spoke = True
-            if attempt is self._answering.attempt:
-                self._answering.decode_spoke()
+        self._fits(attempt, leg)
+        attempt.note_kv(headers, b"")
+        attempt.decode_spoke = True
+        if attempt is self._answer.attempt:
+            self._answer.decode_spoke()
 
-    def sent(self, leg: RunningLeg, data: bytes) -> None:
-        """Bytes of its stream."""
-        if self._answering.opened and self._flow.passes(leg.attempt, leg.leg, data, self._loop.time()):
-            self._answering.count(data)
+    def sent(self, leg: WorkerLeg, data: bytes) -> None:
+        """Bytes of its event stream."""
+        if self._answer.opened and self._flow.passes(leg.attempt, leg.leg, data, self._loop.time()):
+            self._answer.count(data)
             if self._relays is None or not self._lend(leg, data):
                 self.client.write(data)
         else:
@@ -408,47 +354,77 @@ class Exchange:
         if self.client.behind:
             self._hold(leg)
 
-    def _lend(self, leg: RunningLeg, data: bytes) -> bool:
+    def ended(self, leg: WorkerLeg) -> None:
+        """Its event stream ended properly."""
+        self.happen(Ended(leg.attempt, leg.leg))
+        leg.end(well=True)
+
+    def answered(self, leg: WorkerLeg, status: int, headers: Headers, body: bytes) -> None:
+        """Its whole answer."""
+        if status >= 300:
+            self._failed(leg, status)
+        else:
+            if leg.leg is Leg.DECODE:
+                attempt = self._attempts[leg.attempt]
+                self._fits(attempt, leg)
+                attempt.note_kv(headers, body)
+            self._tell_source(leg.worker.label, body)
+        self.happen(Answered(leg.attempt, leg.leg, status, body, headers.content_type))
+        leg.end(well=True)
+
+    def lost(self, leg: WorkerLeg, loss: Loss, detail: str) -> None:
+        """It ended without an answer."""
+        self._failed(leg, loss)
+        self.happen(Lost(leg.attempt, leg.leg, loss, detail))
+
+    def _failed(self, leg: WorkerLeg, reason: Loss | int) -> None:
+        """Its end, before another attempt is placed."""
+        own = not self._flow.over and self._is_own_fault(reason)
+        leg.end(well=False if own else None)
+
+    def _fits(self, attempt: Attempt, decode: WorkerLeg) -> None:
+        """Decode takes KV of this prefill worker."""
+        refusals = self._shared.pools.refusals
+        if refusals.pairs and (prefill := attempt.legs.get(Leg.PREFILL)) is not None:
+            refusals.fits(prefill.worker, decode.worker)
+
+    # ---- a stream that passes natively
+
+    def _lend(self, leg: WorkerLeg, data: bytes) -> bool:
         """Let the rest of a stream pass natively, from these events on; whether they are written."""
         assert self._relays is not None
-        client = self.client.lend()
+        connection, client = leg.connection, self.client.lend()
         if not client:
             if client == 0:
                 self._relays = None
             return False
-        worker = leg.lend()
-        if worker is None:
+        worker = connection.lend() if connection is not None else None
+        if connection is None or worker is None:
             return False
-        self._lent, unsent = self._relays.lend(worker, client, self.client.chunk(data), leg)
+        self._lent_leg = leg
+        self._lent, unsent = self._relays.lend(worker, client, self.client.chunk(data), self._flow.look, self)
         if self._lent is None:
             self.client.write_chunks(unsent)
-            leg.give_back(b"")
+            connection.give_back(b"")
         return True
 
-    def passed(self, leg: RunningLeg, data: bytes) -> None:
-        """Events of its stream that the client was sent natively."""
+    def on_passed(self, data: bytes) -> None:
+        """Of `Lends`."""
+        if self._lent_leg is not None:
+            self._lent_leg.nbytes += len(data)
         self._flow.passed(data, self._loop.time())
-        self._answering.count(data)
+        self._answer.count(data)
 
-    def returned(self, leg: RunningLeg, unsent: bytes, unread: bytes) -> None:
-        """Its stream is no more lent."""
-        self._lent = None
+    def on_returned(self, unsent: bytes, unread: bytes) -> None:
+        """Of `Lends`."""
+        leg, self._lent, self._lent_leg = self._lent_leg, None, None
         self.client.write_chunks(unsent)
-        leg.give_back(unread)
-        if self.client.behind:
-            self._hold(leg)
+        if leg is not None and leg.connection is not None:
+            leg.connection.give_back(unread)
+            if self.client.behind:
+                self._hold(leg)
 
-    def says(self, leg: RunningLeg, event: Event) -> None:
-        """Its end, or its loss."""
-        failed = event.loss if isinstance(event, Lost) else event.status if isinstance(event, Answered) else 200
-        if isinstance(failed, Loss) or failed >= 300:
-            own = not self._flow.over and self._is_own_fault(failed)
-            leg.account.end(time.monotonic(), well=False if own else None)  # before another attempt is placed
-        elif isinstance(event, Answered):
-            if leg.leg is Leg.DECODE:
-                self._attempts[leg.attempt].note_kv(leg.headers, event.body)
-            self._tell_source(leg.worker.label, event.body)
-        self.happen(event)
+    # ---- what follows
 
     def _is_own_fault(self, reason: Loss | int) -> bool:
         """Whether a leg's worker is at fault for this end, and not its peer or ourselves."""
@@ -457,27 +433,27 @@ class Exchange:
         return 500 <= reason != self._shared.dialect.rules.no_kv_status
 
     def _note_said(self) -> None:
-        """Decode has said in its stream how its KV came."""
-        flow, dialect = self._flow, self._shared.dialect
+        """Decode may have said in its stream how its KV came."""
+        flow = self._flow
         events, flow.said = flow.said, b""
         attempt = self._attempts[flow.attempts]
         for payload in payloads(events):
-            if dialect.rules.said_mark in payload:
-                attempt.note_kv({}, payload)
-                self._tell_source(attempt.chosen[Leg.DECODE].label, payload)
+            attempt.note_kv(_NO_HEADERS, payload)
+            self._tell_source(attempt.chosen[Leg.DECODE].label, payload)
 
     def _tell_source(self, label: str, answer: bytes) -> None:
         """For `explain`, where the KV of a leg's prompt came from, if its answer says it."""
         if (told := self._shared.dialect.told) is not None and (said := told(answer)) is not None:
             self._shared.decisions.told.append(Told(self._request_id, label, said))
 
-    def broke(self, leg: RunningLeg, error: Exception) -> None:
+    def broke(self, leg: WorkerLeg, error: Exception) -> None:
         """Our own code failed at what it said."""
-        self.happen(Lost(leg.attempt, leg.leg, Loss.LOCAL, f"internal error: {type(error).__name__}"))
         if not self._flow.over:
+            self.happen(Lost(leg.attempt, leg.leg, Loss.LOCAL, f"internal error: {type(error).__name__}"))
+        if not self._flow.over or not self.client.ended:
             self.fail(error)
 
-    async def _tell_to_stop(self, leg: RunningLeg, reason: str) -> None:
+    async def _tell_to_stop(self, leg: WorkerLeg, reason: str) -> None:
         shared, timeout_s = self._shared, self._shared.config.connect_timeout_s
         if not await tell_to_stop(shared.control, leg.worker.url, leg.transfer_id, reason, timeout_s=timeout_s):
             # No error: its own deadline ends the transfer.
@@ -493,7 +469,7 @@ class Exchange:
 
     # ---- a client that reads slowly
 
-    def _hold(self, leg: RunningLeg) -> None:
+    def _hold(self, leg: WorkerLeg) -> None:
         """Read no more of this leg until the client has read what it was sent."""
         leg.pause()
         if self._behind_since_s is None:
