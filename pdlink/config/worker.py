@@ -59,8 +59,6 @@ class WorkerConfig(Section):
     """What decode does when the KV does not arrive: compute the prompt itself, or answer 502."""
     timeline: str | None = None
     """File for a trace of the last transfers at exit, for ui.perfetto.dev; {name} is the worker's name."""
-    simulate_layer_s: float = Field(default=0.0, ge=0)
-    """Extra seconds per layer of every prefill step; makes a small model as slow as a large one in demonstrations."""
 
     @model_validator(mode="after")
     def _used(self) -> WorkerConfig:

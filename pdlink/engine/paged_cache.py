@@ -8,7 +8,6 @@ the tensors here are views made from that same layout, so the two cannot disagre
 from __future__ import annotations
 
 import math
-import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -69,8 +68,6 @@ class PagedCache:
         self._blocks_N = self._tokens_N = self._slots_N = torch.empty(0, dtype=torch.int64)
         self._layer_written: Callable[[int], None] | None = None
         self._layer_needed: Callable[[int], None] | None = None
-        self.layer_delay_s = 0.0
-        """Sleep that long in each layer of a pass that reports layers: a small model as slow as a large one."""
 
     def begin(
         self,
@@ -111,8 +108,6 @@ class PagedCache:
                 part[self._blocks_N, self._tokens_N] = rows_NHD
         if self._layer_written is not None:
             self._layer_written(layer)
-            if self.layer_delay_s:
-                time.sleep(self.layer_delay_s)
         if self._layer_needed is not None:
             self._layer_needed(layer)
         return key, value

@@ -78,7 +78,7 @@ class Worker:
     """One worker. `open` acquires, `drain` and `close` end; also the engine's listener."""
 
     load_model = staticmethod(load_model)
-    """A laboratory puts one in its place whose model sleeps."""
+    """A laboratory puts one in its place whose model sleeps, or is slow."""
     make_node = staticmethod(Node)
     """A laboratory puts one in its place whose links have faults."""
 
@@ -113,7 +113,6 @@ class Worker:
             block_tokens=config.cache.block_tokens,
             order=config.cache.order,
         )
-        self.cache.layer_delay_s = config.simulate_layer_s
         insecure, deadlines = config.security.insecure, Deadlines.of(config.timeouts)
         self.peers = make_link(config, self.name, self._credentials, insecure=insecure, deadlines=deadlines)
         self.source: StoreSource | None = None

@@ -13,8 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from pdlink.config import ProxyConfig, WorkerConfig
 from pdlink.fleet.child import Child, listening_on, start, stop
+from pdlink_bench.chaos.faults import WORKER
+from pdlink_bench.chaos.tamper import LAYER_S
 
 READY_S = 90.0
 WAIT_S = 60.0
@@ -76,16 +80,23 @@ class Deployment:
     """Children by label, the proxy last; a context manager."""
 
     children: dict[str, Child] = field(default_factory=dict)
+    slow: dict[str, float] = field(default_factory=dict)
+    """By label, seconds that each layer of a prompt takes longer."""
 
     @classmethod
     def launch(
-        cls, workers: dict[str, dict[str, Any]], proxy: dict[str, Any] | None = None, *, routed: bool = True
+        cls,
+        workers: dict[str, dict[str, Any]],
+        proxy: dict[str, Any] | None = None,
+        *,
+        routed: bool = True,
+        slow: dict[str, float] | None = None,
     ) -> Deployment:
         """workers: label to settings. All start at once; the proxy follows when they are ready, if `routed`."""
-        deployment = cls()
+        deployment = cls(slow=slow or {})
         try:
             for label, settings in workers.items():
-                deployment.children[label] = start(label, settings["role"], {**settings, "name": label})
+                deployment._start(label, settings["role"], {**settings, "name": label})
             for child in deployment.children.values():
                 child.wait_ready(READY_S)
             if not routed:
@@ -126,8 +137,17 @@ class Deployment:
         old = self.children[label]
         old.process.wait(WAIT_S)
         old.link.close()
-        self.children[label] = start(label, old.role, listening_on(old.settings, old.facts))
+        self._start(label, old.role, listening_on(old.settings, old.facts))
         self.children[label].wait_ready(READY_S)
+
+    def _start(self, label: str, role: str, settings: dict[str, Any]) -> None:
+        layer_s = self.slow.get(label)
+        if layer_s is None:
+            self.children[label] = start(label, role, settings)
+            return
+        with pytest.MonkeyPatch.context() as patch:  # children inherit it
+            patch.setenv(LAYER_S, str(layer_s))
+            self.children[label] = start(label, role, settings, WORKER)
 
     def wait_proxy_hears_all(self) -> None:
         """Until the proxy can serve and each of its workers has answered it; /readyz needs a decode only."""

@@ -33,10 +33,10 @@ TRANSPORTS: dict[str, dict[str, Any]] = {
 def launch(transport: dict[str, Any], policy: str) -> Deployment:
     cache = {"share_prefixes": False}  # the same prompt is sent again and must be computed again
     workers = {
-        "prefill": worker_settings("prefill", transport=transport, cache=cache, simulate_layer_s=LAYER_S),
+        "prefill": worker_settings("prefill", transport=transport, cache=cache),
         "decode": worker_settings("decode", transport=transport, cache=cache, on_transfer_failure=policy),
     }
-    return Deployment.launch(workers, {"retries": 0})
+    return Deployment.launch(workers, {"retries": 0}, slow={"prefill": LAYER_S})
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)

@@ -27,10 +27,10 @@ def deployment() -> Iterator[Deployment]:
     ucx = {"kind": "ucx", "ucx": {"tls": "tcp"}}
     cache = {"num_blocks": NUM_BLOCKS}
     workers = {
-        "prefill": worker_settings("prefill", transport=ucx, cache=cache, simulate_layer_s=LAYER_S),
+        "prefill": worker_settings("prefill", transport=ucx, cache=cache),
         "decode": worker_settings("decode", transport=ucx, cache=cache, on_transfer_failure="fail"),
     }
-    with Deployment.launch(workers) as deployment:
+    with Deployment.launch(workers, slow={"prefill": LAYER_S}) as deployment:
         yield deployment
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from rich.console import Console
@@ -25,19 +25,17 @@ CHUNK = 32
 
 
 @contextmanager
-def launched(tmp_path: Path, **sections: Any) -> Iterator[tuple[Deployment, Process]]:
+def launched(tmp_path: Path, layer_s: float | None = None) -> Iterator[tuple[Deployment, Process]]:
     """Two prefill workers, a decode worker, a proxy, and a store with a disk."""
     disk = {"local_disk": str(tmp_path / "disk"), "max_local_disk_size": 0.1, "max_local_cpu_size": 0.1}
     with process(tmp_path, tiers=disk) as store:
         # A machine with more to do than it has cores keeps the store from answering for seconds.
         tiers = {"store": str(store.path), "chunk_size": CHUNK, "load_if_faster": False, "store_timeout_s": 20.0}
         cache = {"share_prefixes": False}
-        workers = {
-            name: worker_settings("prefill", tiers=tiers, cache=cache, **sections)
-            for name in ("prefill-0", "prefill-1")
-        }
+        workers = {name: worker_settings("prefill", tiers=tiers, cache=cache) for name in ("prefill-0", "prefill-1")}
         workers["decode"] = worker_settings("decode", cache=cache, tiers={"max_local_cpu_size": 0})
-        with Deployment.launch(workers, {"policy": "round_robin", "retries": 1}) as deployment:
+        slow = {name: layer_s for name in ("prefill-0", "prefill-1") if layer_s is not None}
+        with Deployment.launch(workers, {"policy": "round_robin", "retries": 1}, slow=slow) as deployment:
             deployment.children["store"] = store.child
             both_are_connected(deployment)
             yield deployment, store
@@ -145,7 +143,7 @@ def test_sixteen_answers_are_right_while_the_store_is_killed_and_comes_again(
 
 
 def test_a_prefill_that_is_killed_while_it_stores_leaves_nothing_in_the_store(tmp_path: Path) -> None:
-    with launched(tmp_path, simulate_layer_s=0.1) as (deployment, _), ThreadPoolExecutor(1) as threads:
+    with launched(tmp_path, layer_s=0.1) as (deployment, _), ThreadPoolExecutor(1) as threads:
         prompt = prompt_of(6 * CHUNK)
         future = threads.submit(deployment.complete, prompt)
         until(lambda: deployment.metric("store", "pdlink_store_reservations") == 6, "it is being stored")

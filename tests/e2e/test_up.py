@@ -162,8 +162,9 @@ def test_worker_without_ucx_runs_on_mapped_memory_and_says_so(caplog: pytest.Log
 
 
 def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones() -> None:
-    settings = worker_settings("both", simulate_layer_s=0.1)
-    with Deployment.launch({"alone": settings}, routed=False) as deployment, ThreadPoolExecutor(1) as threads:
+    settings = worker_settings("both")
+    launched = Deployment.launch({"alone": settings}, routed=False, slow={"alone": 0.1})
+    with launched as deployment, ThreadPoolExecutor(1) as threads:
         running = threads.submit(deployment.complete, prompt_of(20), at="alone")
         until(lambda: deployment.health("alone")["running"] == 1, "the request runs")
         assert [request(deployment.url("alone") + path).status for path in ("/readyz", "/livez")] == [200, 200]

@@ -178,13 +178,11 @@ def rig(
     max_running: int = 64,
     max_waiting: int = 256,
     threads: int = 1,
-    layer_delay_s: float = 0.0,
     kernels: bool | None = None,
 ) -> Rig:
     model = model or small_model()
     pool = BlockPool(num_blocks)
     paged = PagedCache(model, num_blocks=num_blocks, block_tokens=BLOCK, order=order, kernels=kernels)
-    paged.layer_delay_s = layer_delay_s
     heard = Recorder(pool)
     config = EngineConfig(
         max_batched_tokens=max_batched_tokens, max_running=max_running, max_waiting=max_waiting, threads=threads

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import permutations
 
 import numpy as np
@@ -97,10 +96,3 @@ def test_a_layers_kv_is_in_the_pool_when_it_is_reported() -> None:
     worker.heard.layer_written = layer_written  # type: ignore[method-assign,assignment]
     worker.generate(prompt_of(12), 3)
     assert seen == [True] * NUM_LAYERS
-
-
-def test_delay_of_demonstrations_is_per_layer_of_prefill_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    sleeps: list[float] = []
-    monkeypatch.setattr(time, "sleep", sleeps.append)
-    rig(layer_delay_s=0.25, max_batched_tokens=8).generate(prompt_of(12), 5)
-    assert sleeps == [0.25] * NUM_LAYERS * 2

@@ -61,9 +61,6 @@ for the longest prompt of the load."""
 FULL_BLOCKS = 192
 """Blocks of a pool that should run full: five of the longest requests."""
 
-PREFILL_LAYER_S = 0.005
-"""`simulate_layer_s` of prefill: the small model is so fast that few faults would hit a transfer."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -156,8 +153,6 @@ def _worker(args: argparse.Namespace, role: str) -> WorkerConfig:
     kinds = _kinds(args.faults)
     blocks = FULL_BLOCKS if args.blocks is None and Kind.FULL in kinds else args.blocks
     flags |= {"cache.num_blocks": blocks}
-    if role == "prefill":
-        flags["simulate_layer_s"] = PREFILL_LAYER_S
     flags = {key: value for key, value in flags.items() if value is not None}
     return load(WorkerConfig, flags=flags | parse_assignments(args.set))
 

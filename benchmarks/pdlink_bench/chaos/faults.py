@@ -22,12 +22,14 @@ from pdlink.fleet.child import Child, ChildFailed, start, stop
 from pdlink.fleet.post import delay_s
 from pdlink_bench.chaos.ledger import Process, port_of, process
 from pdlink_bench.chaos.schedule import PROXY, Fault, Kind
-from pdlink_bench.chaos.tamper import FAULTS, LinkFaults
+from pdlink_bench.chaos.tamper import FAULTS, LAYER_S, LinkFaults
 
 if TYPE_CHECKING:
     from pdlink.config import WorkerConfig
 
 WORKER = "pdlink_bench.chaos.worker"
+_LAYER_S = 0.005
+"""The small model is so fast that few faults would hit a transfer."""
 READY_S = 120.0
 _TICK_S = 0.1
 _MAX_STARTS = 5
@@ -58,7 +60,7 @@ class LocalDeployment:
         faults: LinkFaults = LinkFaults(),  # noqa: B008  (frozen)
     ) -> None:
         """faults: of the links of all workers."""
-        os.environ[FAULTS] = json.dumps(asdict(faults))
+        os.environ |= {FAULTS: json.dumps(asdict(faults)), LAYER_S: str(_LAYER_S)}
         self._settings = {
             f"{config.role}-{index}": config.model_dump(mode="json") | {"name": f"{config.role}-{index}"}
             for config, count in ((prefill, num_prefill), (decode, num_decode))

@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 FAULTS = "LINK_FAULTS"
 """Variable of a process that has such links: a JSON object of `LinkFaults`. (Those named PDLINK_ are settings.)"""
 
+LAYER_S = "SLOW_LAYER_S"
+"""Variable of a process whose passes over prompts take so many seconds longer in each layer."""
+
 _COPY_S = 0.05
 """A repeated frame comes up to this much later, so that others overtake it."""
 

@@ -1,31 +1,67 @@
-"""`pdlink` whose workers have links with the faults in `tamper.FAULTS`, as a program that takes its words."""
+"""`pdlink` whose workers have links with faults, and slow layers, as a program that takes its words."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import time
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from pdlink import cli
+from pdlink.engine.models import LoadedModel, load_model
 from pdlink.node.node import Node
 from pdlink.serve.worker import Worker
-from pdlink_bench.chaos.tamper import FAULTS, LinkFaults, channels, slow_down
+from pdlink_bench.chaos.tamper import FAULTS, LAYER_S, LinkFaults, channels, slow_down
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from pdlink.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowModel(LoadedModel):
+    """A small model that computes prompts as slowly as a large one."""
+
+    layer_s: float
+
+    @classmethod
+    def of(cls, model: LoadedModel, layer_s: float) -> SlowModel:
+        """The same model, slow."""
+        return cls(**{each.name: getattr(model, each.name) for each in fields(LoadedModel)}, layer_s=layer_s)
+
+    def logits(
+        self, *arguments: Any, layer_written: Callable[[int], None] | None = None, **options: Any
+    ) -> torch.Tensor:
+        def written(layer: int) -> None:
+            assert layer_written is not None
+            layer_written(layer)
+            time.sleep(self.layer_s)
+
+        told = written if layer_written is not None else None
+        return LoadedModel.logits(self, *arguments, layer_written=told, **options)
 
 
 def main(words: Sequence[str]) -> int:
     """`pdlink` with these words."""
-    faults = LinkFaults(**json.loads(os.environ[FAULTS]))
+    faults = LinkFaults(**json.loads(os.environ.get(FAULTS, "{}")))
+    layer_s = float(os.environ.get(LAYER_S, 0.0))
 
     def make_node(*arguments: Any, **options: Any) -> Node:
         node = Node(*arguments, channel=channels(faults), **options)
         slow_down(node.endpoint.transports, faults)
         return node
 
+    def slow(config: ModelConfig, device: str = "cpu") -> LoadedModel:
+        return SlowModel.of(load_model(config, device), layer_s)
+
     Worker.make_node = staticmethod(make_node)
+    if layer_s:
+        Worker.load_model = staticmethod(slow)
     return cli.main(words)
 
 
