@@ -224,17 +224,18 @@ class Announcer(Generic[_Change]):
         self._told: deque[tuple[tuple[Callable[[_Change], None], ...], _Change]] = deque()
         """What nobody has told yet, oldest first, and who is to hear it."""
         self._telling = False
-        self._listeners: tuple[Callable[[_Change], None], ...] = ()
+        self.listeners: tuple[Callable[[_Change], None], ...] = ()
+        """Changed by `add` only."""
 
     def add(self, listener: Callable[[_Change], None], present: Iterable[_Change]) -> None:
         """Tell `listener` what is there, then every change. The caller holds the object's lock, and calls `tell`."""
-        self._listeners = (*self._listeners, listener)
+        self.listeners = (*self.listeners, listener)
         self._told.extend(((listener,), change) for change in present)
 
     def note(self, change: _Change) -> None:
         """Something to tell, in this order. The caller holds the object's lock, and calls `tell` later."""
-        if self._listeners:
-            self._told.append((self._listeners, change))
+        if self.listeners:
+            self._told.append((self.listeners, change))
 
     def tell(self) -> None:
         """Tell what was noted. The caller holds no lock. What a listener raises is logged and lost."""
@@ -258,7 +259,7 @@ class Announcer(Generic[_Change]):
 
     def wait_told(self) -> None:
         """Until what was noted by now has been told, by this thread or another one. Not by a listener."""
-        if not self._listeners:
+        if not self.listeners:
             return
         told = threading.Event()
 

@@ -106,7 +106,6 @@ class SleepingModel(LoadedModel):
         rows: Sequence[int],
         *,
         layer_written: Callable[[int], None] | None = None,
-        layer_needed: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """After the time of a pass, logits [len(rows), vocab_size] that all say the same token."""
         took_s, num_layers = self.seconds(spans), len(cache.layout.layers)
@@ -114,12 +113,10 @@ class SleepingModel(LoadedModel):
         if began_s - self.clock.ended_s < AT_ONCE_S:
             began_s = self.clock.ended_s
         for layer in range(num_layers):
-            if layer_written is not None or layer_needed is not None or layer == num_layers - 1:
+            if layer_written is not None or layer == num_layers - 1:
                 time.sleep(max(0.0, began_s + took_s * (layer + 1) / num_layers - time.monotonic()))
             if layer_written is not None:
                 layer_written(layer)
-            if layer_needed is not None:
-                layer_needed(layer)
         self.clock.ended_s = began_s + took_s
         found = torch.zeros(len(rows), self.vocab_size)
         found[:, self.token] = 1.0

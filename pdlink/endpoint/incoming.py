@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 from pdlink.endpoint.signals import Signal, call_all
 from pdlink.endpoint.transfer import Port, Transfer
 from pdlink.errors import InvalidRequest
-from pdlink.kv.sources import TokenRange
 from pdlink.protocol.receiving import Receiving
 from pdlink.protocol.states import ReceiverState
 
@@ -29,7 +28,7 @@ class ReceiverPort(Port, Protocol):
 
 
 class Incoming(Transfer):
-    """The receiving end of a transfer, made by `Node.receive`; a source of KV (`KVSource`), and what it loads.
+    """The receiving end of a transfer, made by `Node.receive`.
 
     `done` is set when all KV is in the offered blocks, or will not come. After a failure a peer may still write to
     the blocks until `released` is set: compute into other ones, or wait.
@@ -100,14 +99,6 @@ class Incoming(Transfer):
                 per_layer = self._landed is not None
                 actions = self.machine.offer(tables, start, end, per_layer=per_layer, verify=self._verify)
                 self._receiver.act(self, actions)
-
-    def lookup(self, keys: Sequence[bytes]) -> tuple[TokenRange, ...]:
-        """The whole prompt, whatever its keys: the sender computes it for this transfer."""
-        return (TokenRange(0, self.num_tokens, self),)
-
-    def load(self, wanted: TokenRange, blocks: AnyTables) -> Incoming:
-        self.offer(blocks, range(wanted.begin, wanted.end))
-        return self
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Wait until all KV is here; the first token. Raises TransferFailed, DeadlineExceeded after `timeout_s`."""

@@ -86,11 +86,9 @@ class AttentionPlan:
         self._by_window: dict[int | None, tuple[list[_Chunk], list[_Singles]]] = {}
 
     def parts(self, window: int | None) -> tuple[list[_Chunk], list[_Singles]]:
-        if window not in self._by_window:
-            self._by_window[window] = self._make(window)
-        return self._by_window[window]
-
-    def _make(self, window: int | None) -> tuple[list[_Chunk], list[_Singles]]:
+        known = self._by_window.get(window)
+        if known is not None:
+            return known
         chunks: list[_Chunk] = []
         groups: dict[int, list[tuple[int, Span]]] = {}
         row = 0
@@ -102,7 +100,8 @@ class AttentionPlan:
                 visible = span.end if window is None else min(span.end, window)
                 groups.setdefault(visible.bit_length(), []).append((row, span))
             row += span.end - span.start
-        return chunks, [self._singles(group, window) for group in groups.values()]
+        made = self._by_window[window] = chunks, [self._singles(group, window) for group in groups.values()]
+        return made
 
     def _chunk(self, row: int, span: Span, window: int | None) -> _Chunk:
         size = self._block_tokens
@@ -112,7 +111,7 @@ class AttentionPlan:
         if span.start > 0 or (window is not None and span.end > window):
             queries = torch.arange(span.start, span.end)[:, None]
             keys = torch.arange(first, span.end)[None, :]
-            mask = self._mask(_visible(queries, keys, window))
+            mask = self._mask(queries, keys, window)
         rows = slice(row, row + span.end - span.start)
         return _Chunk(rows, blocks.to(self._device), first % size, span.end - first, mask)
 
@@ -129,19 +128,17 @@ class AttentionPlan:
         keys_SL = torch.tensor(starts)[:, None] + torch.arange(longest * size)[None, :]
         queries_S1 = torch.tensor([span.end - 1 for _, span in group])[:, None]
         unused = (keys_SL > queries_S1).flatten().nonzero().flatten()
-        mask = self._mask(_visible(queries_S1, keys_SL, window))
+        mask = self._mask(queries_S1, keys_SL, window)
         rows = torch.tensor([row for row, _ in group])
         there = self._device
         return _Singles(rows.to(there), blocks.to(there), unused.to(there), mask[:, None, None, :])
 
-    def _mask(self, visible: torch.Tensor) -> torch.Tensor:
+    def _mask(self, queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+        visible = keys <= queries
+        if window is not None:
+            visible &= keys > queries - window
         mask = torch.zeros(visible.shape, dtype=self._dtype).masked_fill_(~visible, float("-inf"))
         return mask.to(self._device)
-
-
-def _visible(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
-    causal = keys <= queries
-    return causal if window is None else causal & (keys > queries - window)
 
 
 def paged_attention(
@@ -188,19 +185,15 @@ def paged_attention(
         )
         out_NQD[chunk.rows] = out[0].transpose(0, 1)
     for group in groups:
-        q_SHRD = _split(query[0].transpose(0, 1)[group.rows_S], 1, num_kv_heads)
+        num_singles, head_dim = len(group.rows_S), query.shape[-1]
+        q_SHRD = query[0].transpose(0, 1)[group.rows_S].reshape(num_singles, num_kv_heads, -1, head_dim)
         for x_LHD in (kv := paged_cache.gather(layer, group.blocks)):
             x_LHD.index_fill_(0, group.unused, 0)
-        k, v = (_split(x_LHD, 0, len(group.rows_S)).transpose(1, 2) for x_LHD in kv)
+        k, v = (x_LHD.view(num_singles, -1, *x_LHD.shape[1:]).transpose(1, 2) for x_LHD in kv)
         # The query heads of one KV head take the place of query tokens, so that K and V need not be repeated.
         out = scaled_dot_product_attention(q_SHRD, k, v, attn_mask=group.mask_S11L, scale=scaling)
         out_NQD[group.rows_S] = out.flatten(1, 2)
     return out_NQD[None], None
-
-
-def _split(x: torch.Tensor, axis: int, parts: int) -> torch.Tensor:
-    """`axis` becomes two, the first of them of size `parts`."""
-    return x.reshape(*x.shape[:axis], parts, -1, *x.shape[axis + 1 :])
 
 
 def register() -> None:

@@ -29,7 +29,7 @@ from pdlink.engine.attention import Span
 from pdlink.engine.pace import Pace
 from pdlink.engine.request import TokenOutput
 from pdlink.engine.sampling import choose
-from pdlink.engine.scheduler import EarlyPass, Scheduler, Sequence
+from pdlink.engine.scheduler import EarlyPass, Scheduler, Sequence, Work
 from pdlink.engine.text import Detokenizer
 from pdlink.errors import (
     CapacityExceeded,
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from pdlink.engine.models import LoadedModel
     from pdlink.engine.paged_cache import PagedCache
     from pdlink.engine.request import EngineListener, GenerationRequest, KVListener
-    from pdlink.engine.scheduler import Work
     from pdlink.memory.blocks import BlockPool
 
     Complete = Callable[[str, list[int], tuple[int, ...]], None]
@@ -126,7 +125,7 @@ class Engine:
         if num_blocks > self._pool.num_blocks:
             raise CapacityExceeded(f"{num_blocks} KV blocks are needed, this worker has {self._pool.num_blocks}")
         limit = self._config.max_running + self._config.max_waiting
-        with self._wakeup:
+        with self._wakeup:  # reentrant, for `soon`
             if self._stopping:
                 raise Overloaded("the engine is stopping")
             if request.request_id in self._live:
@@ -134,47 +133,18 @@ class Engine:
             if len(self._live) >= limit:
                 raise Overloaded(f"{len(self._live)} requests are running or queued, the limit is {limit}")
             self._live.add(request.request_id)
-            self._post(partial(self._on_submit, request))
-
-    def kv_arriving(self, request_id: str, first_token: int) -> None:
-        """The KV of the whole prompt is on its way, layer by layer: its first pass may begin.
-
-        The pass asks the listener's `layer_needed`, and its result waits for `kv_arrived` with the same first token.
-        Ignored if the request does not wait for the KV of its whole prompt.
-        """
-        with self._wakeup:
-            self._post(partial(self._on_kv_arriving, request_id, first_token))
-
-    def kv_arrived(self, request_id: str, upto: int, first_token: int | None = None) -> None:
-        """The KV of prompt tokens [0, upto) is in the request's blocks, for all layers.
-
-        May be called several times, with growing `upto`. When it covers the request's external ranges the request
-        goes on: with `first_token`, output index 0, if they are the whole prompt, else by computing the rest.
-        Ends the request with ProtocolError for more tokens than it takes from elsewhere, for a first token outside
-        the vocabulary and for one that is missing. Ignored if the request does not wait for KV (any more).
-        """
-        with self._wakeup:
-            self._post(partial(self._on_kv_arrived, request_id, upto, first_token))
-
-    def kv_failed(self, request_id: str, *, recompute: bool, error: PdlinkError) -> None:
-        """The rest of the external KV will not come. recompute: compute from where it ends; else end with `error`.
-
-        A recomputed request is first in line and keeps the full blocks that `kv_arrived` has covered. The engine
-        gives all its other references back. A source that may still write to blocks holds references of its own.
-        Ignored if the request does not wait for KV (any more).
-        """
-        with self._wakeup:
-            self._post(partial(self._on_kv_failed, request_id, recompute, error))
+            self.soon(partial(self._on_submit, request))
 
     def abort(self, request_id: str) -> None:
         """End the request with RequestAborted, in whatever state it is. Unknown ids are ignored."""
-        with self._wakeup:
-            self._post(partial(self._on_abort, request_id))
+        self.soon(partial(self._on_abort, request_id))
 
     def soon(self, call: Callable[[], None]) -> None:
         """Have this called in the engine's thread, between two steps. It must be quick, and not raise."""
         with self._wakeup:
-            self._post(call)
+            self._inbox.append(call)
+            self._awake = True
+            self._wakeup.notify_all()
 
     def wake(self) -> None:
         """Look again: something outside has changed, such as blocks given back."""
@@ -191,7 +161,7 @@ class Engine:
     @property
     def num_running(self) -> int:
         """Requests that take part in forward passes."""
-        return self._scheduler.num_running
+        return len(self._scheduler.prefilling) + len(self._scheduler.decoding)
 
     @property
     def num_awaiting_kv(self) -> int:
@@ -215,11 +185,7 @@ class Engine:
         sequences = list(self._sequences.values())
         return sum(each.num_prompt + each.request.sampling.max_tokens for each in sequences)
 
-    # --- The engine's thread: for the listener, and for `soon`
-
-    def external_tokens(self, request_id: str) -> int:
-        """Leading tokens of this request's prompt that it takes from elsewhere, as far as they are not here."""
-        return self._sequences[request_id].external_end
+    # --- The engine's thread: what becomes of KV from elsewhere, told by the listener or through `soon`
 
     def kv_found(self, request_id: str, upto: int) -> None:
         """The look-up is over: the KV of prompt tokens [0, upto), less than all, can come from elsewhere.
@@ -230,15 +196,48 @@ class Engine:
         if sequence is not None and sequence.awaits_lookup:
             sequence.awaits_lookup, sequence.external_end = False, max(upto, sequence.external_end)
 
-    def kv_loading(self, request_id: str, upto: int) -> None:
-        """The KV of prompt tokens [0, upto), less than all, is on its way: a pass over those behind it may begin.
+    def kv_coming(self, request_id: str, upto: int, first_token: int | None = None) -> None:
+        """The KV of prompt tokens [0, upto) is on its way, layer by layer: a pass behind them may begin.
 
-        The pass asks the listener's `layer_needed`; its result counts, because the last layer is here only when all
-        of the KV counts. Ignored if the request waits for no KV, or for that of its whole prompt.
+        first_token: of the answer, if they are the whole prompt. The pass asks the listener's `layer_needed`. With
+        the whole prompt its result waits for `kv_arrived` with the same first token; with less it counts, because the
+        last layer is here only when all of the KV counts. Ignored if the request does not wait for this KV.
         """
         sequence = self._scheduler.awaiting_kv.get(request_id)
-        if sequence is not None and not sequence.is_all_external:
-            sequence.arriving, sequence.external_end = True, upto
+        if sequence is None or sequence.is_all_external is not (upto == sequence.num_prompt):
+            return
+        if not sequence.is_all_external or 0 <= (-1 if first_token is None else first_token) < self._model.vocab_size:
+            sequence.arriving, sequence.external_end, sequence.given_token = True, upto, first_token
+
+    def kv_arrived(self, request_id: str, upto: int, first_token: int | None = None) -> None:
+        """The KV of prompt tokens [0, upto) is in the request's blocks, for all layers.
+
+        May be called several times, with growing `upto`. When it covers the request's external tokens the request
+        goes on: with `first_token`, output index 0, if they are the whole prompt, else by computing the rest.
+        Ends the request with ProtocolError for more tokens than it takes from elsewhere, for a first token outside
+        the vocabulary and for one that is missing. Ignored if the request does not wait for KV (any more).
+        """
+        sequence = self._scheduler.awaiting_kv.get(request_id)
+        if sequence is None:
+            return
+        if upto > sequence.external_end:
+            error = f"upto: got {upto}, this request takes the KV of {sequence.external_end} tokens from elsewhere"
+            self._end(sequence, ProtocolError(error))
+            return
+        self._scheduler.computed(sequence, max(upto, sequence.num_computed))
+        if sequence.num_computed < sequence.external_end:
+            return
+        if not sequence.is_all_external:
+            self._scheduler.start(sequence)
+        elif first_token is None or not 0 <= first_token < self._model.vocab_size:
+            error = f"first token: got {first_token}, the vocabulary has {self._model.vocab_size} tokens"
+            self._end(sequence, ProtocolError(error))
+        else:
+            self._append(sequence, first_token)
+            early = sequence.early
+            if early is not None and early.first_token == first_token and request_id in self._sequences:
+                self._scheduler.computed(sequence, sequence.num_prompt + 1)
+                self._sample(sequence, early.logits)
 
     def kv_ends(self, request_id: str, upto: int) -> None:
         """As `kv_arrived`, and no more will come: the rest of the prompt is computed, in the same blocks.
@@ -249,7 +248,22 @@ class Engine:
         if sequence is not None:
             self._scheduler.computed(sequence, max(upto, sequence.num_computed))
             sequence.num_cached = sequence.num_computed
-            self._scheduler.start_prefilling(sequence)
+            self._scheduler.start(sequence)
+
+    def kv_failed(self, request_id: str, *, recompute: bool, error: PdlinkError) -> None:
+        """The rest of the external KV will not come. recompute: compute from where it ends; else end with `error`.
+
+        A recomputed request is first in line and keeps the full blocks that `kv_arrived` has covered. The engine
+        gives all its other references back. A source that may still write to blocks holds references of its own.
+        Ignored if the request does not wait for KV (any more). It may not have its blocks yet.
+        """
+        sequence = self._sequences.get(request_id)
+        if sequence is None or not sequence.external_end:
+            return
+        if recompute:
+            self._scheduler.start_anew(sequence)
+        else:
+            self._end(sequence, error)
 
     # --- The engine's thread
 
@@ -272,23 +286,21 @@ class Engine:
         num_calls = self._do_inbox()
         admitted = self._scheduler.admit()
         for sequence in admitted:
-            self._kv.admitted(sequence.request_id, tuple(sequence.blocks), sequence.num_cached)
+            blocks, external = tuple(sequence.blocks), sequence.external_end
+            self._kv.admitted(sequence.request_id, blocks, sequence.num_cached, external)
         batch = self._scheduler.next_pass()
-        early = None if batch else self._scheduler.next_early()
+        early = None
         if batch:
             self._run_pass(batch)
-        elif early is not None and early.is_all_external:
-            self._run_early(early)
-        elif early is not None:
-            early.arriving = False
-            follow = partial(self._follow, time.monotonic() + _EARLY_WAIT_S)
-            self._run_pass([self._scheduler.behind_external(early)], follow)
+        else:  # such a pass waits for layers, and nobody waits with it
+            early = next((each for each in self._scheduler.awaiting_kv.values() if each.arriving), None)
+            if early is not None:
+                self._run_early(early)
         return bool(num_calls or admitted or batch or early)
 
     def _run_pass(self, batch: list[Work], follow: Callable[..., None] | None = None) -> None:
         """follow: for the one request of an early pass, called in each layer as `_follow`."""
-        tokens = torch.tensor([token for work in batch for token in work.sequence.tokens[work.start : work.end]])
-        spans = [Span(work.sequence.table, work.start, work.end) for work in batch]
+        tokens = [token for work in batch for token in work.sequence.tokens[work.start : work.end]]
         sampling = []
         rows = []
         row = -1
@@ -302,27 +314,23 @@ class Engine:
             for work in batch
             if work.start < work.sequence.num_prompt
         )
-        if prompts:
-            self._kv.prefilling(on=True)
         written: Callable[[int], None] | None = partial(self._kv.layer_written, spans=prompts) if prompts else None
         if follow is not None:
             written = partial(follow, prompts, [])
         began_s = time.monotonic()
+        if prompts:
+            self._kv.prefilling(on=True)
         try:
-            logits = self._model.logits(self._cache, tokens, spans, rows, layer_written=written)
-        except _LayerMissing:
-            return
-        except RuntimeError as error:
-            for work in batch:
-                self._end(work.sequence, EngineFailure(f"a forward pass of {len(tokens)} tokens failed: {error}"))
-            return
+            logits = self._forward(batch, tokens, rows, written)
         finally:
             if prompts:
                 self._kv.prefilling(on=False)
+        if logits is None:
+            return
         for work in batch:
             if follow is not None:
                 work.sequence.num_cached = work.start
-                self._scheduler.start_prefilling(work.sequence)
+                self._scheduler.start(work.sequence)
             self._scheduler.computed(work.sequence, work.end)
         for sequence, row_logits in zip(sampling, logits, strict=True):
             self._sample(sequence, row_logits)
@@ -330,21 +338,37 @@ class Engine:
             self.pace.passed(batch, time.monotonic() - began_s)  # after the samples: on a GPU they end the pass
 
     def _run_early(self, sequence: Sequence) -> None:
-        """Compute the second token of an answer from the first one, while the prompt's KV arrives."""
-        first_token, sequence.arriving = sequence.given_token, False
+        """A pass over what is behind the KV that arrives: of the prompt, or the first token of the answer."""
+        sequence.arriving, deadline_s = False, time.monotonic() + _EARLY_WAIT_S
+        if not sequence.is_all_external:
+            self._run_pass([self._scheduler.behind_external(sequence)], partial(self._follow, deadline_s))
+            return
+        first_token, end = sequence.given_token, sequence.num_prompt + 1
         assert first_token is not None
         if self._stops(sequence, first_token) or sequence.request.sampling.max_tokens == 1:
             return  # the answer ends with it
-        span = Span(sequence.table, sequence.num_prompt, sequence.num_prompt + 1)
-        needed = partial(self._wait_for_layer, sequence.request_id, time.monotonic() + _EARLY_WAIT_S)
+        needed = partial(self._wait_for_layer, sequence.request_id, deadline_s)
+        logits = self._forward([Work(sequence, end - 1, end)], [first_token], [0], needed)
+        if logits is not None:
+            sequence.early = EarlyPass(first_token, logits[0])
+
+    def _forward(
+        self, batch: list[Work], tokens: list[int], rows: list[int], written: Callable[[int], None] | None
+    ) -> torch.Tensor | None:
+        """Logits of these rows; None for an early pass whose layer is missing, and if the pass fails: then its
+        requests end.
+
+        written: see `PagedCache.begin`.
+        """
+        spans = [Span(work.sequence.table, work.start, work.end) for work in batch]
         try:
-            logits = self._model.logits(self._cache, torch.tensor([first_token]), [span], [0], layer_needed=needed)
+            return self._model.logits(self._cache, torch.tensor(tokens), spans, rows, layer_written=written)
         except _LayerMissing:
-            return
+            return None
         except RuntimeError as error:
-            self._end(sequence, EngineFailure(f"a forward pass of 1 token failed: {error}"))
-            return
-        sequence.early = EarlyPass(first_token, logits[0])
+            for work in batch:
+                self._end(work.sequence, EngineFailure(f"a forward pass of {len(tokens)} tokens failed: {error}"))
+            return None
 
     def _follow(self, deadline_s: float, prompts: Prompts, untold: list[int], layer: int) -> None:
         """An early pass has written `layer` and is about to read it: wait for its external part, tell what counts.
@@ -390,7 +414,7 @@ class Engine:
                 if not sequence.request.goes_on:
                     text += sequence.detokenizer.finish()
         if index == 0:
-            self._scheduler.start_decoding(sequence)
+            self._scheduler.start(sequence)
         position = index + sequence.request.num_answered
         self._listener.output(TokenOutput(sequence.request_id, position, token, text, reason, sequence.num_cached))
         if reason is not None:
@@ -423,12 +447,6 @@ class Engine:
 
     # --- Inbox
 
-    def _post(self, call: Callable[[], None]) -> None:
-        """Caller holds the lock."""
-        self._inbox.append(call)
-        self._awake = True
-        self._wakeup.notify_all()
-
     def _do_inbox(self) -> int:
         """Run the calls that are in the inbox now; returns their number. One at a time: an exception loses none."""
         num_calls = len(self._inbox)
@@ -439,60 +457,19 @@ class Engine:
         return num_calls
 
     def _on_submit(self, request: GenerationRequest) -> None:
-        sequence = Sequence(
-            request=request,
-            detokenizer=self._detokenizer(request),
-            tokens=list(request.prompt_token_ids),
-            external_end=request.external[-1].end if request.external else 0,
-            awaits_lookup=request.awaits_lookup,
-        )
-        self._sequences[request.request_id] = sequence
-        self._scheduler.waiting.append(sequence)
-
-    def _detokenizer(self, request: GenerationRequest) -> Detokenizer:
         begin = len(request.prompt_token_ids) - request.num_answered
         detokenizer = Detokenizer(self._model.tokenizer, request.prompt_token_ids[:begin], request.sampling.stop)
         for token in request.prompt_token_ids[begin:]:
             detokenizer.add(token)
-        return detokenizer
-
-    def _on_kv_arriving(self, request_id: str, first_token: int) -> None:
-        sequence = self._scheduler.awaiting_kv.get(request_id)
-        if sequence is not None and sequence.is_all_external and 0 <= first_token < self._model.vocab_size:
-            sequence.arriving, sequence.given_token = True, first_token
-
-    def _on_kv_arrived(self, request_id: str, upto: int, first_token: int | None) -> None:
-        sequence = self._scheduler.awaiting_kv.get(request_id)
-        if sequence is None:
-            return
-        if upto > sequence.external_end:
-            error = f"upto: got {upto}, this request takes the KV of {sequence.external_end} tokens from elsewhere"
-            self._end(sequence, ProtocolError(error))
-            return
-        self._scheduler.computed(sequence, max(upto, sequence.num_computed))
-        if sequence.num_computed < sequence.external_end:
-            return
-        if not sequence.is_all_external:
-            self._scheduler.start_prefilling(sequence)
-        elif first_token is None or not 0 <= first_token < self._model.vocab_size:
-            error = f"first token: got {first_token}, the vocabulary has {self._model.vocab_size} tokens"
-            self._end(sequence, ProtocolError(error))
-        else:
-            self._append(sequence, first_token)
-            early = sequence.early
-            if early is not None and early.first_token == first_token and request_id in self._sequences:
-                self._scheduler.computed(sequence, sequence.num_prompt + 1)
-                self._sample(sequence, early.logits)
-
-    def _on_kv_failed(self, request_id: str, recompute: bool, error: PdlinkError) -> None:
-        sequence = self._sequences.get(request_id)
-        # The other leg may fail before this request has its blocks.
-        if sequence is None or not sequence.external_end:
-            return
-        if recompute:
-            self._scheduler.start_anew(sequence)
-        else:
-            self._end(sequence, error)
+        sequence = Sequence(
+            request=request,
+            detokenizer=detokenizer,
+            tokens=list(request.prompt_token_ids),
+            external_end=request.external_tokens,
+            awaits_lookup=request.awaits_lookup,
+        )
+        self._sequences[request.request_id] = sequence
+        self._scheduler.waiting.append(sequence)
 
     def _on_abort(self, request_id: str) -> None:
         sequence = self._sequences.get(request_id)

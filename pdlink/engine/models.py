@@ -62,14 +62,13 @@ class LoadedModel:
         rows: Sequence[int],
         *,
         layer_written: Callable[[int], None] | None = None,
-        layer_needed: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """One forward pass: float32 logits [len(rows), vocab_size] of those rows of the flattened batch, on the CPU.
 
-        tokens: [N] ids of `spans`, one after the other; their KV is in `cache` afterwards. The other arguments are
-        those of `PagedCache.begin`. Raises RuntimeError when the model cannot compute (out of memory, for one).
+        tokens: [N] ids of `spans`, one after the other; their KV is in `cache` afterwards. layer_written: see
+        `PagedCache.begin`. Raises RuntimeError when the model cannot compute (out of memory, for one).
         """
-        positions = cache.begin(spans, layer_written=layer_written, layer_needed=layer_needed)
+        positions = cache.begin(spans, layer_written=layer_written)
         try:
             with torch.inference_mode():
                 output = self.model(

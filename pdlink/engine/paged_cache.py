@@ -67,20 +67,12 @@ class PagedCache:
         """Of the forward pass that is running."""
         self._blocks_N = self._tokens_N = self._slots_N = torch.empty(0, dtype=torch.int64)
         self._layer_written: Callable[[int], None] | None = None
-        self._layer_needed: Callable[[int], None] | None = None
 
-    def begin(
-        self,
-        spans: Sequence[Span],
-        *,
-        layer_written: Callable[[int], None] | None = None,
-        layer_needed: Callable[[int], None] | None = None,
-    ) -> torch.Tensor:
+    def begin(self, spans: Sequence[Span], *, layer_written: Callable[[int], None] | None = None) -> torch.Tensor:
         """Prepare a forward pass over `spans`; returns position_ids [1, N].
 
-        layer_written: called with each layer's index once its new KV is in the pool, before the layer attends to it.
-        layer_needed: called after that, before the layer's attention reads any block.
-        What either raises ends the pass.
+        layer_written: called with each layer's index once its new KV is in the pool, before the layer's attention
+        reads any block. What it raises ends the pass.
         """
         positions = torch.cat([torch.arange(span.start, span.end) for span in spans])
         table = torch.cat([span.blocks_B[torch.arange(span.start, span.end) // self.block_tokens] for span in spans])
@@ -89,12 +81,12 @@ class PagedCache:
             self._slots_N = (table * self.block_tokens + tokens).to(self.device)
         else:
             self._blocks_N, self._tokens_N = table.to(self.device), tokens.to(self.device)
-        self._layer_written, self._layer_needed = layer_written, layer_needed
+        self._layer_written = layer_written
         self.plan = AttentionPlan(spans, self.block_tokens, self._dtype, self.device)
         return positions[None].to(self.device)
 
     def end(self) -> None:
-        self.plan = self._layer_written = self._layer_needed = None
+        self.plan = self._layer_written = None
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: object, **__: object
@@ -108,8 +100,6 @@ class PagedCache:
                 part[self._blocks_N, self._tokens_N] = rows_NHD
         if self._layer_written is not None:
             self._layer_written(layer)
-        if self._layer_needed is not None:
-            self._layer_needed(layer)
         return key, value
 
     def views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdlink.errors import PdlinkError
-    from pdlink.kv.sources import TokenRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +50,10 @@ class GenerationRequest:
     """Unique among the requests the engine has not ended yet."""
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    external: tuple[TokenRange, ...] = ()
-    """Prompt tokens whose KV comes from elsewhere: ranges that join, from token 0 on. Blocks are reserved, then the
-    engine waits for `kv_arrived` or `kv_failed` and computes the rest. Ranges of the whole prompt leave nothing to
-    compute: then the first token of the answer comes from elsewhere, too."""
+    external_tokens: int = 0
+    """The KV of so many leading tokens of the prompt comes from elsewhere. Blocks are reserved, then the engine waits
+    for `kv_arrived` or `kv_failed` and computes the rest. The whole prompt leaves nothing to compute: then the first
+    token of the answer comes from elsewhere, too."""
     awaits_lookup: bool = False
     """A source is still asked about the prompt: it keeps its place in line, and is admitted after `kv_found`."""
     goes_on: bool = False
@@ -73,14 +72,8 @@ class GenerationRequest:
             raise InvalidRequest("the prompt is empty; at least one token is needed")
         if not 0 <= self.num_answered < len(prompt):
             raise InvalidRequest(f"num_answered: got {self.num_answered} of {len(prompt)} tokens; expected one less")
-        covered = 0
-        for known in self.external:
-            if known.begin != covered or not covered < known.end <= len(prompt):
-                raise InvalidRequest(
-                    f"external: got tokens [{known.begin}, {known.end}) after {covered} of {len(prompt)} prompt "
-                    f"tokens; ranges must join, from token 0 on: nothing is computed before external KV"
-                )
-            covered = known.end
+        if not 0 <= self.external_tokens <= len(prompt):
+            raise InvalidRequest(f"external_tokens: got {self.external_tokens}; the prompt has {len(prompt)} tokens")
         if len(prompt) + self.sampling.max_tokens > max_tokens:
             raise CapacityExceeded(
                 f"{len(prompt)} prompt tokens and max_tokens {self.sampling.max_tokens} make "
@@ -108,17 +101,20 @@ class TokenOutput:
 class KVListener(Protocol):
     """Hears of the KV of every request, in the engine's thread, between layers too: be quick, do not raise."""
 
-    def admitted(self, request_id: str, block_table: Sequence[int], num_cached_tokens: int) -> None:
+    def admitted(
+        self, request_id: str, block_table: Sequence[int], num_cached_tokens: int, external_tokens: int
+    ) -> None:
         """The request has every block it will ever need (prompt and max_tokens), `block_table`, from token 0 on.
 
         The first `num_cached_tokens` are in the cache for all layers: whole blocks, and less than the prompt unless
-        all of it is `external`. Called again, with another table, after `kv_failed(recompute=True)`.
+        all of it is external. external_tokens: so many leading ones are to come from elsewhere; 0 if they are here.
+        Called again, with another table, after `kv_failed(recompute=True)`.
         """
 
     def layer_needed(self, request_id: str, layer: int, timeout_s: float) -> bool:
         """Whether the request's external KV of `layer` is in its blocks; wait up to `timeout_s` for it.
 
-        Asked after `kv_arriving`, before attention reads the layer. False: this pass is given up, and the request
+        Asked after `kv_coming`, before attention reads the layer. False: this pass is given up, and the request
         waits for `kv_arrived` or `kv_ends`. Where less than the prompt is external, True for the last layer says that
         all of it is here and counts.
         """

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -110,10 +111,6 @@ class Scheduler:
         self.prefilling: deque[Sequence] = deque()
         self.decoding: deque[Sequence] = deque()
 
-    @property
-    def num_running(self) -> int:
-        return len(self.prefilling) + len(self.decoding)
-
     def blocks_for(self, request: GenerationRequest) -> int:
         """Blocks of the prompt and the longest answer."""
         return -(-(len(request.prompt_token_ids) + request.sampling.max_tokens) // self._block_tokens)
@@ -122,7 +119,7 @@ class Scheduler:
         """Reserve blocks for requests from the head of the line, while there is room; returns these requests."""
         admitted: list[Sequence] = []
         for sequence in [sequence for sequence in self.waiting if not sequence.awaits_lookup]:
-            if self.num_running + len(self.awaiting_kv) >= self._max_running:
+            if len(self.prefilling) + len(self.decoding) + len(self.awaiting_kv) >= self._max_running:
                 break
             try:
                 self._reserve(sequence)
@@ -132,7 +129,7 @@ class Scheduler:
             if sequence.is_all_external or sequence.num_computed < sequence.external_end:
                 self.awaiting_kv[sequence.request_id] = sequence
             else:
-                self.start_prefilling(sequence)
+                self.start(sequence)
             admitted.append(sequence)
         return admitted
 
@@ -156,13 +153,6 @@ class Scheduler:
             budget -= end - sequence.num_computed
         return batch
 
-    def next_early(self) -> Sequence | None:
-        """A request whose first pass may begin while its KV arrives.
-
-        Asked only when there is nothing else to compute: such a pass waits for layers, and nobody waits with it.
-        """
-        return next((sequence for sequence in self.awaiting_kv.values() if sequence.arriving), None)
-
     def behind_external(self, sequence: Sequence) -> Work:
         """The first tokens behind the external ones."""
         start = sequence.external_end
@@ -176,23 +166,19 @@ class Scheduler:
         num_full = end // self._block_tokens
         self._hash(sequence, num_full)
         for index in range(sequence.num_named, num_full):
-            preimage = hashing.preimage(
-                sequence.keys, index, sequence.tokens, self._block_tokens, salt=sequence.request.salt
+            preimage = partial(
+                hashing.preimage,
+                *(sequence.keys, index, sequence.tokens, self._block_tokens),
+                salt=sequence.request.salt,
             )
             self._pool.name(sequence.blocks[index], sequence.keys[index], preimage)
         sequence.num_named = max(sequence.num_named, num_full)
 
-    def start_prefilling(self, sequence: Sequence) -> None:
-        """External KV is here: compute the rest of the prompt."""
+    def start(self, sequence: Sequence) -> None:
+        """Its external KV is here: compute the rest of the prompt, or the answer behind its first token."""
         self._leave(sequence)
         sequence.external_end = 0
-        self.prefilling.append(sequence)
-
-    def start_decoding(self, sequence: Sequence) -> None:
-        """The prompt's KV is here, and the first token is known."""
-        self._leave(sequence)
-        sequence.external_end = 0
-        self.decoding.append(sequence)
+        (self.decoding if sequence.num_output else self.prefilling).append(sequence)
 
     def start_anew(self, sequence: Sequence) -> None:
         """The rest of the external KV will not come: first in line, to compute from where it ends.

@@ -39,7 +39,8 @@ class Detokenizer:
         """(newly printable text, whether a stop string is complete). After True nothing may be added."""
         self._tokens.append(token)
         text = self._decode()
-        end = len(text) - _num_incomplete(text)
+        num_incomplete = min(len(text) - len(text.rstrip(_INCOMPLETE)), _INCOMPLETE_CHARS)  # it may change yet
+        end = len(text) - num_incomplete
         new = text[self._num_sent : end]
         self._num_sent = max(self._num_sent, end)
         if len(self._tokens) > _LONGEST_TOKENS:
@@ -66,11 +67,6 @@ class Detokenizer:
         # Cleaning up spaces would change text that was printed already.
         text = self._tokenizer.decode(self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(text)
-
-
-def _num_incomplete(text: str) -> int:
-    """Characters at the end of `text` that the next token may change."""
-    return min(len(text) - len(text.rstrip(_INCOMPLETE)), _INCOMPLETE_CHARS)
 
 
 def _overlap(text: str, stop: str) -> int:

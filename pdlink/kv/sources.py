@@ -1,7 +1,7 @@
 """KV that need not be computed here: which tokens of a prompt, and from where.
 
 An engine sees ranges of tokens. A source finds them by block keys (`pdlink.kv.hashing`) and fills the engine's
-blocks, layer by layer. The sender of a transfer is a source (`pdlink.Incoming`).
+blocks, layer by layer.
 """
 
 from __future__ import annotations

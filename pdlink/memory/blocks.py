@@ -93,13 +93,15 @@ class BlockPool:
             if n > available:
                 raise PoolExhausted(f"{n} blocks asked for, {available} of {self.num_blocks} are free")
             blocks = [heapq.heappop(self._free) for _ in range(min(n, len(self._free)))]
+            evicts = len(blocks) < n
             while len(blocks) < n:
                 block, _ = self._cached.popitem(last=False)
                 self._unname(block)
                 blocks.append(block)
             for block in blocks:
                 self._refs[block] = 1
-        self._announcer.tell()
+        if evicts:
+            self._announcer.tell()
         return sorted(blocks)
 
     def share(self, blocks: Sequence[int]) -> None:
@@ -127,19 +129,23 @@ class BlockPool:
                     else:
                         heapq.heappush(self._free, block)
 
-    def name(self, block: int, key: bytes, preimage: Preimage | None = None) -> None:
+    def name(self, block: int, key: bytes, preimage: Callable[[], Preimage] | None = None) -> None:
         """Say that the held `block` now holds the KV named `key`, for all layers and tokens, and will not change.
 
         The first name wins: a block that has one keeps it, and a key that another block has stays there.
-        preimage: for the listeners; the pool does not keep it.
+        preimage: makes what listeners are told; not called where there are none.
         """
         with self._lock:
+            heard = bool(self._announcer.listeners)
             self._check_held(block, 1)
             if block not in self._key_of and key not in self._block_of:
                 self._key_of[block] = key
                 self._block_of[key] = block
-                self._announcer.note(BlockChange("stored", key, block, preimage))
-        self._announcer.tell()
+                if heard:
+                    told = None if preimage is None else preimage()
+                    self._announcer.note(BlockChange("stored", key, block, told))
+        if heard:
+            self._announcer.tell()
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """Blocks of the longest known prefix of `keys`, each held once more by the caller."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from pdlink.errors import InvalidRequest, PdlinkError
 from pdlink.events import FallbackUsed, emit
-from pdlink.kv.sources import TokenRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -69,7 +68,7 @@ class EnginePort:
         elif incoming is not None:
             end, groups = incoming.num_tokens, self.node.groups
             start = min(num_cached_tokens, end)
-            incoming.load(TokenRange(start, end, incoming), groups.part(groups.tables(block_table), start, end))
+            incoming.offer(groups.part(groups.tables(block_table), start, end), range(start, end))
 
     def extended(self, request_id: str, blocks: AnyTables) -> None:
         """The request has more blocks, behind those it was admitted with."""

@@ -5,6 +5,7 @@ What the engine says about a request goes to its `EnginePort` without passing he
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pdlink.api import kv_path
@@ -89,13 +90,16 @@ class DecodeLeg:
     def _on_sampled(self) -> None:
         token = self.incoming.first_token
         if token is not None and not self.incoming.done.is_set():
-            self._engine.kv_arriving(self._stream.request_id, token)
+            coming = partial(self._engine.kv_coming, self._stream.request_id, self.incoming.num_tokens, token)
+            self._engine.soon(coming)
 
     def _on_done(self) -> None:
         incoming, error, request_id = self.incoming, self.incoming.error, self._stream.request_id
         if error is None:
             self._stream.kv_path = kv_path.TRANSFERRED
-            self._engine.kv_arrived(request_id, incoming.num_tokens, incoming.first_token)
+            arrived = partial(self._engine.kv_arrived, request_id, incoming.num_tokens, incoming.first_token)
+            self._engine.soon(arrived)
         else:
             self._stream.kv_path = recomputed(error)
-            self._engine.kv_failed(request_id, recompute=self._recompute, error=error)
+            failed = partial(self._engine.kv_failed, request_id, recompute=self._recompute, error=error)
+            self._engine.soon(failed)

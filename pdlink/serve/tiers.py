@@ -127,7 +127,9 @@ class Tiered:
             if request.prompt is not None:
                 request.prompt.close(forget=forget)
 
-    def admitted(self, request_id: str, block_table: Sequence[int], num_cached_tokens: int) -> None:
+    def admitted(
+        self, request_id: str, block_table: Sequence[int], num_cached_tokens: int, external_tokens: int
+    ) -> None:
         request = self._requests.get(request_id)
         if request is None:
             self._port.admitted(request_id, block_table, num_cached_tokens)
@@ -135,11 +137,10 @@ class Tiered:
         if request.load is not None:  # into blocks that it has no more
             request.load.cancel()
         request.blocks, request.load, request.offered_s = block_table, None, None
-        external = self._engine().external_tokens(request_id)
-        if external == len(request.tokens):
+        if external_tokens == len(request.tokens):
             self._receive(request, num_cached_tokens)
         else:
-            self._compute(request, num_cached_tokens, waits=external > num_cached_tokens)
+            self._compute(request, num_cached_tokens, waits=external_tokens > num_cached_tokens)
 
     def _compute(self, request: _Request, cached: int, *, waits: bool) -> None:
         """What is not loaded is computed here. waits: whether the engine waits for a load, even of nothing."""
@@ -249,7 +250,7 @@ class Tiered:
 
     def _begin_pass(self, request: _Request, blocks: Sequence[int], end: int) -> None:
         if self._has(request, blocks):
-            self._engine().kv_loading(request.request_id, end)
+            self._engine().kv_coming(request.request_id, end)
 
     def _end_load(self, request: _Request, blocks: Sequence[int], end: int) -> None:
         if self._has(request, blocks):

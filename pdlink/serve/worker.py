@@ -207,7 +207,7 @@ class Worker:
                     request_id,
                     prompt,
                     replace(sampling, max_tokens=1) if is_prefill else sampling,
-                    external=leg.incoming.lookup(()) if isinstance(leg, DecodeLeg) else (),
+                    external_tokens=len(prompt) if isinstance(leg, DecodeLeg) else 0,
                     awaits_lookup=self.source is not None,
                     goes_on=is_prefill and sampling.max_tokens > 1,
                     num_answered=num_answered,

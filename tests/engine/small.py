@@ -14,14 +14,12 @@ from pdlink.engine.engine import Engine
 from pdlink.engine.models import LoadedModel, load_model
 from pdlink.engine.paged_cache import PagedCache
 from pdlink.engine.request import GenerationRequest, SamplingParams, TokenOutput
-from pdlink.kv.sources import TokenRange
 from pdlink.memory.blocks import BlockPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdlink.errors import PdlinkError
-    from pdlink.kv.sources import KVSource, Load
 
 BLOCK = 8
 NUM_LAYERS = 3
@@ -54,19 +52,6 @@ def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(torch.randint(32, 127, (length,), generator=generator).tolist())
 
 
-class _Nowhere:
-    """The source of KV that a test writes, or does not write, by itself: the engine asks no source."""
-
-    def lookup(self, keys: Sequence[bytes]) -> tuple[TokenRange, ...]:
-        raise AssertionError(keys)
-
-    def load(self, wanted: TokenRange, blocks: Sequence[int]) -> Load:
-        raise AssertionError(wanted, blocks)
-
-
-NOWHERE: KVSource = _Nowhere()
-
-
 @dataclass
 class Recorder:
     """EngineListener and KVListener that holds the engine to its promises and keeps what it said."""
@@ -74,6 +59,7 @@ class Recorder:
     pool: BlockPool
     tables: dict[str, tuple[int, ...]] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
+    external: dict[str, int] = field(default_factory=dict)
     prefilling_said: list[bool] = field(default_factory=list)
     layers: list[tuple[int, tuple[tuple[str, int, int], ...]]] = field(default_factory=list)
     outputs: dict[str, list[TokenOutput]] = field(default_factory=dict)
@@ -83,10 +69,12 @@ class Recorder:
     on_ended: Callable[[str], None] | None = None
     on_layer_needed: Callable[[str, int, float], bool] | None = None
 
-    def admitted(self, request_id: str, block_table: Sequence[int], num_cached_tokens: int) -> None:
+    def admitted(
+        self, request_id: str, block_table: Sequence[int], num_cached_tokens: int, external_tokens: int
+    ) -> None:
         assert request_id not in self.errors
         self.tables[request_id] = tuple(block_table)
-        self.cached[request_id] = num_cached_tokens
+        self.cached[request_id], self.external[request_id] = num_cached_tokens, external_tokens
         self.order.append(request_id)
 
     def prefilling(self, on: bool) -> None:
@@ -147,8 +135,7 @@ class Rig:
     ) -> None:
         """external: so many tokens of the prompt come from elsewhere."""
         params = SamplingParams(max_tokens=max_tokens, **sampling)
-        ranges = (TokenRange(0, external, NOWHERE),) if external else ()
-        request = GenerationRequest(request_id, tuple(prompt), params, external=ranges, salt=salt)
+        request = GenerationRequest(request_id, tuple(prompt), params, external_tokens=external, salt=salt)
         self.engine.submit(request)
 
     def run(self) -> None:

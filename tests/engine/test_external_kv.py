@@ -13,8 +13,7 @@ import torch
 from pdlink.engine import engine as engine_module
 from pdlink.engine.request import GenerationRequest, SamplingParams
 from pdlink.errors import EngineFailure, InvalidRequest, ProtocolError, TransferFailed
-from pdlink.kv.sources import TokenRange
-from tests.engine.small import BLOCK, NOWHERE, NUM_LAYERS, Rig, oracle, prompt_of, rig
+from tests.engine.small import BLOCK, NUM_LAYERS, Rig, oracle, prompt_of, rig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -217,27 +216,11 @@ def test_a_report_that_cannot_be_true_ends_the_request(
     assert worker.pool.num_held == 0
 
 
-@pytest.mark.parametrize(
-    ("ranges", "refused"),
-    [
-        ([(0, 8), (8, 20)], ""),
-        ([(0, 21)], ""),
-        ([(8, 20)], r"\[8, 20\) after 0 of 21"),
-        ([(0, 8), (9, 20)], r"\[9, 20\) after 8 of 21"),
-        ([(0, 8), (4, 20)], r"\[4, 20\) after 8 of 21"),
-        ([(0, 22)], r"\[0, 22\) after 0 of 21"),
-        ([(0, 0)], r"\[0, 0\) after 0 of 21"),
-    ],
-)
-def test_ranges_join_from_token_0_or_are_refused(ranges: list[tuple[int, int]], refused: str) -> None:
-    worker = rig()
-    external = tuple(TokenRange(begin, end, NOWHERE) for begin, end in ranges)
-    request = GenerationRequest("r", prompt_of(21), SamplingParams(max_tokens=2), external=external)
-    if not refused:
-        worker.engine.submit(request)
-        return
-    with pytest.raises(InvalidRequest, match=refused):
-        worker.engine.submit(request)
+@pytest.mark.parametrize("external", [-1, 22])
+def test_no_more_tokens_than_the_prompt_has_come_from_elsewhere(external: int) -> None:
+    request = GenerationRequest("r", prompt_of(21), SamplingParams(max_tokens=2), external_tokens=external)
+    with pytest.raises(InvalidRequest, match=f"external_tokens: got {external}; the prompt has 21 tokens"):
+        rig().engine.submit(request)
 
 
 @pytest.mark.parametrize("external", [1, BLOCK, 2 * BLOCK + 3, 42])
@@ -344,7 +327,7 @@ def test_a_pass_begins_before_the_last_layer_has_landed_and_gives_the_same_token
         return True
 
     worker.heard.on_layer_needed = layer_needed
-    worker.engine.kv_arriving("r", first)
+    worker.engine.kv_coming("r", length, first)
     worker.run()
     assert asked == list(LAYERS), "each layer once, in order"
     assert worker.heard.tokens("r") == [], "nothing is said before all KV is confirmed"
@@ -368,7 +351,7 @@ def test_a_pass_is_given_up_when_a_layer_does_not_come_in_time(missing: int) -> 
         return layer < missing
 
     worker.heard.on_layer_needed = layer_needed
-    worker.engine.kv_arriving("r", first)
+    worker.engine.kv_coming("r", 21, first)
     worker.run()
     assert asked == list(range(missing + 1)), "it is not tried again"
     assert (worker.engine.num_awaiting_kv, worker.heard.errors) == (1, {})
@@ -392,7 +375,7 @@ def test_all_waits_of_a_pass_together_are_bounded(monkeypatch: pytest.MonkeyPatc
         return True
 
     worker.heard.on_layer_needed = layer_needed
-    worker.engine.kv_arriving("r", first)
+    worker.engine.kv_coming("r", 9, first)
     worker.run()
     assert waits == pytest.approx([engine_module._EARLY_WAIT_S, engine_module._EARLY_WAIT_S / 4, 0], abs=1e-9)
 
@@ -404,7 +387,7 @@ def test_an_early_pass_does_not_count_when_kv_fails_after_it(recompute: bool) ->
     worker = rig()
     first = _arriving(rig(), worker, prompt)
     worker.heard.on_layer_needed = lambda *_: True  # and nothing has landed
-    worker.engine.kv_arriving("r", first)
+    worker.engine.kv_coming("r", 21, first)
     worker.run()
     worker.engine.kv_failed("r", recompute=recompute, error=TransferFailed("incomplete"))
     worker.run()
@@ -425,7 +408,7 @@ def test_an_early_pass_does_not_count_for_another_first_token() -> None:
         _fill_from(source, "r", worker, "r", 0, 21)
         if early:
             worker.heard.on_layer_needed = lambda *_: True
-            worker.engine.kv_arriving("r", first)
+            worker.engine.kv_coming("r", 21, first)
             worker.run()
         worker.engine.kv_arrived("r", 21, first - early)
         worker.run()
@@ -439,7 +422,7 @@ def test_nobody_waits_for_the_layers_of_somebody_else() -> None:
     source, worker = rig(), rig()
     first = _arriving(source, worker, prompt)
     worker.submit("runs", prompt_of(5), 6)
-    worker.engine.kv_arriving("r", first)
+    worker.engine.kv_coming("r", 21, first)
     for _ in range(5):
         worker.engine.step()  # would ask for a layer, which fails the test
     assert len(worker.heard.tokens("runs")) == 5
@@ -460,7 +443,7 @@ def test_no_pass_begins_early_where_the_first_token_ends_the_answer(max_tokens: 
     worker = rig()
     worker.submit("r", prompt_of(9), max_tokens, external=9, **options)
     worker.run()
-    worker.engine.kv_arriving("r", 65)
+    worker.engine.kv_coming("r", 9, 65)
     worker.run()  # would ask for a layer, which fails the test
     worker.engine.kv_arrived("r", 9, 65)
     worker.run()
@@ -471,10 +454,10 @@ def test_no_pass_begins_early_where_the_first_token_ends_the_answer(max_tokens: 
 def test_news_of_layers_that_cannot_be_used_is_ignored(external: int, first_token: int) -> None:
     worker = rig()
     worker.submit("r", prompt_of(9), 4, external=external)
-    worker.engine.kv_arriving("unknown", 65)
-    worker.engine.kv_arriving("r", first_token)
+    worker.engine.kv_coming("unknown", 9, 65)
+    worker.engine.kv_coming("r", 9, first_token)
     worker.run()
-    worker.engine.kv_arriving("r", first_token)
+    worker.engine.kv_coming("r", 9, first_token)
     worker.run()  # would ask for a layer, which fails the test
     assert (worker.engine.num_awaiting_kv, worker.heard.errors) == (1, {})
 
@@ -487,7 +470,7 @@ def test_a_failing_early_pass_ends_its_request(monkeypatch: pytest.MonkeyPatch) 
         raise RuntimeError("out of memory")
 
     worker.heard.on_layer_needed = out_of_memory
-    worker.engine.kv_arriving("r", first)
+    worker.engine.kv_coming("r", 9, first)
     worker.run()
     assert isinstance(worker.heard.errors["r"], EngineFailure)
     assert worker.pool.num_held == 0
@@ -523,7 +506,7 @@ def test_the_rest_is_computed_while_the_prefix_is_loaded(external: int, max_batc
     prompt = prompt_of(43)
     source, worker = rig(), rig(share_prefixes=True, max_batched_tokens=max_batched_tokens)
     landed = _loading(source, worker, prompt, external)
-    worker.engine.kv_loading("r", external)
+    worker.engine.kv_coming("r", external)
     worker.engine.step()
     assert landed == set(LAYERS)
     end = min(43, external + max_batched_tokens)
@@ -546,7 +529,7 @@ def test_nothing_is_told_of_a_pass_over_a_prefix_that_does_not_come(missing: int
     right = worker.heard.on_layer_needed
     assert right is not None
     worker.heard.on_layer_needed = lambda name, layer, timeout_s: layer < missing and right(name, layer, timeout_s)
-    worker.engine.kv_loading("r", 30)
+    worker.engine.kv_coming("r", 30)
     worker.run()
     assert landed == set(range(missing))
     assert (worker.heard.layers, worker.engine.num_awaiting_kv, worker.heard.errors) == ([], 1, {})
@@ -573,7 +556,7 @@ def test_what_a_pass_writes_is_told_by_layer_once_the_prefix_counts() -> None:
         return right(name, layer, timeout_s)
 
     worker.heard.on_layer_needed = layer_needed
-    worker.engine.kv_loading("r", 30)
+    worker.engine.kv_coming("r", 30)
     worker.engine.step()
     assert landed == set(LAYERS)
     assert told == [0, 0, 0, 0, 2, 2], "nothing before the last layer is here, then layer by layer"
@@ -583,7 +566,7 @@ def test_a_prefix_may_turn_out_shorter_before_its_pass_begins() -> None:
     prompt = prompt_of(43)
     source, worker = rig(), rig()
     _loading(source, worker, prompt, 30)
-    worker.engine.kv_loading("r", 9)
+    worker.engine.kv_coming("r", 9)
     worker.run()
     assert worker.heard.tokens("r") == oracle(prompt, 8)
     assert worker.heard.written("r") == [(layer, 9, 43) for layer in LAYERS]
@@ -594,7 +577,7 @@ def test_nobody_waits_for_a_prefix_of_somebody_else() -> None:
     source, worker = rig(), rig()
     landed = _loading(source, worker, prompt, 30)
     worker.submit("runs", prompt_of(5), 6)
-    worker.engine.kv_loading("r", 30)
+    worker.engine.kv_coming("r", 30)
     for _ in range(5):
         worker.engine.step()
     assert (len(worker.heard.tokens("runs")), landed) == (5, set())
@@ -648,9 +631,9 @@ def test_any_order_of_arrivals_failures_and_passes_gives_the_right_tokens(seed: 
             if rng.random() < 0.7:
                 worker.run()  # until the others have ended
             if external[name] == len(sizes[name][0]):
-                worker.engine.kv_arriving(name, firsts[name])
+                worker.engine.kv_coming(name, external[name], firsts[name])
             else:
-                worker.engine.kv_loading(name, external[name])
+                worker.engine.kv_coming(name, external[name])
         elif action < 0.75 and waits:
             upto = rng.choice([external[name], rng.randrange(landed[name], external[name] + 1)])
             start = max(landed[name], worker.heard.cached[name])

@@ -111,14 +111,8 @@ class Engine:
     def num_running(self) -> int:
         return sum(request.state == "running" for request in self.requests.values())
 
-    def kv_arriving(self, request_id: str, first_token: int) -> None:
-        self._posted.append(partial(self._on_kv_arriving, request_id, first_token))
-
-    def kv_arrived(self, request_id: str, _upto: int, first_token: int) -> None:
-        self._posted.append(partial(self._on_kv_arrived, request_id, first_token))
-
-    def kv_failed(self, request_id: str, *, recompute: bool, error: PdlinkError) -> None:
-        self._posted.append(partial(self._on_kv_failed, request_id, recompute, error))
+    def soon(self, call: Callable[[], None]) -> None:
+        self._posted.append(call)
 
     # -- the pass ----------------------------------------------------------------------------------------------------
 
@@ -213,12 +207,14 @@ class Engine:
         if token != first_token(request.number):
             raise Violation(f"{request.transfer_id}: first token {token} is another transfer's")
 
-    def _on_kv_arriving(self, request_id: str, token: int) -> None:
+    # -- what legs have called soon ----------------------------------------------------------------------------------
+
+    def kv_coming(self, request_id: str, _upto: int, token: int) -> None:
         request = self.requests.get(request_id)
         if request is not None and request.state == "awaiting_kv":
             self._check_token(request, token)
 
-    def _on_kv_arrived(self, request_id: str, token: int) -> None:
+    def kv_arrived(self, request_id: str, _upto: int, token: int) -> None:
         request = self.requests.get(request_id)
         if request is None or request.state != "awaiting_kv":
             return
@@ -226,7 +222,7 @@ class Engine:
         self.check(request, 0, request.num_tokens, "a delivered prompt")
         request.state = "running"
 
-    def _on_kv_failed(self, request_id: str, recompute: bool, error: PdlinkError) -> None:
+    def kv_failed(self, request_id: str, *, recompute: bool, error: PdlinkError) -> None:
         request = self.requests.get(request_id)
         if request is None or request.state not in ("awaiting_kv", "waiting"):
             return

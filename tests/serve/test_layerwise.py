@@ -79,7 +79,7 @@ def link() -> Iterator[Link]:
 
     decode.heard.on_layer_needed = layer_needed
     decode.engine.submit(
-        GenerationRequest("r", PROMPT, SamplingParams(max_tokens=MAX_TOKENS), external=leg.incoming.lookup(()))
+        GenerationRequest("r", PROMPT, SamplingParams(max_tokens=MAX_TOKENS), external_tokens=len(PROMPT))
     )
     decode.engine.step()
     for part in (part for layer in range(NUM_LAYERS) for part in decode.cache.views(layer)):
