@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from pdlink import __version__, logs
 from pdlink.commands import engine, runs
 from pdlink.commands.parser import Parser, add_log, add_log_behind, fill, no_command
-from pdlink.commands.words import DESCRIPTIONS, FLAGS, LABORATORY, SETTINGS_HELP
+from pdlink.commands.words import DESCRIPTIONS, FLAGS, LABORATORY, settings_help
 from pdlink.config.proxy import DialectName
 from pdlink.config.up import ENGINES
 from pdlink.errors import ConfigError, PdlinkError
@@ -88,7 +88,7 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
             name,
             help=text,
             description=DESCRIPTIONS[name if below is None else f"ray {name}"],
-            epilog=SETTINGS_HELP,
+            epilog=settings_help(name),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(run=run)

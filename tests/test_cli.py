@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,10 +18,12 @@ import pytest
 
 from pdlink import __version__, cli
 from pdlink.commands import runs
-from pdlink.config import WorkerConfig
+from pdlink.commands.words import settings_help
+from pdlink.config import ProxyConfig, StoreConfig, UpConfig, WorkerConfig, load, parse_assignments
+from pdlink.errors import ConfigError
 from pdlink.fleet.ports import free_ports
 from pdlink.serve import roles
-from pdlink.serve.process import Parent
+from pdlink.serve.process import Parent, bind
 
 
 def exits(words: list[str]) -> int:
@@ -216,3 +219,21 @@ def test_a_child_without_a_parent_tells_itself(capsys: pytest.CaptureFixture[str
     ours.close()
     assert not parent.failed("reason", 1)
     parent.close()
+
+
+@pytest.mark.parametrize("command", ["up", "prefill", "proxy", "store"])
+def test_the_settings_that_help_shows_are_settings_of_the_command(command: str) -> None:
+    kind: Any = {"up": UpConfig, "prefill": WorkerConfig, "proxy": ProxyConfig, "store": StoreConfig}[command]
+    shown = settings_help(command)
+    found = re.findall(r"--set (\S+=\S+)", shown)
+    assert len(found) == 2
+    load(
+        kind, environment={}, flags=parse_assignments(found) | ({"tiers.peer_port": 0} if command == "store" else {})
+    )
+    [(name, value)] = re.findall(r"\((PDLINK_\w+)=(\w+)\)", shown)
+    load(kind, environment={name: value})
+
+
+def test_an_address_of_another_host_is_not_blamed_on_the_port() -> None:
+    with pytest.raises(ConfigError, match="this host has no such address"):
+        bind("203.0.113.9", 0)

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-SETTINGS_HELP = """\
+_EXAMPLES: dict[str, tuple[str, str]] = {
+    "proxy": ("queue_size=64", "policy=cost"),
+    "store": ("tiers.max_local_cpu_size=16", "transport.kind=tcp"),
+    "up": ("prefill.cache.num_blocks=2048", "decode.transport.kind=tcp"),
+}
+
+
+def settings_help(command: str) -> str:
+    """What stands below the options of a command with settings; the examples are settings of that command."""
+    one, other = _EXAMPLES.get(command, ("cache.num_blocks=2048", "transport.kind=ucx"))
+    key, _, value = one.partition("=")
+    return f"""\
 settings come from the defaults, then --config FILE (YAML), then the environment
-(PDLINK_CACHE__NUM_BLOCKS=2048), then the flags here; --set reaches every setting:
-  --set cache.num_blocks=2048 --set transport.kind=ucx
+(PDLINK_{key.upper().replace(".", "__")}={value}), then the flags here; --set reaches every setting:
+  --set {one} --set {other}
 """
+
 
 FLAGS: dict[str, tuple[str, str]] = {
     "--listen": (

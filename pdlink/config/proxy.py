@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -35,6 +35,11 @@ class RateLimit(Section):
     """Requests."""
     tokens: int = Field(default=0, ge=0)
     """Tokens of prompts, and of answers as long as the request allows them."""
+
+
+def _url(text: str) -> str:
+    """As people type it: http:// may be left out."""
+    return text if "://" in text or not text else f"http://{text}"
 
 
 class ProxyConfig(Section):
@@ -194,6 +199,16 @@ class ProxyConfig(Section):
     def policy_of(self, leg: Literal["prefill", "decode"]) -> str:
         """The name of one leg's policy."""
         return self.policy if isinstance(self.policy, str) else self.policy.get(leg, DEFAULT_POLICIES[leg])
+
+    @field_validator("prefill", "decode", "both", mode="after")
+    @classmethod
+    def _with_scheme(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(_url(text) for text in value)
+
+    @field_validator("control", "kv_events", "data_parallel", "cells", mode="after")
+    @classmethod
+    def _keys_with_scheme(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return {_url(text): found for text, found in value.items()}
 
     @field_validator("control", "kv_events", mode="before")
     @classmethod

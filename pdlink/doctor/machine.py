@@ -41,7 +41,7 @@ def read_settings(path: str) -> Settings:
         document = None  # `load` says why
     keys = set(document) if isinstance(document, dict) else set()
     # The proxy and `up` both have `prefill`: a list of URLs, or the settings of workers.
-    lists = isinstance(document, dict) and isinstance(document.get("prefill"), list)
+    lists = isinstance(document, dict) and any(isinstance(document.get(key), list) for key in ("prefill", "decode"))
 
     def fits(kind: type[WorkerConfig] | type[ProxyConfig] | type[StoreConfig] | type[UpConfig]) -> tuple[int, bool]:
         return len(keys & set(kind.model_fields)), (kind is ProxyConfig) == lists

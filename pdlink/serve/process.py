@@ -9,6 +9,7 @@ warning of several children once.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import resource
@@ -130,7 +131,10 @@ def bind(host: str, port: int, setting: str = "listen", *, shared: bool = False)
     except (OSError, OverflowError) as error:
         bound.close()
         reason = error.strerror if isinstance(error, OSError) else "ports end at 65535"
-        raise ConfigError(f"{setting}: cannot bind {host}:{port}: {reason}; port 0 takes a free port") from None
+        remedy = "port 0 takes a free port"
+        if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
+            remedy = "this host has no such address; take one of its own, or 0.0.0.0 for all"
+        raise ConfigError(f"{setting}: cannot bind {host}:{port}: {reason}; {remedy}") from None
     return bound
 
 

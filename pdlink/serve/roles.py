@@ -224,12 +224,12 @@ def run_proxy(
         log.warning("listen %s without api_keys: the proxy is open to anybody who reaches it", config.listen)
 
     def ready(url: str) -> dict[str, Any]:
-        workers = f"{len(config.prefill)} prefill and {len(config.decode)} decode workers"
+        workers = f"{len(config.prefill)} prefill and {len(config.decode)} decode workers, none of them asked yet"
         if config.workers_file is not None:
             workers = f"the workers of {config.workers_file}"
         elif config.discover:
             workers = f"the workers of {', '.join(config.discover)}"
-        return {"name": "proxy", "url": url, "line": f"proxy ready on {url} before {workers}"}
+        return {"name": "proxy", "url": url, "line": f"proxy ready on {url} in front of {workers}"}
 
     router = app[ROUTER]
 
