@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "peers": BASE
     | {"kv", "memory", "transport", "protocol", "node", "store"}
     | {"endpoint.channel", "endpoint.inflow", "endpoint.work"},  # sockets and their thread; no endpoint
-    "observe": BASE | {"kv.hashing", "protocol"},
+    "observe": BASE | {"api", "kv.hashing", "protocol"},
     "serve": BASE
     | {"api", "kv", "memory", "cuda", "transport", "protocol", "node", "engine", "store", "peers", "observe"}
     | {"endpoint.token", "pdlink_proxy"},

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pdlink.api.bounds import Count  # noqa: TC001  (msgspec reads the annotation at run time)
+from pdlink.api.fields import Count  # noqa: TC001  (msgspec reads the annotation at run time)
 
 if TYPE_CHECKING:
     from pdlink.api.presence import Load
@@ -75,17 +75,7 @@ class Health(msgspec.Struct, frozen=True):
 
     def with_load(self, load: Load) -> Health:
         """The same with what a beat says of its load."""
-        return msgspec.structs.replace(
-            self,
-            running=load.running,
-            waiting=load.waiting,
-            load_tokens=load.load_tokens,
-            free_blocks=load.free_blocks,
-            queue_tokens=load.queue_tokens,
-            kv_used_tokens=load.kv_used_tokens,
-            prefill_s=load.prefill_s,
-            decode_s=load.decode_s,
-        )
+        return msgspec.structs.replace(self, **msgspec.structs.asdict(load))
 
     def serves(self, model: str | None) -> bool:
         """Whether it serves this model; None is any model."""

@@ -1,20 +1,17 @@
-"""Requests and errors as OpenAI's clients write and read them.
+"""Requests as OpenAI's clients write them, with those of Anthropic's and SGLang's interfaces that are routed alike.
 
-Only the top level of a client's JSON is parsed (msgspec: 1.1 us for 88 bytes and 37 us for 4096 token ids; json: 24
-and 734 us; measured on 2 cores). Unknown fields pass through unchanged to the engine.
+`Said` has the fields that proxy and workers both read. The proxy reads no others; they pass through unchanged to the
+engine. msgspec takes 1.1 us for 88 bytes and 37 us for 4096 token ids; json 24 and 734 us (on 2 cores).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 from xxhash import xxh3_128
 
-from pdlink import errors
-from pdlink.api.bounds import Count, OutOfRange, Priority, Seed, Tokens, check_numbers, check_sampling
-from pdlink.api.sse import DONE, fails
-from pdlink.errors import InvalidRequest, PdlinkError
+from pdlink.api.fields import BadField, Int32, Int64, NumAnswers, Tokens, decoded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,10 +45,6 @@ _TOKEN_OF_EMBEDS_NBYTES = 4096 * 2 * 4 // 3
 
 # What stands before the input in the prompt.
 _FIRST_FIELDS = {RESPONSES: "instructions", MESSAGES: "system"}
-LIMITS = {COMPLETIONS: ("max_tokens",), CHAT: ("max_completion_tokens", "max_tokens")} | {
-    RESPONSES: ("max_output_tokens",),
-    MESSAGES: ("max_tokens",),
-}
 
 LAST_EVENTS = {
     RESPONSES: (b"response.completed", b"response.incomplete", b"response.failed", b"error"),
@@ -60,43 +53,40 @@ LAST_EVENTS = {
 """Names of the events of which one ends a stream; streams of the other routes end with [DONE]."""
 
 KV_PARAMS = "kv_transfer_params"
-_MAX_MESSAGE_CHARS = 2000
 _SMALL_NBYTES = 8192
-"""Of a body: a copy of it is quicker than a view."""
+"""Of a body: a copy of it is quicker than a view, and so is reading all of it twice than its small fields apart."""
 
 
-# A decoder is made once: each call of `msgspec.json.decode` with such a type works it out anew.
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_VALUES: dict[type, msgspec.json.Decoder[Any]] = {
-    str: msgspec.json.Decoder(str | None),
-    bool: msgspec.json.Decoder(bool | None),
-    int: msgspec.json.Decoder(int | None),
-}
-
-
-class Said(msgspec.Struct, gc=False):
-    """Small fields that placement reads, of a request in which all of them are of their types."""
+class Said(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """Fields of a request that both proxy and workers read. Null is as if a field were left out."""
 
     model: str | None = None
     stream: bool | None = None
-    seed: Seed | None = None
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
+    """Of CHAT, before `max_tokens`."""
     max_output_tokens: Tokens | None = None
-    cache_salt: str | None = None
+    """Of RESPONSES."""
+    seed: Int64 | None = None
+    n: NumAnswers | None = None
+    priority: Int32 | None = None
+    """Lower is more urgent."""
+    cache_salt: str | list[str] | None = None
+    """Requests with different ones share no KV. A list of SGLang's, for a batch, is the engine's to judge."""
     user: str | None = None
-    priority: Priority | None = None
 
 
-_SAID = msgspec.json.Decoder(Said)
+_SAID = frozenset(Said.__struct_fields__)
 
 
-class BadField(InvalidRequest):
-    """An invalid request body, or one invalid field of it."""
+class Sampling(msgspec.Struct):
+    """`sampling_params` of a request to `GENERATE`."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
+    max_new_tokens: Tokens | None = None
+    n: NumAnswers | None = None
+
+
+_ANY_SAMPLING = Sampling | list[Sampling] | None
 
 
 class Call(msgspec.Struct, frozen=True, eq=False):
@@ -111,8 +101,8 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     """The client's top level without `kv_transfer_params`, with which a client could name any address."""
     body: bytes
     """`fields` as one JSON object."""
-    said: Said | None = None
-    """None where a field is of another type or has been changed, and of long bodies: then `fields` are read."""
+    said: Said
+    """As the client wrote it, also where `fields` are extended."""
 
     @property
     def prompt(self) -> bytes:
@@ -132,6 +122,16 @@ class Call(msgspec.Struct, frozen=True, eq=False):
         return bytes(first) + found
 
     @property
+    def max_tokens(self) -> int | None:
+        """Of its answer, at most; None if it does not say."""
+        said = self.said
+        if self.path == COMPLETIONS or self.path == MESSAGES:
+            return said.max_tokens
+        if self.path == CHAT:
+            return said.max_completion_tokens or said.max_tokens
+        return said.max_output_tokens if self.path == RESPONSES else sampling_of(self).max_new_tokens
+
+    @property
     def has_embeds(self) -> bool:
         """Whether a prompt, all or some of it, is given as embeddings in a field of their own."""
         return self.path == COMPLETIONS and not _is_null(self.fields.get(EMBEDS))
@@ -144,19 +144,15 @@ class Call(msgspec.Struct, frozen=True, eq=False):
         else:
             body = b"".join((self.body[:-1], b",", msgspec.json.encode(more)[1:]))
         seed = self.seed if seed is None else seed
-        return msgspec.structs.replace(self, fields=fields, body=body, seed=seed, said=None)
+        return msgspec.structs.replace(self, fields=fields, body=body, seed=seed)
 
     def with_params(self, params: object) -> bytes:
         """The body with `kv_transfer_params`."""
-        return self.with_json(msgspec.json.encode(params))
-
-    def with_json(self, params: bytes) -> bytes:
-        """The same; params: in JSON."""
         # The body always has a field (model), so replace its closing brace by a comma. Encoding the client's fields
         # once, not for each leg, matters for long prompts.
         body = self.body
         begin = body[:-1] if len(body) < _SMALL_NBYTES else memoryview(body)[:-1]
-        return b"".join((begin, b',"kv_transfer_params":', params, b"}"))
+        return b"".join((begin, b',"kv_transfer_params":', msgspec.json.encode(params), b"}"))
 
 
 def has_several(prompt: bytes) -> bool:
@@ -167,29 +163,16 @@ def has_several(prompt: bytes) -> bool:
 def parse(path: str, data: bytes, model: str | None = None) -> Call:
     """Raises BadField unless it is a JSON object with the fields that every request needs. model: of a request to
     `GENERATE` that names none."""
-    try:
-        fields = _FIELDS.decode(data)
-    except msgspec.ValidationError:
-        raise BadField("the body must be a JSON object") from None
-    except (ValueError, RecursionError) as error:
-        raise BadField(f"the body is not valid JSON: {error}") from None
-    said: Said | None = None
-    if len(data) < _SMALL_NBYTES:  # a second look at a long prompt takes longer than a look for each field
-        try:
-            said = _SAID.decode(data)
-        except (ValueError, RecursionError):
-            said = None
-    try:
-        if said is None or "n" in fields:
-            check_numbers(fields)
-        if path == GENERATE:
-            check_sampling(fields.get("sampling_params"))
-    except OutOfRange as error:
-        raise BadField(str(error), error.param) from None
-    named = _field(fields, "model", str, "a string") if said is None else said.model
-    model = named or (model if path == GENERATE else None)
+    fields: dict[str, msgspec.Raw] = decoded(data, dict[str, msgspec.Raw])
+    said = said_in(data, fields)
+    if path == GENERATE:
+        if (raw := fields.get("sampling_params")) is not None:
+            decoded(raw, _ANY_SAMPLING, "sampling_params", strict=False)
+        model = said.model or model
+    else:
+        model = said.model
     if model is None:
-        raise BadField("field 'model' is required", "model")
+        raise BadField("model: missing; expected the name of a model that GET /v1/models lists", "model")
     known = _INPUT_FIELDS[path]
     number, plain = 0, _PLAIN.get(path)
     if plain is not None and (raw := fields.get(plain)) is not None and memoryview(raw)[0] in known[plain][0]:
@@ -200,18 +183,23 @@ def parse(path: str, data: bytes, model: str | None = None) -> Call:
             continue
         number += 1
         if number == 1 and memoryview(raw)[0] not in known[name][0]:  # no copy of a long prompt
-            raise BadField(f"field {name!r} must be {known[name][1]}", name)
+            raise BadField(f"{name}: expected {known[name][1]}", name)
     if not number and path == COMPLETIONS and not _is_null(fields.get(EMBEDS)):
         number = 1
     if number != 1:
-        names = " or ".join(map(repr, known))
-        raise BadField(f"field {names} is required", next(iter(known)))
+        names = " or ".join(known)
+        raise BadField(f"{names}: got {number} of these fields, expected one", next(iter(known)))
     fields.pop(KV_PARAMS, None)
-    if said is not None:
-        return Call(path, model, said.stream or False, said.seed, fields, msgspec.json.encode(fields), said)
-    streaming = ("stream" in fields and _field(fields, "stream", bool, "a boolean")) or False
-    seed = _field(fields, "seed", int, "an integer") if "seed" in fields else None
-    return Call(path, model, streaming, seed, fields, msgspec.json.encode(fields))
+    return Call(path, model, said.stream or False, said.seed, fields, msgspec.json.encode(fields), said)
+
+
+def said_in(data: bytes, fields: Mapping[str, msgspec.Raw]) -> Said:
+    """The small fields of a body, which has these fields. Numbers in quotes are taken as vLLM takes them. Raises
+    BadField."""
+    if len(data) >= _SMALL_NBYTES:
+        data = msgspec.json.encode({name: raw for name, raw in fields.items() if name in _SAID})
+    said: Said = decoded(data, Said, strict=False)
+    return said
 
 
 def _is_null(raw: msgspec.Raw | None) -> bool:
@@ -229,164 +217,8 @@ def _stand_in(raws: list[msgspec.Raw]) -> bytes:
     return word * -(-num_tokens * BYTES_PER_TOKEN // len(word))
 
 
-class Sampling(msgspec.Struct):
-    """Of a request to `GENERATE`."""
-
-    max_new_tokens: int | None = None
-    n: int | None = None
-
-
 def sampling_of(call: Call) -> Sampling:
-    """Empty for what the worker will refuse, and for a list of them."""
-    try:
-        return msgspec.json.decode(call.fields.get("sampling_params", b"{}"), type=Sampling)
-    except (ValueError, RecursionError):
-        return Sampling()
-
-
-def told(call: Call, name: str, kind: type[_T]) -> _T | None:
-    """The value of a field, whose other types are the worker's to judge."""
-    if name not in call.fields:
-        return None
-    try:
-        return _field(call.fields, name, kind, "")
-    except BadField:
-        return None
-
-
-def error_body(message: str, *, kind: str, code: str, param: str | None = None) -> bytes:
-    """An OpenAI error object; cuts the message, which may quote a long request."""
-    message = message[:_MAX_MESSAGE_CHARS]
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
-
-
-class Error(msgspec.Struct):
-    """What a worker said; empty where it said it otherwise."""
-
-    message: str = ""
-    type: str | None = None
-    param: str | None = None
-    code: str | int | None = None
-
-
-class _ErrorDocument(msgspec.Struct):
-    error: Error
-
-
-_CODES = frozenset(
-    found.code for found in vars(errors).values() if isinstance(found, type) and issubclass(found, PdlinkError)
-)
-_MAX_EXCERPT_NBYTES = 300
-
-
-def error_code(body: bytes) -> str:
-    """The known code in a worker's error document, or `internal_error` for anything else."""
-    code = error_of(body).code
-    return code if isinstance(code, str) and code in _CODES else PdlinkError.code
-
-
-def error_of(body: bytes) -> Error:
-    """The error in a document."""
-    try:
-        return msgspec.json.decode(body, type=_ErrorDocument).error
-    except (ValueError, RecursionError):
-        return Error()
-
-
-def message_of(body: bytes) -> str:
-    """The message of an error document."""
-    return error_of(body).message
-
-
-def rejection(status: int, body: bytes) -> bytes:
-    """The client's error after a worker rejected its request: the worker's message, if it sent an error document."""
-    sent = error_of(body)
-    message = sent.message[:_MAX_MESSAGE_CHARS] or f"the request was rejected with status {status}"
-    kind = sent.type or "invalid_request_error"
-    code = sent.code if sent.code is not None else InvalidRequest.code
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": sent.param, "code": code}})
-
-
-def is_rejection(document: bytes) -> bool:
-    """Whether an error in a stream has a 4xx code, as vLLM's do: the request is at fault."""
-    code = error_of(document).code
-    return isinstance(code, int) and 400 <= code < 500
-
-
-class _Answer(msgspec.Struct):
-    choices: list[msgspec.Raw] | None = None
-    output: list[msgspec.Raw] | None = None
-    """Of `RESPONSES`."""
-    content: list[msgspec.Raw] | None = None
-    """Of `MESSAGES`."""
-    meta_info: dict[str, msgspec.Raw] | None = None
-    """Of `GENERATE`; a batch is answered with a list of such objects."""
-    usage: msgspec.Raw = msgspec.Raw()
-
-
-class Usage(msgspec.Struct, frozen=True, gc=False):
-    """Tokens that an answer says it took; 0 where it does not."""
-
-    prompt_tokens: Count = 0
-    completion_tokens: Count = 0
-
-
-_NOTHING = (None,) * 3
-_ANSWER = msgspec.json.Decoder(_Answer | list[_Answer])
-_USAGE, _NO_USAGE = msgspec.json.Decoder(Usage), Usage()
-
-
-def problem_of_answer(content_type: str, body: bytes) -> str:
-    """Why an answer with status 200 is invalid; empty if it is valid."""
-    found = read_answer(content_type, body)
-    return found if isinstance(found, str) else ""
-
-
-def read_answer(content_type: str, body: bytes) -> Usage | str:
-    """What an answer with status 200 took, or why it is invalid."""
-    if content_type != "application/json":
-        return "the answer's type is not application/json"
-    try:
-        found = _ANSWER.decode(body)
-    except (ValueError, RecursionError):
-        found = []
-    if not isinstance(found, _Answer):
-        well = bool(found) and all(each.meta_info is not None for each in found)
-    elif found.choices is None:
-        well = (found.output, found.content, found.meta_info) != _NOTHING
-    elif b'"error"' in body and fails(body):
-        return "the answer ended with finish_reason error"
-    else:
-        try:
-            return _USAGE.decode(found.usage) if found.usage else _NO_USAGE
-        except (ValueError, RecursionError):
-            return _NO_USAGE
-    return _NO_USAGE if well else "the answer is not a JSON object with choices"
-
-
-def excerpt(body: bytes) -> str:
-    """The beginning of a worker's bytes for the log: printable, in one line."""
-    return ascii(body[:_MAX_EXCERPT_NBYTES].decode(errors="replace"))
-
-
-def stream_error(message: str, *, code: str, named: bool = False) -> bytes:
-    """The event that ends a broken stream; without it a client takes half an answer for complete. named: of a route
-    whose events have names (`LAST_EVENTS`)."""
-    if named:
-        error = {"type": "api_error", "message": message[:_MAX_MESSAGE_CHARS], "code": code}
-        return b"event: error\ndata: " + msgspec.json.encode({"type": "error", "error": error}) + b"\n\n"
-    return b"data: " + error_body(message, kind="stream_error", code=code) + b"\n\n" + DONE
-
-
-_T = TypeVar("_T")
-
-
-def _field(fields: Mapping[str, msgspec.Raw], name: str, kind: type[_T], wanted: str) -> _T | None:
-    """The value of one small field; None if it is absent or null."""
-    raw = fields.get(name)
-    if raw is None:
-        return None
-    try:
-        return _VALUES[kind].decode(raw)  # type: ignore[no-any-return]
-    except (ValueError, RecursionError):
-        raise BadField(f"field {name!r} must be {wanted}", name) from None
+    """Of a request to `GENERATE`; empty for a list of them."""
+    raw = call.fields.get("sampling_params")
+    found = decoded(raw, _ANY_SAMPLING, strict=False) if raw is not None else None
+    return found if isinstance(found, Sampling) else Sampling()

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import msgspec
 
+from pdlink.api.fields import Count, Elapsed  # noqa: TC001  (msgspec reads annotations at run time)
 from pdlink.errors import ProtocolError
 
 VERSION = 1
@@ -19,11 +20,6 @@ MAX_NBYTES = 64 * 1024
 MISSED_BEATS = 3
 """Without a beat for so many intervals, a worker is silent."""
 SHORTEST_BEAT_S, LONGEST_BEAT_S = 0.05, 60.0
-
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-Elapsed = Annotated[float, msgspec.Meta(ge=0, le=1e10)]
-"""Seconds since something; 300 years at most."""
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):

@@ -9,8 +9,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pdlink.errors import InvalidApiKey
+
+if TYPE_CHECKING:
+    from pdlink.api.legs import PrefillAddress
 
 HEADER = "X-Pdlink-Route"
 """Of a leg's request: LEG,ID,PEER,EXPIRES,SIGNATURE."""
@@ -47,6 +51,6 @@ def read_token(secret: bytes, text: str, now: float) -> RouteToken:
     return RouteToken(leg, transfer_id, peer, int(expires))
 
 
-def peer_of(name: str, control: str) -> str:
-    """Stands for a worker's name and control address."""
-    return hashlib.sha256(f"{name}\n{control}".encode()).hexdigest()
+def peer_of(address: PrefillAddress) -> str:
+    """Stands for a worker's name and control addresses."""
+    return hashlib.sha256(f"{address.name}\n{','.join(address.addresses)}".encode()).hexdigest()

@@ -91,8 +91,6 @@ class ProxyConfig(Section):
     """Written out, it lets a proxy without keys take workers of other hosts that register."""
     cells: dict[str, str] = {}
     """By base URL of a worker, the name of its cell (a rack, an RDMA network): KV moves within one only."""
-    decode_ranks: int | None = Field(default=None, ge=1)
-    """Dialect vllm: tensor parallel ranks of a decode server, where they are not as many as a prefill server's."""
     control: dict[str, tuple[str, ...]] = {}
     """Dialect vllm: by base URL of a prefill worker, the address its connector listens on, or a list with one for
     each tensor parallel rank: "tcp://10.0.0.1:8101", or "tcp://10.0.0.1:8101-8104" for several ports; with
@@ -244,7 +242,7 @@ class ProxyConfig(Section):
             no_use(
                 self,
                 "",
-                ("control", "decode_ranks", "data_parallel"),
+                ("control", "data_parallel"),
                 f"is for dialect: vllm, and dialect is {self.dialect}",
             )
         if self.dialect == "vllm":

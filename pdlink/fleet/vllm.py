@@ -94,12 +94,10 @@ def _transfer_config(config: VllmConfig, role: str, label: str, control_port: in
 
 def proxy_settings(config: VllmConfig, plans: Sequence[ServerPlan]) -> dict[str, Any]:
     several = config.prefill_engines > 1 and config.connector == "pdlink"
-    unequal = config.prefill_ranks != config.decode_ranks and config.connector == "pdlink"
     return {
         "dialect": CONNECTORS[config.connector][1],
         "prefill": [plan.url for plan in plans if plan.role == "prefill"],
         "decode": [plan.url for plan in plans if plan.role == "decode"],
         "control": {plan.url: list(plan.control) for plan in plans if plan.control},
         "data_parallel": {plan.url: config.prefill_engines for plan in plans if plan.control and several},
-        "decode_ranks": config.decode_ranks if unequal else None,
     }

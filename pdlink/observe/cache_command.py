@@ -14,6 +14,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
+from pdlink.api.legs import KEY_HEADER
 from pdlink.config import read_key
 from pdlink.errors import ConfigError
 from pdlink.observe.fetch import CannotFetch, ask, base_url
@@ -250,7 +251,7 @@ def _fetch(args: argparse.Namespace, path: str, body: bytes | None = None) -> by
     """Raises CannotFetch, or ConfigError where the worker takes the question for wrong."""
     url = base_url(args.url)
     key = read_key(args.key_file) or ""
-    status, text = ask(url, path, {"X-Pdlink-Key": key}, body, timeout_s=_TIMEOUT_S)
+    status, text = ask(url, path, {KEY_HEADER: key}, body, timeout_s=_TIMEOUT_S)
     if not 200 <= status < 300:
         raise _refusal(url, status, text, with_key=bool(key))
     return text

@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from pdlink.api.legs import KEY_HEADER
 from pdlink.errors import ConfigError, RemoteError
 from pdlink.observe.trace import TRACE_HEADER
 
@@ -35,7 +36,7 @@ def fetch_timeline(url: str, output: str, *, request: str | None = None, key: st
     """
     url = base_url(url)
     path = "/pdlink/timeline" + ("" if request is None else f"?request={urllib.parse.quote(request, safe='')}")
-    keys = {} if key is None else {"X-Pdlink-Key": key, "Authorization": f"Bearer {key}"}
+    keys = {} if key is None else {KEY_HEADER: key, "Authorization": f"Bearer {key}"}
     found = fetch(url, path, keys)
     words = found.headers.get(TRACE_HEADER)
     if found.status != 200:

@@ -15,6 +15,9 @@ import msgspec
 from aiohttp import web
 
 from pdlink.api import kv_path
+from pdlink.api.errors import stream_error
+from pdlink.api.legs import MAX_ID_CHARS, AnyParams, DecodeParams
+from pdlink.api.openai import CHAT, COMPLETIONS
 from pdlink.api.route_token import HEADER, RouteToken, peer_of
 from pdlink.errors import DeadlineExceeded, InvalidApiKey, InvalidRequest, PdlinkError
 from pdlink.events import listen
@@ -28,14 +31,11 @@ from pdlink.serve import health
 from pdlink.serve.cache_routes import CacheDesk, Prompts, add_cache_routes
 from pdlink.serve.http import ROUTE, callers_with, errors_as_json, json_response, metrics_response
 from pdlink.serve.openai import (
-    MAX_TRANSFER_ID_CHARS,
     Answer,
     ChatRequest,
     CompletionRequest,
     Generation,
-    TransferParams,
     check_model,
-    error_body,
     parse,
     tokenized_as,
 )
@@ -132,8 +132,8 @@ def build_app(
 
     async def stop_transfer(request: web.Request) -> web.Response:
         transfer_id = request.match_info["transfer_id"]
-        if len(transfer_id) > MAX_TRANSFER_ID_CHARS:
-            raise InvalidRequest(f"transfer id: got {len(transfer_id)} characters, at most {MAX_TRANSFER_ID_CHARS}")
+        if len(transfer_id) > MAX_ID_CHARS:
+            raise InvalidRequest(f"transfer id: got {len(transfer_id)} characters; expected 1 to {MAX_ID_CHARS}")
         body = await _body(request, _MAX_STOP_NBYTES)
         try:
             fields = msgspec.json.decode(body, type=dict[str, str])
@@ -167,8 +167,8 @@ def build_app(
         if spans is not None:
             await asyncio.to_thread(spans.close)
 
-    app.router.add_post("/v1/completions", completions)
-    app.router.add_post("/v1/chat/completions", chat)
+    app.router.add_post(COMPLETIONS, completions)
+    app.router.add_post(CHAT, chat)
     app.router.add_post("/tokenize", tokenize)
     app.router.add_get("/v1/models", models)
     app.router.add_get("/v1/models/{id:.+}", model)
@@ -267,18 +267,15 @@ async def _generate(
         worker.abort(stream)
         if response is None:
             raise
-        body = error_body(error)
-        body["error"]["type"] = "stream_error"
-        await response.write(b"data: " + msgspec.json.encode(body) + b"\n\ndata: [DONE]\n\n")
+        await response.write(stream_error(str(error), code=error.code))
         return response
 
 
-def _check_route(allowed: RouteToken, params: TransferParams | None) -> None:
+def _check_route(allowed: RouteToken, params: AnyParams | None) -> None:
     """Raises InvalidApiKey for a leg other than the one that a router decided on."""
     asked = RouteToken("decode", allowed.transfer_id, "", allowed.expires)
     if params is not None:
-        source = params.prefill
-        peer = peer_of(source.name, source.control) if source is not None else ""
+        peer = peer_of(params.prefill) if isinstance(params, DecodeParams) else ""
         asked = RouteToken(params.leg, params.transfer_id, peer, allowed.expires)
     if asked != allowed:
         raise InvalidApiKey(f"{HEADER}: is about another leg than kv_transfer_params; send them as /route told them")

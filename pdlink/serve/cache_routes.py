@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from pdlink.api.fields import decoded
 from pdlink.errors import InvalidRequest, Overloaded
 from pdlink.serve.http import json_response
-from pdlink.serve.openai import ChatRequest, CompletionRequest, decoded
+from pdlink.serve.openai import ChatRequest, CompletionRequest
 from pdlink.store.store import Store
 
 if TYPE_CHECKING:

@@ -10,8 +10,10 @@ import msgspec
 from aiohttp import web
 
 from pdlink.api import route_token
+from pdlink.api.errors import refusal_of, refused
+from pdlink.api.legs import KEY_HEADER
+from pdlink.api.openai import CHAT, COMPLETIONS
 from pdlink.errors import InvalidApiKey, PdlinkError
-from pdlink.serve.openai import error_body
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -20,11 +22,9 @@ if TYPE_CHECKING:
 
     from pdlink.observe.series import Registry
 
-KEY_HEADER = "X-Pdlink-Key"
-"""Carries the secret shared by proxy and workers; Authorization is the client's and passes through."""
 ROUTE = web.RequestKey("route", route_token.RouteToken)
 """What a caller without the key may do: the handler compares its request with it."""
-GENERATING = frozenset({("POST", "/v1/completions"), ("POST", "/v1/chat/completions")})
+GENERATING = frozenset({("POST", COMPLETIONS), ("POST", CHAT)})
 _OWN_KEYS = ("POST", "/role")
 """Asks for a key of operators instead."""
 _OPEN_TO_ALL = frozenset({("GET", path) for path in ("/health", "/livez", "/readyz", "/metrics")})
@@ -38,13 +38,11 @@ async def errors_as_json(
     try:
         return await handler(request)
     except PdlinkError as error:
-        headers = {"Retry-After": "1"} if error.http_status == 503 else {}
-        return json_response(error_body(error), status=error.http_status, headers=headers)
+        return refusal_of(error)
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        body = {"message": error.reason, "type": "invalid_request_error", "param": None, "code": str(error.status)}
-        return json_response({"error": body}, status=error.status)
+        return refused(error.status, error.reason, str(error.status))
 
 
 def callers_with(http_key: str, route_key: str | None = None) -> Middleware:

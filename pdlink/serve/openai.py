@@ -1,4 +1,4 @@
-"""The OpenAI requests and answers of a worker: parse, check, write.
+"""The requests that the built-in engine serves, and its answers: `Said` of the proxy with what the engine reads more.
 
 msgspec parses requests because it stops at the first error, in C. A library that collects all errors took 170 s for
 16 MB of a mixed list, with the GIL held.
@@ -6,54 +6,33 @@ msgspec parses requests because it stops at the first error, in C. A library tha
 
 from __future__ import annotations
 
-import contextlib
-import re
 import secrets
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta, Struct
 
+from pdlink.api.fields import BadField, Int32, SomeTokens, decoded, decoder
+from pdlink.api.legs import AnyParams  # noqa: TC001  (msgspec reads the annotation at run time)
+from pdlink.api.openai import Said
+from pdlink.api.sse import DONE
 from pdlink.engine.request import SamplingParams
-from pdlink.errors import CapacityExceeded, InvalidRequest, UnknownModel
+from pdlink.errors import CapacityExceeded, UnknownModel
 from pdlink.serve.unserved import check_unserved
 from pdlink.store.turns import DEFAULT_PRIORITY, MAX_PRIORITY, MAX_PRIORITY_S, MIN_PRIORITY, Retention
 
 if TYPE_CHECKING:
     from pdlink.engine.models import LoadedModel
     from pdlink.engine.request import TokenOutput
-    from pdlink.errors import PdlinkError
 
 DEFAULT_COMPLETION_TOKENS = 16
 """`max_tokens` of /v1/completions when the client gives none, as OpenAI documents it."""
 DEFAULT_CHAT_TOKENS = 256
 """The same for chat, where OpenAI has no default: a worker reserves all blocks up front, so it needs a limit."""
 
-MAX_STOPS = 4
+_MAX_STOPS = 4
 """Stop strings of a request, OpenAI's limit: each costs a search at every token."""
-MAX_STOP_TOKEN_IDS = 1024
-MAX_MESSAGE_CHARS = 2000
-MAX_TRANSFER_ID_CHARS = 128
-
-
-_Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-_Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
-
-
-class PrefillAddress(Struct, frozen=True):
-    name: str
-    control: str
-
-
-class TransferParams(Struct, frozen=True, kw_only=True):
-    """`kv_transfer_params`, written by the proxy for one leg of one attempt."""
-
-    transfer_id: Annotated[str, Meta(min_length=1, max_length=MAX_TRANSFER_ID_CHARS)]
-    leg: Literal["prefill", "decode"]
-    seed: _Int64
-    created: _Int64
-    prefill: PrefillAddress | None = None
-    """The source of the KV; on the decode leg."""
+_MAX_STOP_TOKEN_IDS = 1024
 
 
 class KVRetention(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -67,9 +46,6 @@ class KVRetention(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """How long it is found."""
 
 
-_NumTokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-
-
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """`stream_options`."""
 
@@ -79,29 +55,26 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """Padding that this worker never adds."""
 
 
-class _Generation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Generation(Said, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is served. Other fields are refused unless they say what changes nothing (`unserved.py`)."""
 
+    unserved: ClassVar[tuple[str, ...]] = ("n", "max_output_tokens")
+    """Fields of `Said` that the engine does not do."""
+    is_chat: ClassVar[bool] = False
     model: str
-    max_tokens: _NumTokens | None = None
+    max_tokens: SomeTokens | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = 1.0
-    seed: _Int64 | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[_Int32] | None = None
+    stop: str | Annotated[list[str], Meta(max_length=_MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[Int32], Meta(max_length=_MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = False
-    stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: _Int32 | None = 1
-    logprobs: bool | _Int32 | None = None
-    cache_salt: str | None = ""
-    priority: _Int32 | None = 0
-    """Lower is more urgent."""
+    cache_salt: str | None = None
     kv_retention: KVRetention | None = None
-    kv_transfer_params: TransferParams | None = None
+    kv_transfer_params: AnyParams | None = None
     return_token_ids: bool | None = False
     """Write each token's id into its event, as vLLM does."""
-    output_token_ids: tuple[_Int32, ...] = ()
+    output_token_ids: tuple[Int32, ...] = ()
     """First tokens of the answer, which the client of a stream has already: the stream goes on behind them. If it is
     greedy, as if it had not been interrupted; drawn with the same `seed`, up to what another batch changes."""
 
@@ -110,24 +83,16 @@ class _Generation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def check(self) -> None:
-        """Check limits that the types do not express. Raises InvalidRequest."""
-        for name, given, limit in (
-            ("stop", self.stop if isinstance(self.stop, list) else (), MAX_STOPS),
-            ("stop_token_ids", self.stop_token_ids or (), MAX_STOP_TOKEN_IDS),
-        ):
-            if len(given) > limit:
-                raise InvalidRequest(f"{name}: got {len(given)}; limit {limit}; send fewer")
+        """Check what the types do not express. Raises BadField."""
+        others = {name: value for name in self.unserved if (value := getattr(self, name)) is not None}
+        check_unserved(others, (), chat=self.is_chat, greedy=self.temperature == 0)
         if self.stream_options and self.stream_options.continuous_usage_stats:
-            raise InvalidRequest("stream_options.continuous_usage_stats: usage comes at the end alone; leave it out")
-        if self.n not in (None, 1):
-            raise InvalidRequest(f"n: got {self.n}; expected 1; send the request {self.n} times")
+            raise BadField("stream_options.continuous_usage_stats: usage comes at the end alone; leave it out")
         if self.output_token_ids and not (self.stream and len(self.output_token_ids) <= self.limit()):
-            raise InvalidRequest(
-                f"output_token_ids: got {len(self.output_token_ids)}; limit max_tokens = {self.limit()}, "
+            raise BadField(
+                f"output_token_ids: got {len(self.output_token_ids)}; expected at most max_tokens = {self.limit()}, "
                 "and a stream; leave them out"
             )
-        if self.logprobs:
-            raise InvalidRequest(f"logprobs: got {self.logprobs}; this worker computes none; leave it out")
 
     def retention(self, priority_limit: int | None) -> Retention | None:
         """How the tiers keep the prompt's KV; None for one that is less urgent than `priority_limit`: not at all."""
@@ -163,21 +128,9 @@ class _Generation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class CompletionRequest(_Generation, frozen=True, kw_only=True):
+    unserved = ("n", "max_output_tokens", "max_completion_tokens")
     prompt: msgspec.Raw
     """A string or token ids, alone or as the only item of a list: `_the_one`."""
-    echo: bool | None = False
-    best_of: _Int32 | None = 1
-    suffix: str | None = None
-
-    def check(self) -> None:
-        super().check()
-        for name, given, usual in (
-            ("echo", self.echo, False),
-            ("best_of", self.best_of, 1),
-            ("suffix", self.suffix, ""),
-        ):
-            if given not in (None, usual):
-                raise InvalidRequest(f"{name}: got {given!r:.100}; only {usual!r} is served; leave it out")
 
     def limit(self) -> int:
         return self.max_tokens or DEFAULT_COMPLETION_TOKENS
@@ -197,29 +150,30 @@ def _the_one(prompt: msgspec.Raw) -> str | tuple[int, ...]:
     if begin.startswith(b'"'):
         return decoded(prompt, str, "prompt")  # type: ignore[no-any-return]
     if not begin.startswith(b"["):
-        raise InvalidRequest("prompt: expected a string or a list of token ids")
+        raise BadField("prompt: expected a string or a list of token ids")
     first = begin[1:].lstrip()[:1]
     if first not in (b'"', b"["):
         return decoded(prompt, _Tokens, "prompt")  # type: ignore[no-any-return]
     try:
         return decoded(prompt, _OneText if first == b'"' else _OneTokens, "prompt")[0]  # type: ignore[no-any-return]
-    except InvalidRequest as error:
+    except BadField as error:
         if "of length 1" not in str(error):
             raise
-        raise InvalidRequest("prompt: got several; expected 1; send one request for each") from None
+        raise BadField("prompt: got several; expected 1; send one request for each") from None
 
 
 _BEGIN_NBYTES = 64
 """Enough to find the type of a JSON value; a list that begins with more white space counts as token ids."""
-_Tokens = tuple[_Int32, ...]
+_Tokens = tuple[Int32, ...]
 _OneText = tuple[str]
 _OneTokens = tuple[_Tokens]
 
 
 class ChatRequest(_Generation, frozen=True, kw_only=True):
+    is_chat = True
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
     """Each with its role, and other fields for the model's chat template."""
-    max_completion_tokens: _NumTokens | None = None
+    max_completion_tokens: SomeTokens | None = None
 
     def limit(self) -> int:
         return self.max_completion_tokens or self.max_tokens or DEFAULT_CHAT_TOKENS
@@ -229,13 +183,13 @@ class ChatRequest(_Generation, frozen=True, kw_only=True):
         for index, message in enumerate(self.messages):
             role, content = message.get("role"), message.get("content")
             if not isinstance(role, str):
-                raise InvalidRequest(f"messages[{index}].role: expected `str`, got {type(role).__name__}")
+                raise BadField(f"messages[{index}].role: expected `str`, got {type(role).__name__}")
             _text_of(content, f"messages[{index}].content")
 
     def token_ids(self, model: LoadedModel) -> tuple[int, ...]:
         """The conversation through the model's chat template, as token ids."""
         if not model.tokenizer.chat_template:
-            raise InvalidRequest("messages: this model has no chat template; use /v1/completions")
+            raise BadField("messages: this model has no chat template; use /v1/completions")
         messages = [
             {key: value for key, value in message.items() if value is not None and key != "content"}
             | ({"content": _text_of(message["content"])} if message.get("content") is not None else {})
@@ -255,11 +209,11 @@ def _text_of(content: Any, field: str = "") -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise InvalidRequest(f"{field}: expected `str`, got {type(content).__name__}")
+        raise BadField(f"{field}: expected `str`, got {type(content).__name__}")
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequest(f"{field}[{index}]: expected type 'text' with a text, got {kind!r:.100}")
+            raise BadField(f"{field}[{index}]: expected type 'text' with a text, got {kind!r:.100}")
     return "\n".join(part["text"] for part in content)
 
 
@@ -282,16 +236,16 @@ def _check_length(field: str, num_chars: int, model: LoadedModel) -> None:
 
 
 def tokenized_as(body: bytes) -> type[CompletionRequest] | type[ChatRequest]:
-    """What a body of POST /tokenize is read as. Raises InvalidRequest."""
+    """What a body of POST /tokenize is read as. Raises BadField."""
     return ChatRequest if "messages" in decoded(body, dict[str, msgspec.Raw]) else CompletionRequest
 
 
 def parse(kind: type[CompletionRequest] | type[ChatRequest], body: bytes, model: str) -> Generation:
-    """A checked request. Raises InvalidRequest with the field, UnknownModel for another model."""
+    """A checked request. Raises BadField, and UnknownModel for another model."""
     request: Generation
     try:
-        request = msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        request = decoder(kind).decode(body)
+    except (ValueError, RecursionError):
         request = _read_closely(kind, body)
     request.check()
     check_model(request.model, model)
@@ -305,49 +259,14 @@ def check_model(asked: str, served: str) -> None:
 
 
 def _read_closely(kind: type[CompletionRequest] | type[ChatRequest], body: bytes) -> Generation:
-    """A request with fields that are not served but change nothing. Raises InvalidRequest, also for what is wrong."""
+    """A request with fields that are not served but change nothing. Raises BadField, also for what is wrong."""
     fields: dict[str, msgspec.Raw] = decoded(body, dict[str, msgspec.Raw])
     known = kind.__struct_fields__
     others = {name: fields.pop(name) for name in [*fields] if name not in known}
     request: Generation = decoded(msgspec.json.encode(fields), kind)
     values = {name: decoded(raw, Any, name[:100]) for name, raw in others.items()}
-    check_unserved(values, known, chat=kind is ChatRequest, greedy=request.temperature == 0)
+    check_unserved(values, known, chat=kind.is_chat, greedy=request.temperature == 0)
     return request
-
-
-_SHOWN_NBYTES = 64 * 1024
-"""JSON up to this size is parsed again to show the wrong value."""
-
-
-def decoded(data: bytes | msgspec.Raw, kind: Any, field: str = "") -> Any:
-    """The value of this JSON. field: its name in the request; empty for the body. Raises InvalidRequest."""
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(_explain(str(error), data, field)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"{field or 'the body'}: not valid JSON: {error}") from None
-
-
-def _explain(problem: str, data: bytes | msgspec.Raw, field: str) -> str:
-    """msgspec's "Expected X - at `$.path`" as "path: Expected X, got VALUE"."""
-    what, _, path = problem.partition(" - at `$")
-    path = path.rstrip("`")
-    shown = ""
-    if path and ", got " not in what and len(memoryview(data)) <= _SHOWN_NBYTES:
-        with contextlib.suppress(msgspec.DecodeError):  # a number too large for any type
-            value = msgspec.json.decode(data)
-            for key in re.findall(r"[^.\[\]]+", path):
-                value = value[int(key)] if isinstance(value, list) else value[key]
-            shown = f", got {value!r}" if isinstance(value, str | int | float) and len(repr(value)) < 100 else ""
-    return f"{(field + path).lstrip('.') or 'the body'}: {what}{shown}"
-
-
-def error_body(error: PdlinkError) -> dict[str, Any]:
-    """The OpenAI error object for one of our errors."""
-    kind = "invalid_request_error" if error.http_status < 500 else "server_error"
-    message = str(error)[:MAX_MESSAGE_CHARS]  # it may quote the request
-    return {"error": {"message": message, "type": kind, "param": None, "code": error.code}}
 
 
 class Answer:
@@ -422,7 +341,7 @@ class Answer:
         events = self._sse([{"index": 0, **body, "logprobs": None, "finish_reason": self._finish_reason}])
         if self._include_usage:
             events += self._sse([], usage=self.usage())
-        return events + b"data: [DONE]\n\n"
+        return events + DONE
 
     def _sse(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         head = {**self._head, "object": "chat.completion.chunk"} if self._chat else self._head

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import math
 import time
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from pdlink.config import Role
+from pdlink.api.fields import decoded
+from pdlink.config import Role  # noqa: TC001  (msgspec reads the annotation at run time)
 from pdlink.errors import Draining, InvalidApiKey, InvalidRequest, PeerNotAllowed, RoleNotTaken
 from pdlink.serve.http import json_response
 
@@ -33,14 +33,13 @@ _MAX_BODY_NBYTES = 4096
 _LOOK_S = 0.02
 """Between two looks at what is left to drain; transfers end without a word to this loop."""
 LONGEST_S = 3600.0
-ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of POST /role."""
 
-    role: str
-    """To serve from now on: prefill, decode or both."""
+    role: Role
+    """To serve from now on."""
     epoch: str = ""
     """The life of the worker that is meant, as its /health says; empty is any. Another one is refused."""
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=LONGEST_S)] = 60.0
@@ -61,14 +60,14 @@ class Turning:
         Raises InvalidRequest, Draining while the worker ends, and RoleNotTaken if it turns already, is another life,
         or has not drained in time.
         """
-        asked, worker = _read(body), self._worker
+        worker, asked = self._worker, decoded(body, Turn)
         epoch = worker.node.report().epoch
         if asked.epoch and asked.epoch != epoch:
             raise RoleNotTaken(f"epoch: got {asked.epoch}, this life of the worker is {epoch}; ask for its /health")
         if worker.draining:
             raise Draining("this worker is shutting down, and takes no other role")
         began_s, before = time.monotonic(), worker.role
-        if not worker.begin_turn(_role(asked.role)):
+        if not worker.begin_turn(asked.role):
             raise RoleNotTaken(f"role: got {asked.role}; it takes the role {worker.turning} now; ask again later")
         taken = False
         try:
@@ -109,20 +108,3 @@ def add_role_route(app: web.Application, turning: Turning, keys: tuple[str, ...]
         return json_response(await turning.turn(body))
 
     app.router.add_post("/role", role)
-
-
-def _read(body: bytes) -> Turn:
-    try:
-        asked = msgspec.json.decode(body, type=Turn)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f'body: {error}; send {{"role": "decode", "deadline_s": 60}}') from None
-    if not math.isfinite(asked.deadline_s):
-        raise InvalidRequest(f"deadline_s: got {asked.deadline_s}; expected seconds, {LONGEST_S:.0f} at most")
-    return asked
-
-
-def _role(text: str) -> Role:
-    for role in ROLES:
-        if role == text:
-            return role
-    raise InvalidRequest(f"role: got {text!r}; expected {', '.join(ROLES)}; send one of them")

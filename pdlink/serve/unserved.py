@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING, Any
 
-from pdlink.errors import InvalidRequest
+from pdlink.api.fields import BadField
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -39,6 +39,12 @@ _NEUTRAL: dict[str, Callable[[object], bool]] = {
         ),
         _any,
     ),
+    "n": _one_of(1),
+    "best_of": _one_of(1),
+    "max_output_tokens": _NOTHING,
+    "max_completion_tokens": _NOTHING,
+    "logprobs": _one_of(False),
+    "suffix": _one_of(""),
     "frequency_penalty": _one_of(0),
     "presence_penalty": _one_of(0),
     "repetition_penalty": _one_of(1),
@@ -67,6 +73,7 @@ _NEUTRAL: dict[str, Callable[[object], bool]] = {
         ),
         _NOTHING,
     ),
+    "echo": _one_of(False),
     "tools": _one_of([]),
     "tool_choice": _one_of("none", "auto"),
     "functions": _one_of([]),
@@ -92,7 +99,7 @@ _NEUTRAL: dict[str, Callable[[object], bool]] = {
 }
 """Name to what it may say: values that leave an answer of this engine as it is."""
 
-_OF_CHAT = {"add_special_tokens": _one_of(False), "echo": _one_of(False)}
+_OF_CHAT = {"add_special_tokens": _one_of(False)}
 _OF_COMPLETIONS = {"add_special_tokens": _one_of(True)}
 
 _GREEDY = {"top_k", "min_p"}
@@ -100,7 +107,7 @@ _GREEDY = {"top_k", "min_p"}
 
 
 def check_unserved(fields: dict[str, Any], known: Iterable[str], *, chat: bool, greedy: bool) -> None:
-    """Raise InvalidRequest for the first of these fields that would have to change the answer.
+    """Raise BadField for the first of these fields that would have to change the answer.
 
     fields: of a request, without those that are served (`known`). greedy: its temperature is 0.
     """
@@ -109,8 +116,8 @@ def check_unserved(fields: dict[str, Any], known: Iterable[str], *, chat: bool, 
         if name not in neutral:
             near = difflib.get_close_matches(name, [*known, *neutral], n=1)
             hint = f"did you mean {near[0]!r}?" if near else "leave it out"
-            raise InvalidRequest(f"{name[:100]}: unknown field; {hint}")
+            raise BadField(f"{name[:100]}: unknown field; {hint}", name[:100])
         if value is None or neutral[name](value) or (greedy and name in _GREEDY):
             continue
         shown = "" if isinstance(value, dict | list) else f", got {str(value)[:100]!r}"
-        raise InvalidRequest(f"{name}: the built-in engine does not do this{shown}; leave it out")
+        raise BadField(f"{name}: the built-in engine does not do this{shown}; leave it out", name)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pdlink.api.legs import DecodeParams
 from pdlink.engine.engine import Engine
 from pdlink.engine.models import load_model
 from pdlink.engine.paged_cache import PagedCache
@@ -34,11 +35,11 @@ from pdlink.store.store import Store
 from pdlink.store.turns import USUAL
 
 if TYPE_CHECKING:
+    from pdlink.api.legs import AnyParams
     from pdlink.config import Role, WorkerConfig
     from pdlink.engine.models import LoadedModel
     from pdlink.engine.request import SamplingParams, TokenOutput
     from pdlink.protocol.auth import AllowList, Credentials
-    from pdlink.serve.openai import TransferParams
     from pdlink.store.source import StoreSource
     from pdlink.store.turns import Retention
 
@@ -177,7 +178,7 @@ class Worker:
         request_id: str,
         prompt: tuple[int, ...],
         sampling: SamplingParams,
-        params: TransferParams | None,
+        params: AnyParams | None,
         *,
         num_answered: int = 0,
         salt: str = "",
@@ -225,22 +226,19 @@ class Worker:
             leg.submitted()
         return stream
 
-    def _leg(self, stream: Stream, params: TransferParams) -> PrefillLeg | DecodeLeg | None:
+    def _leg(self, stream: Stream, params: AnyParams) -> PrefillLeg | DecodeLeg | None:
         """The request's part in its transfer; None if that has failed already and the prompt is computed here."""
         if self.role not in (params.leg, "both"):
             wrong = f"this worker has role {self.role!r}, the request is a {params.leg} leg"
             # Where roles change the sender could not know.
             raise Draining(wrong) if self.roles else InvalidRequest(wrong)
-        if params.leg == "prefill":
+        if not isinstance(params, DecodeParams):
             stream.leg = PrefillLeg(stream, params.transfer_id, self.engine, self.port)
             return stream.leg
-        if params.prefill is None:
-            raise InvalidRequest("kv_transfer_params.prefill is missing on a decode leg")
         recompute = self.config.on_transfer_failure == "recompute"
         try:
-            return DecodeLeg(
-                stream, params.transfer_id, params.prefill.control, self.engine, self.port, recompute=recompute
-            )
+            source = params.prefill.addresses[0]
+            return DecodeLeg(stream, params.transfer_id, source, self.engine, self.port, recompute=recompute)
         except TransferFailed as error:
             if not recompute:
                 raise

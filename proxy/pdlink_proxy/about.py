@@ -12,7 +12,8 @@ import msgspec
 from aiohttp import web
 
 from pdlink import __version__
-from pdlink.api.openai import CHAT, COMPLETIONS, error_body
+from pdlink.api.errors import refused
+from pdlink.api.openai import CHAT, COMPLETIONS
 from pdlink.observe.series import Numbers
 
 from .decisions import Decision, Told
@@ -189,8 +190,7 @@ class About:
     async def nowhere(self, request: web.Request) -> web.Response:
         """Every other path or method."""
         message = f"no such route: {request.method} {request.path}"
-        body = error_body(message, kind="invalid_request_error", code="not_found")
-        return web.Response(status=404, body=body, content_type="application/json")
+        return refused(404, message, "not_found")
 
 
 def _json(status: int, value: Any) -> web.Response:

@@ -7,6 +7,7 @@ import ssl
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from pdlink.api.legs import KEY_HEADER
 from pdlink.config import is_loopback, read_secrets, read_token
 from pdlink.endpoint.token import http_key_of
 from pdlink.errors import ConfigError
@@ -15,9 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pdlink.config import ProxyConfig
-
-WORKER_KEY_HEADER = "X-Pdlink-Key"
-"""Carries the secret shared by proxy and workers. Authorization is the client's and passes through."""
 
 _BEARER = "bearer "
 _MAX_HEADER_CHARS = 4096
@@ -97,7 +95,7 @@ def worker_headers(config: ProxyConfig, *, bearer: bool = False) -> dict[str, st
         secret = read_secrets(config.worker_key_file, "worker_key_file")[0]
     else:
         return {}
-    return {"Authorization": f"Bearer {secret}"} if bearer else {WORKER_KEY_HEADER: secret}
+    return {"Authorization": f"Bearer {secret}"} if bearer else {KEY_HEADER: secret}
 
 
 def worker_tls(config: ProxyConfig) -> ssl.SSLContext | None:

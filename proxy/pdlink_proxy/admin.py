@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
-from pdlink.api.openai import error_body
+from pdlink.api.errors import refused
+from pdlink.api.fields import decoded
 from pdlink.errors import ConfigError, InvalidApiKey, InvalidRequest
 
 from .access import may_enter
@@ -35,17 +36,17 @@ def add_routes(
     def checked(change: Change | None) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
             if not keys:
-                return _refusal(403, "set admin_key_file to change workers at run time", "forbidden")
+                return refused(403, "set admin_key_file to change workers at run time", "forbidden")
             if not may_enter(keys, request.headers):
-                return _refusal(InvalidApiKey.http_status, "send a key of admin_key_file", InvalidApiKey.code)
+                return refused(InvalidApiKey.http_status, "send a key of admin_key_file", InvalidApiKey.code)
             if change is not None and (source := membership.file or membership.found_by):
-                return _refusal(409, f"workers come from {source}; change that", "conflict")
+                return refused(409, f"workers come from {source}; change that", "conflict")
             try:
                 if change is not None:
                     membership.replace(await change(request))
                     await changed()
             except (ConfigError, InvalidRequest) as error:
-                return _refusal(400, str(error), InvalidRequest.code)
+                return refused(400, str(error), InvalidRequest.code)
             return web.Response(body=msgspec.json.encode(_shown()), content_type="application/json")
 
         return handle
@@ -54,13 +55,10 @@ def add_routes(
         return {side.value: [worker.describe() for worker in membership.pools.workers[side]] for side in Leg}
 
     async def replace(request: web.Request) -> Members:
-        return parse(await _document(request), "workers", dialect=membership.dialect)
+        return parse(decoded(await request.read(), Any), "workers", dialect=membership.dialect)
 
     async def add(request: web.Request) -> Members:
-        try:
-            added = msgspec.convert(await _document(request), _Added, strict=False)
-        except msgspec.ValidationError as error:
-            raise InvalidRequest(f"worker: {error}") from None
+        added: _Added = decoded(await request.read(), _Added, strict=False)
         fields = {name: getattr(added, name) for name in Entry.__struct_fields__}
         members = membership.members.with_entry(added.role, Entry(**fields))
         return parse(msgspec.to_builtins(members), "workers", dialect=membership.dialect)
@@ -76,15 +74,3 @@ def add_routes(
     app.router.add_put("/workers", checked(replace))
     app.router.add_post("/workers", checked(add))
     app.router.add_delete("/workers", checked(remove))
-
-
-async def _document(request: web.Request) -> Any:
-    try:
-        return msgspec.json.decode(await request.read())
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from None
-
-
-def _refusal(status: int, message: str, code: str) -> web.Response:
-    body = error_body(message, kind="invalid_request_error", code=code)
-    return web.Response(status=status, body=body, content_type="application/json")

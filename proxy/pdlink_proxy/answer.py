@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from pdlink.api import kv_path
-from pdlink.api.anthropic import error_for
+from pdlink.api.errors import error_for
 from pdlink.api.sse import before_done
 
 from . import timing

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from pdlink.api.anthropic import reworded
+from pdlink.api.errors import reworded
 from pdlink.errors import ConfigError
 from pdlink.observe.summary import tell
 

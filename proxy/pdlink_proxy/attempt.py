@@ -89,7 +89,6 @@ class Attempt:
             created=int(time.time()),
             seed=self._seed,
             prefill=prefill.address,
-            decode_ranks=shared.config.decode_ranks,
             prefill_url=prefill.url,
             link=prefill.link,
         )

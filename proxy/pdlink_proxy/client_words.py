@@ -7,15 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdlink.api.openai import (
-    error_body,
-    error_code,
-    excerpt,
-    is_rejection,
-    message_of,
-    rejection,
-    stream_error,
-)
+from pdlink.api.errors import error_body, error_code, error_of, excerpt, is_rejection, rejection, stream_error
 from pdlink.api.sse import ERROR_MARK, is_error, rewritten
 from pdlink.errors import (
     DeadlineExceeded,
@@ -112,7 +104,7 @@ class ClientWords:
 
     def as_end(self, answer: Respond) -> EndStream:
         """The same error at the end of a stream."""
-        return EndStream(stream_error(message_of(answer.body), code=error_code(answer.body), named=self._named))
+        return EndStream(stream_error(error_of(answer.body).message, code=error_code(answer.body), named=self._named))
 
     def in_our_words(self, events: bytes) -> tuple[bytes, list[tuple[Loss | int, str]]]:
         """Decode's events with its errors rewritten for clients; and the reason and the worker's text of each."""

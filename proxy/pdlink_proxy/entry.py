@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from pdlink.api.openai import GENERATE, BadField, Call, error_body, parse
+from pdlink.api.errors import refusal_of, refused
+from pdlink.api.fields import BadField
+from pdlink.api.openai import GENERATE, Call, parse
 from pdlink.config import is_loopback
 from pdlink.config.proxy import RateLimit
 from pdlink.errors import InvalidApiKey, InvalidRequest, NoWorker, RateLimited, UnknownModel
@@ -91,7 +93,7 @@ class Entry:
             models = self._pools.models() if request.path == GENERATE else ()
             call = parse(request.path, data, models[0] if len(models) == 1 else None)
         except BadField as error:
-            return refused(error.http_status, str(error), error.code, error.param)
+            return refusal_of(error)
         return self.unknown_model(call.model) or call
 
     async def admitted(self, request: web.Request, *, operators: bool = False) -> bytes | web.Response:
@@ -190,12 +192,8 @@ class Entry:
         wait_s = self.limits.take(key_of(request.headers), tokens, time.monotonic())
         if not wait_s:
             return None
-        message = f"rate limit exceeded; retry in {wait_s:.0f} s"
-        body = error_body(message, kind="rate_limit_error", code=RateLimited.code)
-        headers = {"Retry-After": str(math.ceil(wait_s))}
-        return web.Response(
-            status=RateLimited.http_status, body=body, content_type="application/json", headers=headers
-        )
+        message, status = f"rate limit exceeded; retry in {wait_s:.0f} s", RateLimited.http_status
+        return refused(status, message, RateLimited.code, retry_after_s=math.ceil(wait_s))
 
     def leg_headers(self, said: dict[str, str] | CIMultiDictProxy[str]) -> dict[str, str]:
         """What is passed on of a client's headers, with an X-Request-Id."""
@@ -219,10 +217,3 @@ class Entry:
 def _limits(config: ProxyConfig) -> RateLimits | None:
     limited = config.rate_limits or config.rate_limit != RateLimit()
     return RateLimits(config.rate_limit, config.rate_limits) if limited else None
-
-
-def refused(status: int, message: str, code: str, param: str | None = None) -> web.Response:
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    body = error_body(message, kind=kind, code=code, param=param)
-    headers = {"Retry-After": "1"} if status == 503 else {}
-    return web.Response(status=status, body=body, content_type="application/json", headers=headers)

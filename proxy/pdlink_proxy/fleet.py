@@ -13,7 +13,7 @@ import numpy as np
 from xxhash import xxh3_128
 
 from pdlink._index import words_of_json
-from pdlink.api.openai import BYTES_PER_TOKEN, CHAT, COMPLETIONS, GENERATE, LIMITS, sampling_of, told
+from pdlink.api.openai import BYTES_PER_TOKEN
 from pdlink.kv.hashing import chain as chained
 from pdlink.kv.hashing import namespace
 
@@ -143,35 +143,15 @@ def count_tokens(prompt: bytes) -> int:
 
 def wanted(call: Call, session: str | None) -> PlacementRequest:
     """What placement must know of a request. session: the client's header; otherwise its `user` counts."""
-    prompt, said, path, limit = call.prompt, call.said, call.path, None
-    if said is not None and path in (COMPLETIONS, CHAT):
-        if path == CHAT:
-            limit = said.max_completion_tokens
-        if not limit and "max_tokens" in call.fields:
-            limit = said.max_tokens
-        return PlacementRequest(
-            call.model,
-            count_tokens(prompt),
-            UNKNOWN_ANSWER_TOKENS if limit is None else max(0, limit),
-            prompt,
-            said.cache_salt or "",
-            session or said.user or "",
-            said.priority or 0,
-        )
-    if path == GENERATE:
-        limit = sampling_of(call).max_new_tokens
-    else:
-        for name in LIMITS[call.path]:
-            if name in call.fields and (limit := told(call, name, int)):
-                break  # else perhaps 0
+    prompt, said, most = call.prompt, call.said, call.max_tokens
     return PlacementRequest(
         call.model,
         count_tokens(prompt),
-        UNKNOWN_ANSWER_TOKENS if limit is None else max(0, limit),
+        UNKNOWN_ANSWER_TOKENS if most is None else most,
         prompt,
-        (told(call, "cache_salt", str) or "") if "cache_salt" in call.fields else "",
-        session or (told(call, "user", str) or "" if "user" in call.fields else ""),
-        (told(call, "priority", int) or 0) if "priority" in call.fields else 0,
+        said.cache_salt if isinstance(said.cache_salt, str) else "",
+        session or said.user or "",
+        said.priority or 0,
     )
 
 

@@ -19,12 +19,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdlink._http import ANYTHING, CACHED, DONE, ERROR, FINISH, NAMED, marks_of
-from pdlink.api.openai import (
-    error_code,
-    excerpt,
-    is_rejection,
-    problem_of_answer,
-)
+from pdlink.api.answers import problem_of_answer
+from pdlink.api.errors import error_code, excerpt, is_rejection
 from pdlink.api.sse import (
     FAILURES,
     EventBuffer,

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 from aiohttp import web
 
-from pdlink.api.anthropic import COUNT_TOKENS, reworded
-from pdlink.api.bounds import OutOfRange, check_numbers
-from pdlink.api.openai import MESSAGES, RESPONSES, error_body
+from pdlink.api.errors import COUNT_TOKENS, refusal_of, refused, reworded
+from pdlink.api.fields import BadField
+from pdlink.api.openai import MESSAGES, RESPONSES, Said, said_in
 from pdlink.errors import NoWorker, Overloaded, PeerLost
 
 from .access import clean, key_of
-from .entry import refused
 from .fleet import PlacementRequest, count_tokens
 from .http_connection import HttpError
 from .leg_account import LegAccount
@@ -61,12 +60,6 @@ class _NotFound(msgspec.Struct):
     error: _Said = msgspec.field(default_factory=_Said)
 
 
-class _Named(msgspec.Struct):
-    model: str | None = None
-    max_tokens: int | None = None
-    max_output_tokens: int | None = None
-
-
 class PassThrough:
     """These routes of one proxy."""
 
@@ -105,21 +98,21 @@ class PassThrough:
     ) -> tuple[web.StreamResponse, Outcome]:
         services, shared, loop = self._services, self._services.shared, asyncio.get_running_loop()
         try:
-            named = _named(body)
-        except OutOfRange as error:
-            return refused(400, str(error), error.code, error.param), Outcome.REJECTED
-        if named.model is not None and (unknown := services.entry.unknown_model(named.model)) is not None:
+            said = _said(body)
+        except BadField as error:
+            return refusal_of(error), Outcome.REJECTED
+        if said.model is not None and (unknown := services.entry.unknown_model(said.model)) is not None:
             return unknown, Outcome.REJECTED
-        most = max(0, named.max_tokens or named.max_output_tokens or 0)
-        wanted = PlacementRequest(named.model or "", count_tokens(body), most, body)
+        most = said.max_tokens or said.max_output_tokens or 0
+        wanted = PlacementRequest(said.model or "", count_tokens(body), most, body)
         if (refusal := services.entry.over_limit(request, wanted.total_tokens)) is not None:
             return refusal, Outcome.REJECTED
         shared.retries.earn()
-        if (refusal := await self._wait_for_any(request, wanted, named.model)) is not None:
+        if (refusal := await self._wait_for_any(request, wanted, said.model)) is not None:
             return refusal, Outcome.UNAVAILABLE
         tried: set[str] = set()
         lost = 0
-        while (worker := await self._worker(request.path, wanted, named.model, tried)) is not None:
+        while (worker := await self._worker(request.path, wanted, said.model, tried)) is not None:
             tried.add(worker.url)
             found = await self._ask(request, worker, body, headers, wanted)
             if found is None:
@@ -132,9 +125,9 @@ class PassThrough:
             if lost > services.config.retries or not shared.retries.spend(loop.time()):
                 break
         if lost:
-            return _error(502, "the worker of this request was lost", PeerLost.code), Outcome.FAILED
-        if services.pools.usable(Leg.DECODE, named.model):
-            return _error(404, f"no worker here serves POST {request.path}", "not_found"), Outcome.REJECTED
+            return refused(502, "the worker of this request was lost", PeerLost.code), Outcome.FAILED
+        if services.pools.usable(Leg.DECODE, said.model):
+            return refused(404, f"no worker here serves POST {request.path}", "not_found"), Outcome.REJECTED
         return self._nobody(), Outcome.UNAVAILABLE
 
     async def _wait_for_any(
@@ -150,7 +143,9 @@ class PassThrough:
         waiting = Waiting(key_of(request.headers), model or "", wanted.total_tokens, loop.time(), waits)
         if not shared.queue.put(waiting):
             message = f"queue_size: {config.queue_size} requests wait already; try again later"
-            return _error(Overloaded.http_status, message, Overloaded.code, shared.queue.retry_after_s())
+            return refused(
+                Overloaded.http_status, message, Overloaded.code, retry_after_s=shared.queue.retry_after_s()
+            )
         try:
             async with asyncio.timeout(config.no_worker_timeout_s):
                 await waits.over
@@ -162,7 +157,7 @@ class PassThrough:
 
     def _nobody(self) -> web.Response:
         retry_after_s = self._services.shared.queue.retry_after_s()
-        return _error(503, "no healthy worker; see /health", NoWorker.code, retry_after_s)
+        return refused(503, "no healthy worker; see /health", NoWorker.code, retry_after_s=retry_after_s)
 
     async def _worker(self, path: str, wanted: PlacementRequest, model: str | None, tried: set[str]) -> Worker | None:
         """One that may have this route and was not tried: of the decode leg, or else of the other.
@@ -212,7 +207,7 @@ class PassThrough:
                         count.failed(str(answer.status))
                         status = 502 if answer.status < 503 else answer.status
                         message = f"the worker answered {answer.status}"
-                        return _error(status, message, PeerLost.code), Outcome.FAILED
+                        return refused(status, message, PeerLost.code), Outcome.FAILED
                     response = web.StreamResponse(status=answer.status, headers=_answer_headers(answer, headers))
                     silence.reschedule(None)  # while the client is waited for
                     await self._say(response.prepare(request))
@@ -327,13 +322,13 @@ def _may_have(worker: Worker, path: str) -> bool:
     return path not in worker.lacks and (not worker.routes or path in worker.routes)
 
 
-def _named(body: bytes) -> _Named:
-    """Raises OutOfRange."""
+def _said(body: bytes) -> Said:
+    """The fields that are read here. Raises BadField; what is no object of JSON is the worker's to judge."""
     try:
-        check_numbers(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
-        return msgspec.json.decode(body, type=_Named)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return _Named()  # the worker judges it
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (ValueError, RecursionError):
+        return Said()
+    return said_in(body, fields)
 
 
 def _abort(request: web.Request) -> None:
@@ -364,13 +359,3 @@ def _broken_event(loss: Loss) -> bytes:
     """An error event as both APIs that stream here have it."""
     error = {"type": "error", "error": {"type": "api_error", "message": f"the worker was lost ({loss.value})"}}
     return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
-
-
-def _error(status: int, message: str, code: str, retry_after_s: int | None = None) -> web.Response:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return web.Response(
-        status=status,
-        body=error_body(message, kind=kind, code=code),
-        content_type="application/json",
-        headers={"Retry-After": str(retry_after_s)} if retry_after_s is not None else None,
-    )

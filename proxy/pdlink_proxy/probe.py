@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from aiohttp import web
 
 from pdlink.api import kv_path
+from pdlink.api.errors import error_of, excerpt, refusal_of
+from pdlink.api.fields import decoded
 from pdlink.api.health import Health
-from pdlink.api.openai import COMPLETIONS, error_body, parse
+from pdlink.api.openai import COMPLETIONS, parse
 from pdlink.errors import InvalidRequest, PdlinkError
 
 from .dialects import Known, Transfer
@@ -49,7 +51,7 @@ class _Asked(msgspec.Struct, frozen=True):
     prefill: str
     """Label of the worker, as GET /health lists it."""
     decode: str
-    num_tokens: int = 256
+    num_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = 256
     """Of the prompt, which is random: no cache knows it."""
 
 
@@ -92,15 +94,12 @@ class Prober:
         if isinstance(data, web.Response):
             return data
         try:
-            asked = msgspec.json.decode(data, type=_Asked)
-            if not 1 <= asked.num_tokens <= MAX_TOKENS:
-                raise InvalidRequest(f"num_tokens: got {asked.num_tokens}; expected 1 to {MAX_TOKENS}; send fewer")
+            asked: _Asked = decoded(data, _Asked)
             prefill, decode = self._worker(Leg.PREFILL, asked.prefill), self._worker(Leg.DECODE, asked.decode)
             if (name := self._services.dialect.name) not in _PROBED:
                 raise InvalidRequest(f"dialect: got {name}; expected pdlink or vllm; send a request instead")
-        except (msgspec.DecodeError, InvalidRequest) as error:
-            body = error_body(str(error), kind="invalid_request_error", code=InvalidRequest.code)
-            return web.Response(status=400, body=body, content_type="application/json")
+        except InvalidRequest as error:
+            return refusal_of(error)
         if (refusal := self._services.entry.over_limit(request, asked.num_tokens)) is not None:
             return refusal
         async with self._one:
@@ -129,7 +128,6 @@ class Prober:
             created=int(time.time()),
             seed=secrets.randbits(31),
             prefill=prefill.address,
-            decode_ranks=self._services.config.decode_ranks,
             prefill_url=prefill.url,
             link=prefill.link,
         )
@@ -195,7 +193,7 @@ class Prober:
         finally:
             request.leave()
         if answer.status != 200:
-            return leg, {}, b"", f"{worker.label}: {answer.status}, {_message(whole)}"
+            return leg, {}, b"", f"{worker.label}: {answer.status}, {error_of(whole).message or excerpt(whole)}"
         return leg, answer.headers, whole, ""
 
     async def _stop(self, worker: Worker, transfer_id: str, reason: str) -> None:
@@ -237,15 +235,6 @@ class Prober:
                 return found[0]
             await asyncio.sleep(0.02)
         return None
-
-
-def _message(body: bytes) -> str:
-    """What an error answer says."""
-    try:
-        error: Any = msgspec.json.decode(body)["error"]
-        return str(error["message"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return body[:200].decode(errors="replace")
 
 
 def add_probe(app: web.Application, services: Services) -> None:

@@ -13,7 +13,8 @@ import random
 import time
 from typing import TYPE_CHECKING
 
-from pdlink.api.openai import LAST_EVENTS, error_body
+from pdlink.api.errors import error_body
+from pdlink.api.openai import LAST_EVENTS
 from pdlink.api.sse import payloads
 from pdlink.errors import PdlinkError
 from pdlink.logs import about

@@ -11,14 +11,15 @@ import math
 import secrets
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from aiohttp import web
 
 from pdlink.api import route_token
-from pdlink.api.bounds import check_numbers
-from pdlink.api.openai import CHAT, COMPLETIONS, BadField, Call, error_body, parse
+from pdlink.api.errors import refusal_of, refused
+from pdlink.api.fields import BadField, SomeTokens, decoded
+from pdlink.api.openai import CHAT, COMPLETIONS, Call, parse
 from pdlink.config import read_secrets
 from pdlink.errors import InvalidRequest, NoWorker, Overloaded
 
@@ -44,8 +45,8 @@ MAX_PREFIX = 65_536
 class _Digest(msgspec.Struct):
     """What stands for a prompt that the edge keeps to itself."""
 
-    num_tokens: int | None = None
-    prefix: tuple[str, ...] = ()
+    num_tokens: SomeTokens | None = None
+    prefix: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_PREFIX)] = ()
     """Names of its beginnings, each 512 tokens longer than the one before: equal names mean equal beginnings."""
 
 
@@ -79,11 +80,11 @@ class Decider:
         if len(self._reserved) >= MAX_RESERVED:
             retry_after_s = services.shared.queue.retry_after_s()
             message = f"{MAX_RESERVED} decisions are open; report their ends"
-            return _error(Overloaded.http_status, message, Overloaded.code, retry_after_s)
+            return refused(Overloaded.http_status, message, Overloaded.code, retry_after_s=retry_after_s)
         try:
             call, asked = _read(data)
-        except (BadField, InvalidRequest) as error:
-            return _error(InvalidRequest.http_status, str(error), InvalidRequest.code)
+        except BadField as error:
+            return refusal_of(error)
         if (refusal := services.entry.over_limit(request, asked.total_tokens)) is not None:
             return refusal
         request_id = services.entry.leg_headers(request.headers)["X-Request-Id"]
@@ -91,7 +92,7 @@ class Decider:
         if isinstance(placed, Unplaced):
             kind = InvalidRequest if placed.unfit else Overloaded if placed.full else NoWorker
             again_s = None if placed.unfit else services.shared.queue.retry_after_s()
-            return _error(kind.http_status, placed.message, kind.code, again_s)
+            return refused(kind.http_status, placed.message, kind.code, retry_after_s=again_s)
         return web.Response(body=self._reserve(call, admission, placed), content_type="application/json")
 
     async def report(self, request: web.Request) -> web.Response:
@@ -106,7 +107,7 @@ class Decider:
             (await services.siblings.ask_all("route_ended", transfer_id)).values()
         ):
             return web.Response(status=204)
-        return _error(404, "no such decision; it has expired or ended", "not_found")
+        return refused(404, "no such decision; it has expired or ended", "not_found")
 
     def ended(self, transfer_id: str) -> bool:
         """The request of this decision has ended; False if it is not one of this process."""
@@ -168,7 +169,6 @@ class Decider:
                 created=int(time.time()),
                 seed=secrets.randbits(32),
                 prefill=prefill.address,
-                decode_ranks=services.config.decode_ranks,
                 prefill_url=prefill.url,
                 link=prefill.link,
             )
@@ -192,11 +192,7 @@ class Decider:
         """Headers of the prefill and the decode leg."""
         if self._secret is None:
             return {}, {}
-        source = prefill.address if prefill is not None else None
-        control = (
-            "" if source is None else source.control if isinstance(source.control, str) else ",".join(source.control)
-        )
-        peer = route_token.peer_of(source.name, control) if source is not None else ""
+        peer = route_token.peer_of(prefill.address) if prefill is not None else ""
         tokens = (
             route_token.RouteToken("prefill", transfer_id, "", expires),
             route_token.RouteToken("decode", transfer_id, peer, expires),
@@ -249,22 +245,11 @@ class Decider:
 
 def _read(data: bytes) -> tuple[Call, PlacementRequest]:
     """A client's request as it would be sent to the proxy; or one with a digest in place of its prompt."""
-    try:
-        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-        check_numbers(fields)
-        digest = msgspec.json.decode(data, type=_Digest)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise InvalidRequest(
-            f"the body: {error}; send a request with model and prompt, messages or num_tokens"
-        ) from None
+    fields: dict[str, msgspec.Raw] = decoded(data, dict[str, msgspec.Raw])
+    digest: _Digest = decoded(data, _Digest)
     if digest.num_tokens is None:
         call = parse(CHAT if "messages" in fields else COMPLETIONS, data)
         return call, wanted(call, None)
-    if digest.num_tokens < 1 or len(digest.prefix) > MAX_PREFIX:
-        raise InvalidRequest(
-            f"num_tokens, prefix: got {digest.num_tokens}, {len(digest.prefix)} names; expected 1 token and "
-            f"{MAX_PREFIX} names; send the prompt's"
-        )
     kept = {name: raw for name, raw in fields.items() if name not in ("num_tokens", "prefix")}
     call = parse(COMPLETIONS, msgspec.json.encode({**kept, "prompt": ""}))
     asked = wanted(call, None)
@@ -277,10 +262,3 @@ def _changes(call: Call, body: bytes) -> dict[str, Any]:
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     changed = {name: raw for name, raw in fields.items() if bytes(raw) != bytes(call.fields.get(name, b""))}
     return {"set": changed, "remove": sorted(call.fields.keys() - fields.keys())}
-
-
-def _error(status: int, message: str, code: str, retry_after_s: int | None = None) -> web.Response:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    headers = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else {}
-    body = error_body(message, kind=kind, code=code)
-    return web.Response(status=status, body=body, content_type="application/json", headers=headers)

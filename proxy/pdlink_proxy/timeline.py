@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
-from pdlink.api.openai import error_body
+from pdlink.api.errors import refused
 from pdlink.observe.spans import new_span_id
 from pdlink.observe.timeline import Dump, clock
 from pdlink.observe.trace import TRACE_HEADER, TRACE_TYPE, Request, laid, make
@@ -54,8 +54,7 @@ def add_timeline(app: web.Application, services: Services) -> None:
         if only is not None and not made.num_transfers + made.num_requests:
             got = (asked or "")[:80]
             text = f"request: {got!r} is not among the last {MAX_RECORDS} that have ended; give another id"
-            body = error_body(text, kind="invalid_request_error", code="not_found")
-            return web.Response(status=404, body=body, content_type="application/json")
+            return refused(404, text, "not_found")
         missing = [answer for answer in answers if isinstance(answer, str)]
         words = f"{made}; without {', '.join(missing)}" if missing else str(made)
         return web.Response(body=made.data, content_type=TRACE_TYPE, headers={TRACE_HEADER: words})

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from pdlink.api.legs import PrefillAddress
 from pdlink.breaker import Breaker
 from pdlink.events import PeerChanged, emit
 
-from .dialects import PrefillAddress
 from .engines import id_of
 from .fleet import WorkerState
 from .outliers import Outlier
@@ -170,7 +170,7 @@ class Worker:
         if self.health is None:
             raise RuntimeError(f"{self.id} has not been heard")
         control = self.control or self.health.control or ""
-        return PrefillAddress(self.health.name, control[0] if len(control) == 1 else control, self.engine)
+        return PrefillAddress(control[0] if len(control) == 1 else control, self.health.name, self.engine)
 
     @property
     def link(self) -> dict[str, Any]:

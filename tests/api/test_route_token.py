@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from pdlink.api.legs import PrefillAddress
 from pdlink.api.route_token import RouteToken, peer_of, read_token
 from pdlink.errors import InvalidApiKey
 
-TOKEN = RouteToken("decode", "xfer-1", peer_of("p", "tcp://a:1"), 1000)
+TOKEN = RouteToken("decode", "xfer-1", peer_of(PrefillAddress("tcp://a:1", "p")), 1000)
 
 
 def test_what_was_signed_is_read_until_it_expires() -> None:
@@ -31,4 +32,4 @@ def test_anything_else_is_refused(text: str) -> None:
 
 
 def test_peers_differ_by_name_and_address() -> None:
-    assert len({peer_of("a", "b"), peer_of("a", "c"), peer_of("b", "b"), peer_of("ab", "")}) == 4
+    assert len({peer_of(PrefillAddress(control, name)) for name, control in ("ab", "ac", "bb", ("ab", ""))}) == 4

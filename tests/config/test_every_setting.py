@@ -93,13 +93,12 @@ TOGETHER: dict[str, dict[str, Any]] = {
 }
 TOGETHER_HERE = {
     "control": {"dialect": "vllm"},
-    "decode_ranks": {"dialect": "vllm"},
     "data_parallel": {"dialect": "vllm"},
 }
 """The same for settings that are given to the proxy itself."""
 
 
-MADE = ("prefill", "decode", "dialect", "control", "data_parallel", "decode_ranks")
+MADE = ("prefill", "decode", "dialect", "control", "data_parallel")
 """Settings of the proxy that follow from the workers which `pdlink up` starts."""
 
 
@@ -414,7 +413,7 @@ def test_workers_of_one_side_get_names_and_ports_of_their_own(monkeypatch: pytes
         (["--set", "prefill=[http://a:1]"], "prefill", ("http://a:1",)),
         (["--prefill", "http://a:1", "--prefill", "http://b:1"], "prefill", ("http://a:1", "http://b:1")),
         (["--set", "dialect=vllm-nixl"], "dialect", "vllm-nixl"),
-        (["--dialect", "vllm", "--set", "decode_ranks=2"], "decode_ranks", 2),
+        (["--set", "retries=2"], "retries", 2),
     ],
 )
 def test_flags_of_the_proxy_arrive_and_set_comes_last(

@@ -16,8 +16,9 @@ from pydantic import BaseModel
 
 pytest.importorskip("ray")
 
+from pdlink.api.legs import DecodeParams, PrefillParams  # noqa: E402
 from pdlink.errors import ConfigError  # noqa: E402
-from pdlink.integrations.vllm_parts.params import DecodeParams, PrefillParams, parse  # noqa: E402
+from pdlink.integrations.vllm_parts.params import parse  # noqa: E402
 from pdlink.protocol.auth import ControlAddress  # noqa: E402
 from pdlink.serve.keys import keygen  # noqa: E402
 

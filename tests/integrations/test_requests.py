@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from pdlink.api.legs import DecodeParams
 from pdlink.errors import InvalidRequest
 from pdlink.integrations.vllm_parts import params
 from pdlink.integrations.vllm_parts.requests import (
@@ -294,7 +295,7 @@ class TestParameters:
 
     def test_addresses_of_all_ranks_can_be_told(self) -> None:
         leg = params.parse({**DECODE, "prefill": {"control": ["tcp://a:1", "tcp://a:2"]}})
-        assert isinstance(leg, params.DecodeParams)
+        assert isinstance(leg, DecodeParams)
         assert leg.prefill.addresses == ("tcp://a:1", "tcp://a:2")
 
     def test_what_is_wrong_is_named(self) -> None:

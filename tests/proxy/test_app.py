@@ -22,7 +22,7 @@ from tests.proxy.fakes import DEADLINE_S, DONE, END, FakeWorker, event, proxy_of
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b'{"prompt":"x"}', b'{"model":"m"}', b'{"model":"m","prompt":"x","stream":1}', b"\xff\xfe"],
+    [b"", b"{", b"[]", b'{"prompt":"x"}', b'{"model":"m"}', b'{"model":"m","prompt":"x","stream":"x"}', b"\xff\xfe"],
 )
 async def test_what_no_worker_could_serve_is_a_400_here(prefill: FakeWorker, decode: FakeWorker, body: bytes) -> None:
     async with (

@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 from pdlink.api import presence
-from pdlink.api.bounds import RANGES, SAMPLING
-from pdlink.api.openai import Usage, read_answer
+from pdlink.api.answers import Usage, read_answer
 from pdlink.errors import ProtocolError
 from pdlink_proxy.dialects.own import read_health
 from pdlink_proxy.fleet import WorkerState
@@ -27,6 +26,17 @@ if TYPE_CHECKING:
 
     Post = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
 
+_TOKENS, _ANSWERS = (0, 2**31 - 1), (0, 2**16)
+RANGES = {
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), _TOKENS),
+    "num_tokens": (1, 2**31 - 1),
+    "n": _ANSWERS,
+    "seed": (-(2**63), 2**63 - 1),
+    "priority": (-(2**31), 2**31 - 1),
+}
+"""Of the fields of a request that the proxy reads, least and most."""
+SAMPLING = {"max_new_tokens": _TOKENS, "n": _ANSWERS}
+"""The same of SGLang's `sampling_params`."""
 EDGES = (
     *("0", "-1", "2147483648", "9007199254740992", "9223372036854775807", "9223372036854775808", "1" + "0" * 30),
     *("-1" + "0" * 30, "NaN", "1e308", "-1e308", "1e999", "1" + "0" * 5000),
@@ -70,7 +80,7 @@ async def walk(post: Post, found: Iterator[tuple[str, str, str, bytes]]) -> None
         if not fits(name, value) and (value != "NaN" or path != "/v1/embeddings"):  # not JSON: the worker's to judge
             assert status == 400, what
             error = json.loads(answer)["error"]
-            said = "JSON" if value == "NaN" else f"'{name}' must be a number from "
+            said = "JSON" if value == "NaN" else f"{name}: Expected an integer from "
             assert said in error["message"], what
 
 

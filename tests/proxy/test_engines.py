@@ -56,7 +56,7 @@ async def in_front(servers: list[FakeVllm], **more: Any) -> AsyncIterator[Proxy]
 def engine_of(leg: Received) -> int:
     """Of a prefill leg, to the server and to its connector."""
     engine = int(leg.headers[HEADER])
-    assert leg.body["kv_transfer_params"]["data_parallel_rank"] == engine
+    assert leg.body["kv_transfer_params"].get("data_parallel_rank", 0) == engine
     return engine
 
 
@@ -218,7 +218,7 @@ async def test_who_asks_for_the_decision_alone_is_told_the_header(servers: list[
             found = await response.json()
         async with proxy.client.delete(f"{proxy.url}/route/{found['transfer_id']}"):
             pass
-    engine = found["prefill"]["set"]["kv_transfer_params"]["data_parallel_rank"]
+    engine = found["prefill"]["set"]["kv_transfer_params"].get("data_parallel_rank", 0)
     assert found["prefill"]["headers"][HEADER] == str(engine)
     assert HEADER not in found["decode"]["headers"]
 

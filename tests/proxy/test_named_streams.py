@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from pdlink.api.anthropic import COUNT_TOKENS
+from pdlink.api.errors import COUNT_TOKENS
 from pdlink.api.openai import MESSAGES, RESPONSES, parse
 from pdlink.api.sse import payloads
 from pdlink_proxy.fleet import wanted

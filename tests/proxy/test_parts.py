@@ -10,9 +10,12 @@ import pytest
 
 from pdlink import errors
 from pdlink._http import CACHED, DONE, ERROR, FINISH, NAMED, PARAMS, marks_of
-from pdlink.api.openai import CHAT, COMPLETIONS, BadField, error_code, parse, stream_error
+from pdlink.api.errors import error_code, stream_error
+from pdlink.api.fields import BadField
+from pdlink.api.legs import PrefillAddress
+from pdlink.api.openai import CHAT, COMPLETIONS, parse
 from pdlink.api.sse import EventBuffer, EventTooLong, is_done, problem_of
-from pdlink_proxy.dialects import PrefillAddress, Transfer
+from pdlink_proxy.dialects import Transfer
 from pdlink_proxy.dialects.own import PDLINK
 
 ALL = ERROR | FINISH | CACHED | DONE | PARAMS | NAMED
@@ -98,6 +101,8 @@ def test_marks_of_the_end_and_of_errors_are_not_found_in_text() -> None:
         (COMPLETIONS, b'{"model":"m","prompt":{}}', "prompt"),
         (COMPLETIONS, b'{"model":"m","prompt":"x","stream":"yes"}', "stream"),
         (COMPLETIONS, b'{"model":"m","prompt":"x","seed":"s"}', "seed"),
+        (COMPLETIONS, b'{"model":"m","prompt":"x","n":[2]}', "n"),
+        (COMPLETIONS, b'{"model":"m","prompt":"x","max_tokens":"x"}', "max_tokens"),
         (CHAT, b'{"model":"m","prompt":"x"}', "messages"),
         (CHAT, b'{"model":"m","messages":"x"}', "messages"),
     ],
@@ -120,7 +125,7 @@ def test_every_shape_of_prompt_is_accepted_and_untouched(prompt: str) -> None:
 
 def test_leg_bodies_are_the_clients_body_and_the_parameters() -> None:
     call = parse(CHAT, b'{"model":"m","messages":[],"stream":true,"kv_transfer_params":{"a":1}}')
-    attempt = Transfer(transfer_id="xfer-1", created=7, seed=9, prefill=PrefillAddress("n", "tcp://h:1"))
+    attempt = Transfer(transfer_id="xfer-1", created=7, seed=9, prefill=PrefillAddress("tcp://h:1", "n"))
     bodies = [json.loads(body) for body in PDLINK.legs(call, attempt)]
     common = {"transfer_id": "xfer-1", "seed": 9, "created": 7}
     client = {"model": "m", "messages": [], "stream": True}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pdlink.api.legs import PrefillAddress
 from pdlink.api.route_token import HEADER, RouteToken, peer_of, read_token
 from pdlink.cli import main
 from tests.private import write_private
@@ -84,7 +85,7 @@ async def test_a_decision_is_signed(prefill: FakeWorker, decode: FakeWorker, tmp
     async with proxy_of([prefill], [decode], route_s=60, route_key_file=key) as proxy:
         _, found = await decided(proxy, num_tokens=10)
     source = found["decode"]["set"]["kv_transfer_params"]["prefill"]
-    peers = {"prefill": "", "decode": peer_of(source["name"], source["control"])}
+    peers = {"prefill": "", "decode": peer_of(PrefillAddress(source["control"], source["name"]))}
     for leg, peer in peers.items():
         allowed = read_token(b"secret", found[leg]["headers"][HEADER], found["expires"] - 1)
         assert allowed == RouteToken(leg, found["transfer_id"], peer, found["expires"])

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdlink.api.openai import error_code, excerpt, problem_of_answer, rejection
+from pdlink.api.answers import problem_of_answer
+from pdlink.api.errors import error_code, excerpt, rejection
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.worker import State
 from tests.proxy.fakes import DONE, FakeWorker, Proxy, proxy_of, until

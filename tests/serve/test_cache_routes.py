@@ -11,13 +11,13 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
 
+from pdlink.api.legs import KEY_HEADER
 from pdlink.cli import main
 from pdlink.config import CacheConfig, ModelConfig, TiersConfig, TransportConfig, WorkerConfig
 from pdlink.engine.request import SamplingParams
 from pdlink.errors import InvalidRequest
 from pdlink.serve.app import build_app
 from pdlink.serve.cache_routes import CacheDesk, Clear, Prompt
-from pdlink.serve.http import KEY_HEADER
 from pdlink.serve.worker import Worker
 from pdlink.store.store import Store
 

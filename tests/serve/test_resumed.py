@@ -62,7 +62,7 @@ def test_more_tokens_than_the_answer_may_have_are_refused(pair: WorkerPair) -> N
             reply = await pair.post("decode", COMPLETIONS, pair.body(1, **body))
             assert reply.status == 400
             assert json.loads(reply.body)["error"]["message"].startswith(
-                "output_token_ids: got 2; limit max_tokens ="
+                "output_token_ids: got 2; expected at most max_tokens ="
             )
 
     pair.run(ask())

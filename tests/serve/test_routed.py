@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp.test_utils import TestClient, TestServer
 
+from pdlink.api.legs import PrefillAddress
 from pdlink.api.route_token import HEADER, RouteToken, peer_of
 from pdlink.serve.app import build_app
 
@@ -28,7 +29,7 @@ def test_a_signed_leg_is_served_without_the_key_and_no_other_is(pair: WorkerPair
     seed = pair.number()
     script.answers[seed] = list(b"abc")
     body = pair.body(seed, prompt="hello", max_tokens=3)
-    peer = peer_of("prefill", pair.prefill.node.address)
+    peer = peer_of(PrefillAddress(pair.prefill.node.address, "prefill"))
 
     async def talk() -> None:
         async with (
@@ -48,7 +49,7 @@ def test_a_signed_leg_is_served_without_the_key_and_no_other_is(pair: WorkerPair
                 (prefill, first, headers("decode", "r-1", peer)),
                 (prefill, body, headers("prefill", "r-1")),
                 (decode, second, headers("decode", "r-1")),
-                (decode, second, headers("decode", "r-1", peer_of("prefill", "tcp://127.0.0.1:1"))),
+                (decode, second, headers("decode", "r-1", peer_of(PrefillAddress("tcp://127.0.0.1:1", "prefill")))),
             ):
                 status, text = await sent(to, leg, wrong)
                 assert (status, json.loads(text)["error"]["code"]) == (401, "invalid_api_key")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pytest
 
+from pdlink.api.legs import DecodeParams, PrefillAddress, PrefillParams
 from pdlink.config import CacheConfig, ModelConfig, TransportConfig, WorkerConfig
 from pdlink.engine.models import load_model
 from pdlink.engine.request import SamplingParams
@@ -15,7 +16,6 @@ from pdlink.errors import ConfigError
 from pdlink.serve import health
 from pdlink.serve import worker as worker_module
 from pdlink.serve.checkpoint import write_checkpoint
-from pdlink.serve.openai import PrefillAddress, TransferParams
 from pdlink.serve.worker import Worker
 from pdlink.transport.mapped import MappedTransport
 
@@ -80,8 +80,8 @@ class Two:
         prompt = (1, 2, 3)
 
         async def tokens() -> list[int]:
-            sends = TransferParams(transfer_id=transfer_id, leg="prefill", seed=1, created=1)
-            receives = TransferParams(transfer_id=transfer_id, leg="decode", seed=1, created=1, prefill=where)
+            sends = PrefillParams(transfer_id=transfer_id, seed=1, created=1)
+            receives = DecodeParams(transfer_id=transfer_id, seed=1, created=1, prefill=where)
             self.prefill.start(f"prefill-{transfer_id}", prompt, sampling, sends)
             stream = self.decode.start(f"decode-{transfer_id}", prompt, sampling, receives)
             return [token.token_id async for token in stream]

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
+from pdlink.api.legs import DecodeParams, PrefillAddress, PrefillParams
 from pdlink.config import CacheConfig, ModelConfig, TiersConfig, TransportConfig, WorkerConfig
 from pdlink.engine.request import SamplingParams
 from pdlink.events import PromptSourced, listen
-from pdlink.serve.openai import PrefillAddress, TransferParams
 from pdlink.serve.worker import Worker
 from pdlink.store.store import Store
 
@@ -165,8 +165,8 @@ def legs(prefill: Worker, decode: Worker, prompt: tuple[int, ...]) -> tuple[Stre
     """Both of a request."""
     name = f"t{next(ids)}"
     where = PrefillAddress(name="prefill", control=prefill.node.address)
-    sends = TransferParams(transfer_id=name, leg="prefill", seed=1, created=1)
-    receives = TransferParams(transfer_id=name, leg="decode", seed=1, created=1, prefill=where)
+    sends = PrefillParams(transfer_id=name, seed=1, created=1)
+    receives = DecodeParams(transfer_id=name, seed=1, created=1, prefill=where)
     sender = prefill.start(f"p{name}", prompt, SAMPLING, sends)
     return sender, decode.start(f"d{name}", prompt, SAMPLING, receives)
 

@@ -9,64 +9,37 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdlink.api.legs import AnyParams
 from pdlink.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-_Id = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,99}\Z")]
-"""It goes into logs and messages of two servers, so only harmless characters are allowed."""
-_Address = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+    from pdlink.api.legs import PrefillParams
+
 _DIGEST_NBYTES = 8
 """Distinguishes the prompts of one HTTP request; a client that makes two collide hurts only its own request."""
 
 
-class PrefillServer(msgspec.Struct, frozen=True):
-    """Where the decode server finds the prefill server."""
-
-    control: _Address | Annotated[tuple[_Address, ...], msgspec.Meta(min_length=1, max_length=1024)]
-    """Control address of its one shard, or of every shard in order."""
-    name: str = ""
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        return (self.control,) if isinstance(self.control, str) else self.control
+def check_engine(params: PrefillParams, engine: int) -> None:
+    """Raises InvalidRequest if vLLM has given the request to another engine than decode asks."""
+    if params.data_parallel_rank != engine:
+        raise InvalidRequest(
+            f"kv_transfer_params: data_parallel_rank: got {params.data_parallel_rank} at data-parallel engine "
+            f"{engine}; expected the engine that decode asks; send the leg with the header X-data-parallel-rank: "
+            f"{params.data_parallel_rank}, as the proxy does for servers with data_parallel"
+        )
 
 
-class PrefillParams(msgspec.Struct, frozen=True, tag_field="leg", tag="prefill"):
-    """This server computes the prompt and pushes its KV."""
-
-    transfer_id: _Id
-    num_prompts: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Prompts of the HTTP request; 0 if that is not known."""
-    data_parallel_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Of several engines behind one HTTP port, the one that decode asks for the KV."""
-
-    def check_engine(self, engine: int) -> None:
-        """Raises InvalidRequest if vLLM has given the request to another engine than decode asks."""
-        if self.data_parallel_rank != engine:
-            raise InvalidRequest(
-                f"kv_transfer_params: data_parallel_rank: got {self.data_parallel_rank} at data-parallel engine "
-                f"{engine}; expected the engine that decode asks; send the leg with the header X-data-parallel-rank: "
-                f"{self.data_parallel_rank}, as the proxy does for servers with data_parallel"
-            )
-
-
-class DecodeParams(msgspec.Struct, frozen=True, tag_field="leg", tag="decode"):
-    """This server gets the KV of the prompt from another one."""
-
-    transfer_id: _Id
-    prefill: PrefillServer
-
-
-def parse(params: Mapping[str, object]) -> PrefillParams | DecodeParams:
+def parse(params: Mapping[str, object]) -> AnyParams:
     """Raises InvalidRequest: anybody who reaches the server can send this field."""
     try:
-        return msgspec.convert(params, PrefillParams | DecodeParams)
+        found: AnyParams = msgspec.convert(params, AnyParams)
+        return found
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"kv_transfer_params: {error}") from None
 

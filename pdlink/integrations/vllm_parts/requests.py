@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from pdlink.api import kv_path
+from pdlink.api.legs import DecodeParams, PrefillParams
 from pdlink.errors import InvalidRequest
 from pdlink.integrations.vllm_parts import params as legs
 from pdlink.integrations.vllm_parts.store_book import StorePlan
@@ -217,16 +218,16 @@ class RequestBook:
             return 0
         try:
             leg = legs.parse(params)
-            if not (self.sends if isinstance(leg, legs.PrefillParams) else self.receives):
+            if not (self.sends if isinstance(leg, PrefillParams) else self.receives):
                 raise InvalidRequest("this server's kv_role has no part in this leg")
-            if isinstance(leg, legs.PrefillParams):
-                leg.check_engine(self.engine)
+            if isinstance(leg, PrefillParams):
+                legs.check_engine(leg, self.engine)
         except InvalidRequest as error:
             log.warning("request %s is served without a transfer: %s", shown(request_id), shown(str(error)))
             return 0
         transfer_id = legs.transfer_id(leg.transfer_id, prompt, identity)
         owner = self._in_use.setdefault(transfer_id, request_id)
-        if isinstance(leg, legs.DecodeParams):
+        if isinstance(leg, DecodeParams):
             receiving = self._receiving[request_id] = _Receiving(transfer_id, len(prompt), leads=owner == request_id)
             leader = self._receiving.get(owner)
             if leader is not None:
@@ -248,7 +249,7 @@ class RequestBook:
         """Whether another server was named that computes this request's prompt."""
         return request_id in self._receiving
 
-    def _is_last(self, leg: legs.PrefillParams) -> bool:
+    def _is_last(self, leg: PrefillParams) -> bool:
         """Whether all prompts of this attempt have come. Of several that never all come the oldest are forgotten."""
         if leg.num_prompts <= 1:
             return leg.num_prompts == 1

@@ -19,22 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping
 
     from pdlink.api.health import Health
+    from pdlink.api.legs import PrefillAddress
     from pdlink.api.openai import Call
     from pdlink.observe.sources import Sourced
 
     from ..http_client import HttpClient
     from ..recovery import Resumes
     from ..upstream import Asking
-
-
-class PrefillAddress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The address of the prefill worker, for the decode worker of its request."""
-
-    name: str
-    control: str | tuple[str, ...]
-    """By rank, if there are several."""
-    data_parallel_rank: int | None = None
-    """Of several engines behind one URL, which this is."""
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,8 +37,6 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     """The sampling seed if the client gave none."""
     prefill: PrefillAddress
-    decode_ranks: int | None = None
-    """Of the decode worker, if it differs from the prefill worker's."""
     prefill_url: str = ""
     link: Mapping[str, Any] = {}
     """`Health.link` of the prefill worker."""

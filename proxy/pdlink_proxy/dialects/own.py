@@ -9,6 +9,7 @@ import msgspec
 
 from pdlink.api.health import Health
 from pdlink.api.kv_path import HEADER
+from pdlink.api.legs import DecodeParams, PrefillParams
 from pdlink.errors import WorkerKeyRefused
 from pdlink.observe.sources import Sourced  # noqa: TC001  (msgspec reads the annotation at run time)
 
@@ -26,14 +27,10 @@ if TYPE_CHECKING:
 
 def _legs(call: Call, transfer: Transfer) -> tuple[bytes, bytes]:
     seed = call.seed if call.seed is not None else transfer.seed
-    common = b'{"transfer_id":"%b","seed":%d,"created":%d,"leg":' % (
-        transfer.transfer_id.encode(),
-        seed,
-        transfer.created,
-    )
+    name, created = transfer.transfer_id, transfer.created
     return (
-        call.with_json(b'%b"prefill"}' % common),
-        call.with_json(b'%b"decode","prefill":%b}' % (common, msgspec.json.encode(transfer.prefill))),
+        call.with_params(PrefillParams(transfer_id=name, seed=seed, created=created)),
+        call.with_params(DecodeParams(transfer_id=name, seed=seed, created=created, prefill=transfer.prefill)),
     )
 
 

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pdlink._http import ABORT, ANYTHING
-from pdlink.api.bounds import Count  # noqa: TC001  (msgspec reads the annotation at run time)
+from pdlink.api.fields import Count  # noqa: TC001  (msgspec reads the annotation at run time)
 from pdlink.api.health import Health
 from pdlink.api.kv_path import TRANSFERRED
 from pdlink.api.openai import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, has_several, sampling_of

@@ -29,6 +29,7 @@ import msgspec
 
 from pdlink._http import PARAMS
 from pdlink.api.health import Health
+from pdlink.api.legs import DecodeParams, PrefillParams
 from pdlink.api.openai import CHAT, COMPLETIONS, EMBEDS, KV_PARAMS, MESSAGES, RESPONSES, has_several
 from pdlink.api.sse import rewritten
 from pdlink.errors import WorkerKeyRefused
@@ -88,26 +89,25 @@ _LIMITS = {COMPLETIONS: "max_tokens", CHAT: "max_completion_tokens"} | {
 }
 
 
-def prefill_body(call: Call, params: Mapping[str, object], without: frozenset[str], **more: object) -> bytes:
+def prefill_body(call: Call, params: object, without: frozenset[str], **more: object) -> bytes:
     """The same prompt, one token, in one piece."""
     fields: dict[str, Any] = {name: raw for name, raw in call.fields.items() if name not in without}
     if call.path == RESPONSES:
         more["store"] = False
-    if call.path == MESSAGES:  # else vLLM refuses a budget of thinking that is above the one token
-        params = {**params, "do_remote_decode": True}
     return msgspec.json.encode({**fields, **more, _LIMITS[call.path]: 1, KV_PARAMS: params})
 
 
 def _legs(call: Call, transfer: Transfer) -> tuple[bytes, bytes]:
-    both: dict[str, Any] = {"transfer_id": transfer.transfer_id}
-    more = {"decode_ranks": transfer.decode_ranks} if transfer.decode_ranks is not None else {}
-    if transfer.prefill.data_parallel_rank is not None:
-        more["data_parallel_rank"] = transfer.prefill.data_parallel_rank
     without = _SAMPLING | _GRAMMARS if call.path == COMPLETIONS else _SAMPLING
-    to_prefill = {**both, "leg": "prefill", "num_prompts": num_prompts(call), **more}
+    to_prefill = PrefillParams(
+        transfer_id=transfer.transfer_id,
+        num_prompts=num_prompts(call),
+        data_parallel_rank=transfer.prefill.data_parallel_rank or 0,
+        do_remote_decode=call.path == MESSAGES,
+    )
     return (
         prefill_body(call, to_prefill, without, temperature=0),
-        call.with_params({**both, "leg": "decode", "prefill": transfer.prefill}),
+        call.with_params(DecodeParams(transfer_id=transfer.transfer_id, prefill=transfer.prefill)),
     )
 
 
