@@ -221,21 +221,28 @@ class Announcer(Generic[_Change]):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._told: deque[tuple[tuple[Callable[[_Change], None], ...], _Change]] = deque()
+        self._told: deque[tuple[tuple[Callable[[_Change], None], ...], Iterable[_Change]]] = deque()
         """What nobody has told yet, oldest first, and who is to hear it."""
         self._telling = False
         self.listeners: tuple[Callable[[_Change], None], ...] = ()
         """Changed by `add` only."""
 
     def add(self, listener: Callable[[_Change], None], present: Iterable[_Change]) -> None:
-        """Tell `listener` what is there, then every change. The caller holds the object's lock, and calls `tell`."""
+        """Tell `listener` what is there, then every change. The caller holds the object's lock, and calls `tell`.
+
+        present: looked at when it is told, without that lock.
+        """
         self.listeners = (*self.listeners, listener)
-        self._told.extend(((listener,), change) for change in present)
+        self._told.append(((listener,), present))
 
     def note(self, change: _Change) -> None:
         """Something to tell, in this order. The caller holds the object's lock, and calls `tell` later."""
         if self.listeners:
-            self._told.append((self.listeners, change))
+            self._told.append((self.listeners, (change,)))
+
+    def note_all(self, changes: Iterable[_Change]) -> None:
+        """The same for many. `tell` goes through them, without that lock, also where nobody listens."""
+        self._told.append((self.listeners, changes))
 
     def tell(self) -> None:
         """Tell what was noted. The caller holds no lock. What a listener raises is logged and lost."""
@@ -246,13 +253,14 @@ class Announcer(Generic[_Change]):
                 if self._telling or not self._told:
                     return
                 self._telling = True
-                listeners, change = self._told.popleft()
+                listeners, changes = self._told.popleft()
             try:
-                for listener in listeners:
-                    try:
-                        listener(change)
-                    except Exception:
-                        log.exception("a listener failed at %s", change)
+                for change in changes:
+                    for listener in listeners:
+                        try:
+                            listener(change)
+                        except Exception:
+                            log.exception("a listener failed at %s", change)
             finally:
                 with self._lock:
                     self._telling = False
@@ -266,6 +274,6 @@ class Announcer(Generic[_Change]):
         def reached(_: _Change | None) -> None:
             told.set()
 
-        self._told.append(((reached,), cast("_Change", None)))  # behind what was noted
+        self._told.append(((reached,), (cast("_Change", None),)))  # behind what was noted
         self.tell()
         told.wait()

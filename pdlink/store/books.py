@@ -8,26 +8,48 @@ listeners and metrics were told.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, OrderedDict
 from math import inf, isinf
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pdlink.events import Announcer, RecordsChanged, WriteDropped, emit
 from pdlink.store.interface import MEMORY, RecordChange
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pdlink.kv.hashing import Preimage
     from pdlink.store.catalog import Catalog
     from pdlink.store.ingestion import Ingestion
+    from pdlink.store.kept import Emptied
     from pdlink.store.record import RecordShape
-    from pdlink.store.slots import Change, Slot
+    from pdlink.store.slots import Change, Lease, Slot
+
+_T = TypeVar("_T")
+
+_PIECE_KEYS = 512
+"""Of a long prompt, looked at while the lock is held: some milliseconds."""
+_LET_OTHERS_S = 2e-5
+"""The kernel adds some more."""
+
+
+def pieces(some: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    """Keys of a prompt, or something of each, in parts for which the lock is held: others have it in between."""
+    for begin in range(0, len(some), _PIECE_KEYS):
+        if begin:
+            let_others()
+        yield some[begin : begin + _PIECE_KEYS]
+
+
+def let_others() -> None:
+    """Have the lock that was just released: a thread that wakes up for it is slower than one that takes it again."""
+    time.sleep(_LET_OTHERS_S)
 
 
 class Books:
-    """The caller holds `lock`, but for `tell`, `listen` and `check`, which take it."""
+    """The caller holds `lock`, but where it says otherwise."""
 
     def __init__(self, catalog: Catalog, ingestion: Ingestion, epoch_s: Callable[[], float]) -> None:
         """ingestion: which records go below; hears what goes. epoch_s: what the catalog's clock lacks to the one that
@@ -53,6 +75,16 @@ class Books:
         self._dropped: Counter[str] = Counter()
         """Debts by tier whose records were evicted, and that no metric has heard of."""
         self._announcer: Announcer[RecordChange] = Announcer()
+
+    def leases(self, keys: Sequence[bytes], holder: str, request: str, deadline_s: float) -> list[Lease]:
+        """The longest readable prefix of `keys`, as `Catalog.lease`, in pieces. Without the lock."""
+        leases = []
+        for piece in pieces(keys):
+            with self.lock:
+                leases.append(self.catalog.lease(piece, holder, request, deadline_s))
+            if len(leases[-1].slots) < len(piece):
+                break
+        return leases
 
     def commit(
         self,
@@ -105,6 +137,29 @@ class Books:
             known = preimages.get(change.key) if is_there else None
             self._announcer.note(RecordChange(MEMORY, is_there, change.key, known))
 
+    def clear(self) -> int:
+        """Forget all records, however many, at once; how many there were. `tell` frees them."""
+        self.note()
+        was = self.catalog.clear()
+        was.tables.extend((self.shapes, self.summed, self.unchecked, self._ends_at_s, *self.debts.values()))
+        self.shapes, self.summed, self.unchecked, self._ends_at_s = {}, set(), set(), {}
+        self.debts = {tier: OrderedDict() for tier in self.debts}
+        self.ingestion.clear()
+        self._announcer.note_all(self._gone(was))
+        return len(was.records)
+
+    def _gone(self, was: Emptied) -> Iterator[RecordChange]:
+        """What goes with a clear, newest first; frees it meanwhile. Without the lock."""
+        counts = Counter[int]()
+        while was.records:
+            key, record = was.records.popitem()
+            if not record.missing:
+                counts[record.slot.nbytes] += 1
+                yield RecordChange(MEMORY, False, key)
+        for nbytes, count in counts.items():
+            emit(RecordsChanged(kind="removed", records=count, nbytes=count * nbytes))
+        was.free()
+
     # --- Without the lock
 
     def tell(self) -> None:
@@ -128,7 +183,8 @@ class Books:
         """As `AnyStore.listen`, of the arena."""
         with self.lock:
             self.note()
-            self._announcer.add(changed, [RecordChange(MEMORY, True, key) for key in self.catalog.readable()])
+            readable = self.catalog.readable()
+            self._announcer.add(changed, (RecordChange(MEMORY, True, key) for key in readable))
         self._announcer.tell()
 
     def check(self) -> None:

@@ -18,23 +18,25 @@ other: they get a shorter prefix. There is no clock, lock or memory in it either
 from __future__ import annotations
 
 from collections import Counter
-from itertools import count
+from itertools import count, islice
 from math import inf
 from typing import TYPE_CHECKING
 
 from pdlink.store.deadlines import Deadlines
 from pdlink.store.extents import ALIGNMENT_NBYTES, Extents
-from pdlink.store.kept import Hold, Record, Writing, check
+from pdlink.store.kept import Emptied, Hold, Record, Writing, check
 from pdlink.store.pins import Pins
 from pdlink.store.slots import LIFE_BITS, WHOLE, Change, Lease, Slot
 from pdlink.store.turns import DEFAULT_PRIORITY, USUAL, Retention, Turns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from pdlink.store.policies.base import Policy
     from pdlink.store.slots import Held, Serial, Share
 
+_MOST_DUE = 512
+"""Records whose time is over, forgotten at once: some milliseconds."""
 _MAX_WASTE = 4
 """Eviction for one record stops after that many times its bytes: records not in turn keep the free ones apart."""
 
@@ -54,6 +56,7 @@ class Catalog:
         self._turns = Turns(policy, quota_nbytes=tenant_quota_nbytes)
         self._extents = Extents()
         self._records: dict[bytes, Record] = {}
+        self._num_readable = 0
         self._deadlines = Deadlines(self._records)
         self._writing: dict[Serial, Writing] = {}
         """All reservations, also of keys that were removed meanwhile."""
@@ -87,7 +90,11 @@ class Catalog:
 
     def __len__(self) -> int:
         """Readable records."""
-        return sum(not record.missing for record in self._records.values())
+        return self._num_readable
+
+    def keys(self) -> list[bytes]:
+        """Of all records, also while they are written."""
+        return list(self._records)
 
     def readable(self) -> list[bytes]:
         """Of the readable records."""
@@ -133,19 +140,37 @@ class Catalog:
         retention, now_s: for new records; one that is known already may only rise in priority.
         most_nbytes: of all these slots.
         """
-        slots: list[Slot] = []
+        return tuple(
+            slot
+            for slot in self.reserving(keys, nbytes, holder, share, retention, now_s, most_nbytes=most_nbytes)
+            if slot is not None
+        )
+
+    def reserving(
+        self,
+        keys: Iterable[bytes],
+        nbytes: int,
+        holder: str,
+        share: Share = WHOLE,
+        retention: Retention = USUAL,
+        now_s: float = 0.0,
+        *,
+        most_nbytes: float = inf,
+    ) -> Iterator[Slot | None]:
+        """The same one key at a time, so that others use the catalog in between; None for a key that gets no slot."""
+        reserved_nbytes = 0
         every = (1 << share.total) - 1
         for key in keys:
             record = self._records.get(key)
             if record is not None and share.parts == every and record.missing and not record.writers:
                 self._forget(record)  # others began it, and this one brings all of it
                 record = None
-            if (len(slots) + 1) * nbytes > most_nbytes:
-                break
+            if reserved_nbytes + nbytes > most_nbytes:
+                return
             if record is None:
                 offset = self._take(nbytes, retention.tenant)
                 if offset is None:
-                    break
+                    return
                 self._turns.used_nbytes[retention.tenant] += nbytes
                 slot = Slot(next(self._serials), key, offset, nbytes)
                 record = self._records[key] = Record(
@@ -158,12 +183,13 @@ class Catalog:
             else:
                 if retention.priority > record.retention.priority:
                     self._raise(record, retention, now_s)
+                yield None
                 continue
             record.free &= ~share.parts
             record.writers += 1
             self._writing[slot.serial] = Writing(slot, record, share.parts, holder)
-            slots.append(slot)
-        return tuple(slots)
+            reserved_nbytes += nbytes
+            yield slot
 
     def completes(self, slots: Iterable[Slot]) -> list[Slot]:
         """Those of them whose records will be readable when they are committed."""
@@ -195,6 +221,7 @@ class Catalog:
                 record.resident = True
                 self._turns.insert(slot.key, slot.nbytes, record.retention)
             if record.listed and not record.missing:
+                self._num_readable += 1
                 readable.append(slot)
             self._free_if_unused(record)
         readable.reverse()  # who is told of a record knows the one before it
@@ -225,10 +252,6 @@ class Catalog:
             found += 1
         return found
 
-    def keys_ending(self, ending: bytes) -> list[bytes]:
-        """Of all records, also while they are written."""
-        return [key for key in self._records if key.endswith(ending)]
-
     def expires_s(self, key: bytes) -> float:
         """When a record is found no more."""
         return self._records[key].expires_s if key in self._records else float("-inf")
@@ -239,32 +262,44 @@ class Catalog:
         request: whose lease it is, for reports.
         """
         records = [self._records[key] for key in keys[: self.lookup(keys)]]
-        lease = Lease(next(self._serials), tuple(record.slot for record in records))
+        lease = Lease(next(self._serials), tuple([record.slot for record in records]))
         held = {record.slot.serial: record for record in records}  # a key may be asked for twice
-        for record in reversed(held.values()):
+        for record in held.values():
             record.leases += 1
-            self._turns.touch(record.slot.key)
         if held:
             self._leases[lease.serial] = Hold(held, holder, request, deadline_s)
         return lease
 
-    def release(self, lease: Lease) -> bool:
-        """End the lease; whether it stood until now. If not, what was read under it counts for nothing."""
+    def release(self, lease: Lease, *, used: bool = False) -> bool:
+        """End the lease; whether it stood until now. If not, what was read under it counts for nothing.
+
+        used: somebody wanted the records, which postpones their eviction; that of a prompt's head most.
+        """
         if not lease.slots:
             return True
         hold = self._leases.pop(lease.serial, None)
         if hold is not None:
+            for record in reversed(hold.records.values()) if used else ():
+                if record.listed:
+                    self._turns.touch(record.slot.key)
             self._let_go(hold)
         return hold is not None
 
     def expire(self, now_s: float) -> int:
-        """End the leases whose deadline is over; how many. Forget records, and priorities, whose time is over."""
-        for record in self._deadlines.due(now_s):
+        """End the leases whose deadline is over; how many. Forget records, and priorities, whose time is over.
+
+        `_MOST_DUE` records at most: see `is_due`.
+        """
+        for record in islice(self._deadlines.due(now_s), _MOST_DUE):
             if record.expires_s <= now_s:
                 self._forget(record)
             elif record.lapses_s <= now_s:
                 self._set_priority(record, DEFAULT_PRIORITY)
         return self._end_leases([serial for serial, hold in self._leases.items() if hold.deadline_s <= now_s])
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether the time of some record is over, which `expire` is to forget."""
+        return self._deadlines.next_s <= now_s
 
     def holder_gone(self, holder: str) -> None:
         """The holder has ended and touches nothing any more. So its reservations, leases and pins end."""
@@ -285,13 +320,34 @@ class Catalog:
         """Take back all pins of that name; of how many records."""
         return self._pins.end(name=name)
 
-    def remove(self, keys: Iterable[bytes] | None = None) -> int:
-        """Forget these keys, or all, pinned ones included; how many were known. Readers and writers finish first."""
-        named = list(self._records) if keys is None else keys
-        known = [self._records[key] for key in named if key in self._records]
+    def remove(self, keys: Iterable[bytes]) -> int:
+        """Forget these keys, pinned ones included; how many were known. Readers and writers finish first."""
+        known = [self._records[key] for key in keys if key in self._records]
         for record in known:
             self._forget(record)
         return len(known)
+
+    def clear(self) -> Emptied:
+        """Forget all keys, also pinned ones. Readers and writers finish first. Returns what was known.
+
+        `changes` says nothing of it. Costs as much as is read and written now, however many there are.
+        """
+        was = Emptied(self._records, *self._turns.clear())
+        was.tables.extend((*self._extents.tables, self._deadlines.entries))
+        held = {id(writing.record): writing.record for writing in self._writing.values()}
+        for hold in self._leases.values():
+            held.update((id(record), record) for record in hold.records.values())
+        for record in held.values():
+            record.listed = record.leaving = False
+            record.pins = 0
+        self._records, self._num_readable = {}, 0
+        self._deadlines = Deadlines(self._records)
+        self._pins.clear()
+        self._leaving_nbytes = 0
+        self._extents = self._extents.only(record.slot.offset for record in held.values())
+        for record in held.values():
+            self._turns.used_nbytes[record.retention.tenant] += record.slot.nbytes
+        return was
 
     def leave(self, nbytes: int, holder: str, deadline_s: float) -> list[Lease]:
         """Evict until so many bytes are free or about to be. The leases of those records, which go when they end."""
@@ -318,6 +374,7 @@ class Catalog:
         leased = [record for hold in self._leases.values() for record in hold.records.values()]
         writing = [writing.record for writing in self._writing.values()]
         records = {id(record): record for record in (*self._records.values(), *writing, *leased)}
+        assert self._num_readable == len(self.readable())
         assert self._extents.num_taken == len(records), "a slot is taken for no record"
         assert len(self._turns) == sum(record.resident for record in self._records.values())
         used = Counter[str]()
@@ -384,6 +441,7 @@ class Catalog:
     def _unlist(self, record: Record) -> None:
         if record.listed:
             record.listed = False
+            self._num_readable -= not record.missing
             del self._records[record.slot.key]
         self._stays(record)
         self._pins.drop(record)

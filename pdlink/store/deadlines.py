@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
-from math import isinf
+from math import inf, isinf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,30 +22,35 @@ class Deadlines:
     def __init__(self, records: Mapping[bytes, Record]) -> None:
         """records: all that are there, by key."""
         self._records = records
-        self._heap: list[tuple[float, Serial, bytes]] = []
-        """Some may be of records that are gone."""
+        self.entries: list[tuple[float, Serial, bytes]] = []
+        """A heap. Some may be of records that are gone."""
 
     def __len__(self) -> int:
         """Entries, also of records that are gone."""
-        return len(self._heap)
+        return len(self.entries)
 
     def add(self, at_s: float, record: Record) -> None:
         """Have `due` give the record from then on, if it is there."""
         if isinf(at_s):
             return
-        heappush(self._heap, (at_s, record.slot.serial, record.slot.key))
-        if len(self._heap) > _STALE + 3 * len(self._records):
+        heappush(self.entries, (at_s, record.slot.serial, record.slot.key))
+        if len(self.entries) > _STALE + 3 * len(self._records):
             alive = {(known.slot.serial, key) for key, known in self._records.items()}
-            self._heap = [entry for entry in self._heap if entry[1:] in alive]
-            heapify(self._heap)
+            self.entries = [entry for entry in self.entries if entry[1:] in alive]
+            heapify(self.entries)
+
+    @property
+    def next_s(self) -> float:
+        """When to look again, perhaps at a record that is gone."""
+        return self.entries[0][0] if self.entries else inf
 
     def due(self, now_s: float) -> Iterator[Record]:
         """Each one once for each deadline that is over. Records may go, and deadlines come, between two."""
-        while self._heap and self._heap[0][0] <= now_s:
-            _, serial, key = heappop(self._heap)
+        while self.entries and self.entries[0][0] <= now_s:
+            _, serial, key = heappop(self.entries)
             record = self._records.get(key)
             if record is not None and record.slot.serial == serial:
                 yield record
 
     def clear(self) -> None:
-        self._heap.clear()
+        self.entries.clear()

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from itertools import islice
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 ALIGNMENT_NBYTES = 4096
 """Of every slot: what unbuffered files want."""
@@ -72,6 +76,23 @@ class Extents:
         size = self._taken.pop(begin)
         self.used_nbytes -= size
         self._join(begin, begin + size)
+
+    @property
+    def tables(self) -> tuple[dict[int, int] | list[tuple[int, int]], ...]:
+        """What takes memory, of one that nobody uses any more."""
+        return self._taken, self._end_of, self._begin_of, self._by_size
+
+    def only(self, begins: Iterable[int]) -> Extents:
+        """The same with only these ranges taken. Costs a sort of them."""
+        kept = Extents()
+        kept.limit_nbytes = self.limit_nbytes
+        for begin in sorted(begins):
+            size = kept._taken[begin] = self._taken[begin]
+            if begin > kept._end_nbytes:
+                kept._add(kept._end_nbytes, begin)
+            kept._end_nbytes = begin + size
+            kept.used_nbytes += size
+        return kept
 
     def check(self) -> None:
         """Raise AssertionError if free and taken ranges do not fill everything up to the last one that is taken."""

@@ -45,6 +45,8 @@ class Fetch:
         """One per chunk; None while it is on its way, or if it does not come."""
         self.leases: list[Lease] = []
         self.closed = False
+        self.is_begun = False
+        """Whether all chunks are in `slots` that will ever be."""
         self.failed_at: int | None = None
         """The first chunk that does not come."""
         self._release = release
@@ -65,7 +67,7 @@ class Fetch:
     @property
     def is_settled(self) -> bool:
         """Whether nothing that matters is on its way."""
-        return None not in self.slots[: self.failed_at]
+        return self.is_begun and None not in self.slots[: self.failed_at]
 
     def finish(self) -> None:
         """Set `done`, if it is not; without the store's lock, because callbacks run here."""

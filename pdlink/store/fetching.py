@@ -12,6 +12,7 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
+from pdlink.store.books import let_others, pieces
 from pdlink.store.fetch import Arrival, Fetch
 from pdlink.store.line import Line
 from pdlink.store.record import unseal
@@ -78,41 +79,65 @@ class Fetching:
         now_s, shape = self._clock(), wanted.shape
         fetch = Fetch(wanted, now_s + self._tier_deadline_s, now_s + self._lease_s, self._release)
         to_check: list[tuple[int, Slot, Lease]] = []
-        begun: list[tuple[Arrival, int]] = []
-        catalog, found = self._books.catalog, wanted.found
-        kept = wanted.retention._replace(ttl_s=inf)  # a record says itself how long it is found
+        for piece in pieces(list(zip(wanted.found.keys, wanted.found.places, strict=True))):
+            begun: list[tuple[Arrival, int]] = []
+            with self._books.lock:
+                goes_on = self._begin(fetch, piece, to_check, begun, now_s)
+                self._books.note()
+            for arrival, tier in begun:
+                if not self._below.tiers or not self._below.tiers[tier].readers.put(
+                    partial(self._bring, arrival, tier)
+                ):
+                    self._arrived(arrival, None)
+            if not goes_on:
+                break
         with self._books.lock:
-            first = self._lease(fetch, found.keys)
-            for slot in first.slots:
-                to_check += self._add_here(fetch, slot, first)
-            here = [slot.key for slot in first.slots]
-            self._writing.hit(here)
-            self._writing.begin([key for key in here if self._books.ingestion.on_hit(key)])
-            for key, place in list(zip(found.keys, found.places, strict=True))[len(first.slots) :]:
-                if catalog.lookup([key]):
-                    lease = self._lease(fetch, [key])
-                    to_check += self._add_here(fetch, lease.slots[0], lease)
-                    continue
-                arrival = self._arrivals.get(key)
-                if arrival is None:
-                    slots = catalog.reserve([key], shape.nbytes, SELF, WHOLE, kept, now_s)
-                    if not slots:
-                        break
-                    arrival = self._arrivals[key] = Arrival(slots[0], shape)
-                    begun.append((arrival, max(0, place - 1)))
-                arrival.waiting.append((fetch, fetch.add(None)))
             self._fetches.add(fetch)
             self._writing.make_headroom()
+            fetch.is_begun = True
             settled = fetch.is_settled
         self._books.tell()
-        for arrival, tier in begun:
-            if not self._below.tiers or not self._below.tiers[tier].readers.put(partial(self._bring, arrival, tier)):
-                self._arrived(arrival, None)
         if to_check and not self._verifier.put(partial(self._check_here, fetch, to_check, shape)):
             settled = True  # the store is closing
         if settled:
             fetch.finish()
         return fetch
+
+    def _begin(
+        self,
+        fetch: Fetch,
+        piece: Sequence[tuple[bytes, int]],
+        to_check: list[tuple[int, Slot, Lease]],
+        begun: list[tuple[Arrival, int]],
+        now_s: float,
+    ) -> bool:
+        """Lease what is here of the next chunks, and reserve room for the rest; whether there was room.
+
+        Under the lock. piece: keys and places. to_check, begun: get what is to be checked here, and to be read from
+        which tier.
+        """
+        catalog, wanted = self._books.catalog, fetch.wanted
+        first = self._lease(fetch, [key for key, _ in piece])
+        for slot in first.slots:
+            to_check += self._add_here(fetch, slot, first)
+        here = [slot.key for slot in first.slots]
+        self._writing.hit(here)
+        self._writing.begin([key for key in here if self._books.ingestion.on_hit(key)])
+        kept = wanted.retention._replace(ttl_s=inf)  # a record says itself how long it is found
+        for key, place in piece[len(first.slots) :]:
+            if catalog.lookup([key]):
+                lease = self._lease(fetch, [key])
+                to_check += self._add_here(fetch, lease.slots[0], lease)
+                continue
+            arrival = self._arrivals.get(key)
+            if arrival is None:
+                slots = catalog.reserve([key], wanted.shape.nbytes, SELF, WHOLE, kept, now_s)
+                if not slots:
+                    return False
+                arrival = self._arrivals[key] = Arrival(slots[0], wanted.shape)
+                begun.append((arrival, max(0, place - 1)))
+            arrival.waiting.append((fetch, fetch.add(None)))
+        return True
 
     def _lease(self, fetch: Fetch, keys: Sequence[bytes]) -> Lease:
         """Under the lock."""
@@ -132,18 +157,25 @@ class Fetching:
         return []
 
     def _release(self, fetch: Fetch, wrong: Sequence[Slot]) -> bool:
+        """From the last chunk to the first: the head of a prompt is used last, and so evicted last."""
         catalog = self._books.catalog
         with self._books.lock:
             fetch.closed = True
-            for lease in fetch.leases if wrong else ():
+            leases, fetch.leases = [lease for lease in fetch.leases if lease.slots], []
+        at = {key: index for index, key in enumerate(fetch.wanted.found.keys)}
+        leases.sort(key=lambda lease: at[lease.slots[0].key], reverse=True)
+        stood = True
+        for lease in leases:
+            with self._books.lock:
                 if catalog.stands(lease):
                     for slot in set(lease.slots).intersection(wrong):
                         self._found_wrong(slot, "payload_checksum")
-            stood = [catalog.release(lease) for lease in fetch.leases]
-            fetch.leases.clear()
+                stood &= catalog.release(lease, used=True)
+            if len(lease.slots) > 1 and lease is not leases[-1]:
+                let_others()
         if wrong:
             self._books.tell()
-        return all(stood)
+        return stood
 
     def _found_wrong(self, slot: Slot, reason: str) -> None:
         """A record is not what was put. Under the lock, and a lease of it."""

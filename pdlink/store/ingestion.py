@@ -33,6 +33,9 @@ class Ingestion(Protocol):
     def on_evict(self, key: Key) -> bool:
         """RAM drops it; its bytes must be kept until they are written."""
 
+    def clear(self) -> None:
+        """RAM drops all, which nobody wants to be kept."""
+
 
 class All:
     """Write-through: most hits below, most writes."""
@@ -47,6 +50,9 @@ class All:
 
     def on_evict(self, _key: Key) -> bool:
         return False
+
+    def clear(self) -> None:
+        pass
 
 
 class Evicted(All):
@@ -77,6 +83,9 @@ class Hot(All):
     def on_evict(self, key: Key) -> bool:
         self._hits.pop(key, None)
         return False
+
+    def clear(self) -> None:
+        self._hits = {}
 
 
 class SecondSight(All):

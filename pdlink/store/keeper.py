@@ -74,7 +74,7 @@ class Keeper:
                 used_nbytes = catalog.used_nbytes
                 grows = self._arena.wants_more(used_nbytes)
                 begin = self.gathering.next(self._arena.committed_nbytes)
-                if not late and not grows and begin is None:
+                if not late and not grows and begin is None and not catalog.is_due(now_s):
                     self._work.wait(_PAUSE_S)
                     continue
             for fetch in late:

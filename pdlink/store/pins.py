@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pdlink.store.kept import Hold
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from pdlink.store.kept import Record
     from pdlink.store.slots import Held
@@ -18,13 +18,10 @@ class Pins:
 
     def __init__(self, quota_nbytes: int) -> None:
         self._quota_nbytes = quota_nbytes
+        self.nbytes = 0
+        """Of the records that are pinned."""
         self._holds: dict[tuple[str, str], Hold] = {}
         """By holder and name."""
-
-    @property
-    def nbytes(self) -> int:
-        pinned = {record.slot for hold in self._holds.values() for record in hold.records.values()}
-        return sum(slot.nbytes for slot in pinned)
 
     def held(self) -> list[Held]:
         return [hold.held(name) for (_, name), hold in self._holds.items()]
@@ -32,12 +29,13 @@ class Pins:
     def add(self, records: Iterable[Record], name: str, holder: str) -> int:
         """Pin the leading ones that the quota allows; how many."""
         hold = self._holds.get((holder, name), Hold(holder=holder))
-        nbytes, pinned = self.nbytes, 0
+        pinned = 0
         for record in records:
             if record.slot.serial not in hold.records:
-                nbytes += 0 if record.pins else record.slot.nbytes
-                if nbytes > self._quota_nbytes:
+                nbytes = 0 if record.pins else record.slot.nbytes
+                if self.nbytes + nbytes > self._quota_nbytes:
                     break
+                self.nbytes += nbytes
                 record.pins += 1
                 hold.records[record.slot.serial] = record
             pinned += 1
@@ -51,17 +49,25 @@ class Pins:
         records = [record for pins in ended for record in self._holds.pop(pins).records.values()]
         for record in records:
             record.pins -= 1
+            self.nbytes -= 0 if record.pins else record.slot.nbytes
         return len({record.slot.serial for record in records})
 
     def drop(self, record: Record) -> None:
         """It has gone."""
         if record.pins:
             record.pins = 0
+            self.nbytes -= record.slot.nbytes
             for hold in self._holds.values():
                 hold.records.pop(record.slot.serial, None)
 
-    def check(self, records: Iterable[Record]) -> None:
+    def clear(self) -> None:
+        """All have gone."""
+        self.nbytes = 0
+        self._holds = {}
+
+    def check(self, records: Collection[Record]) -> None:
         """Raise AssertionError at the first broken invariant. records: all that take room."""
         for record in records:
             assert record.pins == sum(record.slot.serial in hold.records for hold in self._holds.values())
+        assert self.nbytes == sum(record.slot.nbytes for record in records if record.pins)
         assert self.nbytes <= self._quota_nbytes

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
-from itertools import takewhile
+from itertools import islice, takewhile
 from math import inf, isinf
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ from pdlink.errors import CapacityExceeded, ConfigError
 from pdlink.events import PrefixFound, emit
 from pdlink.store.arena import STEP_NBYTES, Arena
 from pdlink.store.below import Below
-from pdlink.store.books import Books
+from pdlink.store.books import Books, let_others, pieces
 from pdlink.store.catalog import Catalog
 from pdlink.store.cleared import Cleared
 from pdlink.store.codec import make_codec
@@ -237,8 +237,13 @@ class Store(AnyStore):
     def lookup(self, keys: Sequence[bytes], timeout_s: float) -> Found:
         """The longest prefix of `keys` that is here or in a tier. Waits `timeout_s` at most for the tiers."""
         began_s = self._clock()
-        with self._lock:
-            num_here = self._catalog.lookup(keys)
+        num_here = 0
+        for piece in pieces(keys):
+            with self._lock:
+                found_here = self._catalog.lookup(piece)
+            num_here += found_here
+            if found_here < len(piece):
+                break
         places = self.known_at(keys[num_here:], timeout_s)
         known = places.index(-1) if -1 in places else len(places)
         found = Found(tuple(keys[: num_here + known]), (0,) * num_here + places[:known])
@@ -248,8 +253,10 @@ class Store(AnyStore):
 
     def known_at(self, keys: Sequence[bytes], timeout_s: float) -> tuple[int, ...]:
         """As `AnyStore.known_at`."""
-        with self._lock:
-            here = [self._fetching.coming(key) or self._catalog.lookup([key]) for key in keys]
+        here: list[int] = []
+        for piece in pieces(keys):
+            with self._lock:
+                here += [self._fetching.coming(key) or self._catalog.lookup([key]) for key in piece]
         places = [0 if found else -1 for found in here]
         if not self.frozen and -1 in places:
             below = self._below.ask(list(keys), timeout_s)
@@ -289,17 +296,29 @@ class Store(AnyStore):
             )
         if self.frozen:
             return ()
+        head = self._books.leases(keys, holder, "reserve", inf)
+        kept = retention._replace(ttl_s=min(retention.ttl_s, self._ttl_s))
+        reserving = self._catalog.reserving(
+            keys, shape.nbytes, holder, share, kept, self._clock(), most_nbytes=most_nbytes
+        )
+        slots: list[Slot] = []
+        for piece in pieces(keys):
+            with self._lock:
+                looked = list(islice(reserving, len(piece)))
+                self._books.note()
+            slots += [slot for slot in looked if slot is not None]
+            if len(looked) < len(piece):
+                break
+        for lease in reversed(head):
+            with self._lock:
+                self._catalog.release(lease, used=True)
+            if lease is not head[0]:
+                let_others()
         with self._lock:
-            head = self._catalog.lease(keys, holder, "reserve", inf)
-            kept = retention._replace(ttl_s=min(retention.ttl_s, self._ttl_s))
-            slots = self._catalog.reserve(
-                keys, shape.nbytes, holder, share, kept, self._clock(), most_nbytes=most_nbytes
-            )
-            self._catalog.release(head)
             self._writing.make_headroom()
             self._keeper.wake()
         self._books.tell()
-        return slots
+        return tuple(slots)
 
     def commit(
         self,
@@ -360,7 +379,7 @@ class Store(AnyStore):
     def take_back(self, lease: Lease) -> None:
         """Nobody reads the record any more."""
         with self._lock:
-            self._catalog.release(lease)
+            self._catalog.release(lease, used=True)
 
     # --- Operators
 
@@ -379,15 +398,22 @@ class Store(AnyStore):
         whole = True
         if ending:
             with self._lock:  # first: what goes below from now on is found here
-                here = self._catalog.keys_ending(ending)
+                here = self._catalog.keys()
             there, whole = self._below.keys_ending(ending, places)
-            keys = list({*here, *there})
+            keys = list({*(key for key in here if key.endswith(ending)), *there})
         removed, (clear, is_noted) = 0, self._below.note_clear(keys, places)
-        with self._lock:
-            if places is None or MEMORY in places:
-                removed = self._catalog.remove(keys)
-            self._writing.forgive(keys, places)
-            self._below.doom(keys, places, clear)
+        in_memory = places is None or MEMORY in places
+        if keys is None:
+            with self._lock:
+                removed = self._books.clear() if in_memory else 0
+                self._writing.forgive(None, places)
+                self._below.doom(None, places, clear)
+        for piece in pieces(keys or ()):  # each record goes everywhere at once
+            with self._lock:
+                removed += self._catalog.remove(piece) if in_memory else 0
+                self._writing.forgive(piece, places)
+                self._below.doom(piece, places, clear)
+                self._books.note()
         self._books.tell()
         return Forgotten(removed, is_noted and whole)
 

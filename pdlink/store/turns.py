@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,6 +80,15 @@ class Turns:
             kind = self._class_of.pop(key)
             self._policies[kind].remove(key)
             self._drop_if_empty(kind)
+
+    def clear(self) -> tuple[list[Policy], list[dict[Any, Any] | set[Any] | list[Any]]]:
+        """No key is known any more, and nothing is used. What it had, as `Emptied` wants it."""
+        was: list[Policy] = list(self._policies.values())
+        tables: list[dict[Any, Any] | set[Any] | list[Any]] = [self._class_of]
+        self._policies = {self._usual: type(self._policies[self._usual])()}
+        self._class_of = {}
+        self.used_nbytes = Counter()
+        return was, tables
 
     def room_in_quota(self, tenant: str, nbytes: int) -> bool:
         return not self.quota_nbytes or not tenant or self.used_nbytes[tenant] + nbytes <= self.quota_nbytes

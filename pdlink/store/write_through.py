@@ -75,7 +75,9 @@ class WriteThrough:
         """Tiers of these names, or all, are not to have these records, or any, any more."""
         for tier, debts in self._books.debts.items():
             if places is None or tier in places:
-                for key in list(debts) if keys is None else keys:
+                if keys is None:
+                    debts.clear()
+                for key in keys or ():
                     debts.pop(key, None)
 
     def pay(self, *, at_once: bool = False) -> None:

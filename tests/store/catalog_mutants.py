@@ -154,7 +154,7 @@ def _nothing(value: object) -> Callable[[Any], Callable[..., Any]]:
 
 
 def _policy_not_told(right: Any) -> Callable[..., Any]:
-    def remove(self: Any, keys: Any = None) -> int:
+    def remove(self: Any, keys: Any) -> int:
         turns, self._turns = self._turns, deepcopy(self._turns)
         try:
             return int(right(self, keys))
@@ -225,6 +225,33 @@ def _neighbours_apart(right: Any) -> Callable[..., Any]:
     return lambda self, begin, end: self._add(begin, end)
 
 
+def _clear_without(table: str) -> Callable[[Any], Callable[..., Any]]:
+    """It does not see who reads or writes."""
+
+    def change(right: Any) -> Callable[..., Any]:
+        def clear(self: Any) -> Any:
+            held = getattr(self, table)
+            setattr(self, table, {})
+            try:
+                return right(self)
+            finally:
+                setattr(self, table, held)
+
+        return clear
+
+    return change
+
+
+def _cleared_pins_count(right: Any) -> Callable[..., Any]:
+    def clear(self: Any) -> Any:
+        nbytes = self._pins.nbytes
+        was = right(self)
+        self._pins.nbytes = nbytes
+        return was
+
+    return clear
+
+
 def _pins_outlive_the_record(right: Any) -> Callable[..., Any]:
     def unlist(self: Any, record: Any) -> None:
         pins, record.pins = record.pins, 0
@@ -254,6 +281,9 @@ MUTANTS = {
     "a put that is under way is begun again": _patched("reserve", _writes_twice),
     "abandoned reservations stay": _patched("abandon", _nothing(None)),
     "the policy does not hear of removals": _patched("remove", _policy_not_told),
+    "a clear frees what is read": _patched("clear", _clear_without("_leases")),
+    "a clear frees what is written": _patched("clear", _clear_without("_writing")),
+    "cleared pins count": _patched("clear", _cleared_pins_count),
     "what is leaving stays": _patched("_let_go", _stays),
     "what is leaving is not leased": _patched("leave", _leaves_unleased),
     "records do not expire": _patched("expire", _nothing_expires),

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Literal
 from pdlink.store.catalog import Catalog
 from pdlink.store.extents import ALIGNMENT_NBYTES
 from pdlink.store.policies.registry import make_policy
-from pdlink.store.slots import WHOLE, Lease, Share, Slot
+from pdlink.store.slots import WHOLE, Change, Lease, Share, Slot
 from pdlink.store.turns import Retention
 from tests.model.dice import Dice
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 PAGES = 12
 PROMPTS = [[b"%d-%d" % (prompt, chunk) for chunk in range(5)] for prompt in range(3)]
@@ -219,10 +219,23 @@ class World:
     def _remove(self, dice: Dice) -> None:
         if dice.below(3):
             return
-        keys = None if dice.below(4) == 0 else dice.one(PROMPTS)[:3]
+        keys = dice.one(PROMPTS)[:3]
         self.counts["removed"] += self.catalog.remove(keys)
+        self._withdraw(keys)
+
+    def _clear(self, dice: Dice) -> None:
+        if dice.below(8):
+            return
+        self._hear(self.catalog.changes())
+        was = self.catalog.clear()
+        self._hear([Change("removed", *record.slot[1::2]) for record in was.records.values() if not record.missing])
+        self._withdraw(was.records)
+        was.free()
+        assert not was.policies[0]
+
+    def _withdraw(self, keys: Collection[bytes]) -> None:
         slots = (slot for holder in self.holders for writing in holder.writing for slot in writing.slots)
-        self.withdrawn |= {slot.serial for slot in slots if keys is None or slot.key in keys}
+        self.withdrawn |= {slot.serial for slot in slots if slot.key in keys}
 
     def _resize(self, dice: Dice) -> None:
         pages = self.catalog.capacity_nbytes // ALIGNMENT_NBYTES
@@ -236,7 +249,17 @@ class World:
     # --- What must hold
 
     def _look(self, move: str) -> None:
-        for change in self.catalog.changes():
+        self._hear(self.catalog.changes())
+        for keys in PROMPTS:
+            missing = [key not in self.stored for key in [*keys, b"none"]]
+            assert self.catalog.lookup(keys) == missing.index(True)
+        self.catalog.check()
+        used_nbytes = self.catalog._turns.used_nbytes
+        assert max(used_nbytes["t"], used_nbytes["u"]) <= TENANT_PAGES * ALIGNMENT_NBYTES, "a quota is exceeded"
+        self.counts[move] += 1
+
+    def _hear(self, changes: Sequence[Change]) -> None:
+        for change in changes:
             self.counts[change.kind] += 1
             if change.kind == "stored":
                 assert change.key not in self.stored
@@ -249,13 +272,6 @@ class World:
                 assert not any(change.key in reading.keys for reading in leased), "a leased record was evicted"
             for kept in (*self.pinned.values(), *(reading.keys for reading in self._readings())):
                 kept.discard(change.key)
-        for keys in PROMPTS:
-            missing = [key not in self.stored for key in [*keys, b"none"]]
-            assert self.catalog.lookup(keys) == missing.index(True)
-        self.catalog.check()
-        used_nbytes = self.catalog._turns.used_nbytes
-        assert max(used_nbytes["t"], used_nbytes["u"]) <= TENANT_PAGES * ALIGNMENT_NBYTES, "a quota is exceeded"
-        self.counts[move] += 1
 
     def _finish(self) -> None:
         """When all is given back, nothing is left: the arena takes as many records as it has pages.
@@ -275,7 +291,7 @@ class World:
         slots = self.catalog.reserve(keys, ALIGNMENT_NBYTES, "last")
         assert [slot.key for slot in slots] == keys, "a slot is lost"
         self.catalog.abandon(slots)
-        self.catalog.remove()
+        self.catalog.clear()
         self.catalog.check()
         assert self.catalog.used_nbytes == 0, "a slot is lost"
 
@@ -313,7 +329,7 @@ MOVES = [
         "read",
         "release",
     ),
-    *("forget_lease", "tick", "die", "notice", "pin", "unpin", "remove", "resize", "leave"),
+    *("forget_lease", "tick", "die", "notice", "pin", "unpin", "remove", "clear", "resize", "leave"),
 ]
 
 

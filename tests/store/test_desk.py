@@ -18,7 +18,7 @@ from .stubs import SHAPE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NUM_SCHEDULES = 80
+NUM_SCHEDULES = 240
 
 
 def schedule(seed: int) -> list[int]:

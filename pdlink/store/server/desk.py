@@ -72,9 +72,9 @@ class Desk:
         return self.is_writing or self._has_pinned
 
     def may_wait(self, message: wire.Request) -> bool:
-        """Whether `handle` waits for tiers, or for the disk that notes a clear."""
-        return isinstance(message, wire.Move | wire.Repack | wire.Flush) or (
-            isinstance(message, wire.Lookup | wire.Clear) and self._store.has_tiers
+        """Whether `handle` waits for tiers, or for the disk that notes a clear, or frees what was cleared."""
+        return isinstance(message, wire.Move | wire.Repack | wire.Flush | wire.Clear) or (
+            isinstance(message, wire.Lookup) and self._store.has_tiers
         )
 
     def handle(self, message: wire.Request) -> None:  # noqa: PLR0912 - one line for each message

@@ -208,9 +208,7 @@ class _Session(threading.Thread):
             self._welcome(client)
             self._serve(client, frames, messages)
         except (LocalError, ProtocolError, OSError) as error:
-            log.warning("store: %s is disconnected: %s", client.name if client else "a client", error)
-            with suppress(OSError):
-                self._send(wire.frame(wire.Refused(str(error)[:500])))
+            self._refuse(client.name if client else "a client", error)
         except Exception:
             log.exception("store: %s is disconnected", client.name if client else "a client")
         finally:
@@ -279,8 +277,13 @@ class _Session(threading.Thread):
         try:
             desk.handle(message)
         except ProtocolError as error:
-            log.warning("store: %s is disconnected: %s", desk.holder, error)
+            self._refuse(desk.holder, error)
             self._disconnect()
+
+    def _refuse(self, name: str, error: Exception) -> None:
+        """Say why the connection ends."""
+        log.warning("store: %s is disconnected: %s", name, error)
+        self._send(wire.frame(wire.Refused(str(error)[:500])))
 
     def _await_the_end(self, client: _Client) -> None:
         """Of the process, as long as it has what ends with it; or until another connection takes over."""

@@ -1,0 +1,127 @@
+"""How much a store does while it holds the lock of its books: in steps of Python, whatever the machine's load."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pdlink.store.policies.registry import make_policy
+from pdlink.store.record import Group, RecordShape
+from pdlink.store.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SHAPE = RecordShape("uint8", 16, (Group("latent", (0,), 1, 1, 16),))
+KEYS = [b"%032d" % number for number in range(20_000)]
+MOST_STEPS = 100_000
+"""Some milliseconds. To forget a record takes some more than a hundred, to lease one ten."""
+
+
+class CountingLock:
+    """Counts the lines that its holder executes in functions that it calls."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._steps = self.most_steps = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:  # noqa: FBT001, FBT002 - as of a lock
+        taken = self._lock.acquire(blocking, timeout)
+        if taken:
+            self._steps = 0
+            sys.settrace(self._step)
+        return taken
+
+    def release(self) -> None:
+        sys.settrace(None)
+        self.most_steps = max(self.most_steps, self._steps)
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _step(self, _frame: FrameType, _event: str, _arg: object) -> Any:
+        self._steps += 1
+        return self._step
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, CountingLock]]:
+    """A store that has the records of `KEYS`, as far as its books know."""
+    lock = CountingLock()
+    monkeypatch.setattr("pdlink.store.books.threading", SimpleNamespace(Lock=lambda: lock))
+    store = Store(2 * len(KEYS) * 8192, make_policy("adaptive"))
+    store.open()
+    with lock:
+        store._books.commit(store._catalog.reserve(KEYS, SHAPE.nbytes, "test"), SHAPE, summed=True)
+    assert lock.most_steps > MOST_STEPS
+    lock.most_steps = 0
+    try:
+        yield store, lock
+    finally:
+        store.close()
+
+
+def test_a_long_prompt_is_looked_up_leased_and_released_in_pieces(counted: tuple[Store, CountingLock]) -> None:
+    store, lock = counted
+    found = store.lookup(KEYS, 1.0)
+    fetch = store.fetch(found, SHAPE, "test")
+    assert [slot.key for slot in fetch.done.result(0)] == KEYS
+    assert fetch.close()
+    assert store.held() == {"leases": 0, "reservations": 0}
+    assert 0 < lock.most_steps < MOST_STEPS
+
+
+def test_room_for_the_end_of_a_long_prompt_is_taken_in_pieces(counted: tuple[Store, CountingLock]) -> None:
+    store, lock = counted
+    end = [b"%032d" % number for number in range(len(KEYS), len(KEYS) + 4)]
+    slots = store.reserve([*KEYS, *end], SHAPE)
+    assert [slot.key for slot in slots] == end
+    store.abandon(slots)
+    assert store.held() == {"leases": 0, "reservations": 0}
+    assert lock.most_steps < MOST_STEPS
+
+
+def test_all_records_are_cleared_at_once(counted: tuple[Store, CountingLock]) -> None:
+    store, lock = counted
+    heard: list[bytes] = []
+    store.listen(lambda change: heard.append(change.key) if not change.is_there else None)
+    kept = store.fetch(store.lookup(KEYS[:2], 1.0), SHAPE, "test")
+    lock.most_steps = 0
+    assert store.clear().records == len(KEYS)
+    assert lock.most_steps < 1000
+    assert sorted(heard) == KEYS
+    assert not store.lookup(KEYS, 1.0).keys
+    assert store.gauges()["used"] == 2 * 8192
+    assert kept.close()
+    assert store.gauges()["used"] == 0
+    store.check()
+
+
+def test_named_records_are_cleared_in_pieces(counted: tuple[Store, CountingLock]) -> None:
+    store, lock = counted
+    assert store.clear(KEYS[1:]).records == len(KEYS) - 1
+    assert store.clear(ending=KEYS[0][-8:]).records == 1
+    assert lock.most_steps < MOST_STEPS
+    store.check()
+
+
+def test_records_that_expire_together_go_in_pieces(counted: tuple[Store, CountingLock]) -> None:
+    store, lock = counted
+    with store._lock:
+        for record in store._catalog._records.values():
+            record.expires_s = 1.0
+            store._catalog._deadlines.add(1.0, record)
+        lock._steps = 0
+        store._keeper.wake()
+    gone = threading.Event()
+    store.listen(lambda change: gone.set() if change.key == KEYS[-1] and not change.is_there else None)
+    assert gone.wait(10.0)
+    assert lock.most_steps < MOST_STEPS
