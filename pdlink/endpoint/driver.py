@@ -20,6 +20,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pdlink.endpoint import liveness
 from pdlink.endpoint.blame import Blame
 from pdlink.endpoint.channel import Channel, Disconnected, Received, Refused
@@ -36,6 +38,7 @@ from pdlink.endpoint.work import Work
 from pdlink.errors import ConfigError, PdlinkError
 from pdlink.protocol import auth
 from pdlink.protocol.handshake import fingerprint
+from pdlink.protocol.reasons import WEIGHTS_CHANGED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence, Set
@@ -192,7 +195,7 @@ class Endpoint:
         def end() -> None:
             for peer in self.peers():
                 self.sessions.lose(peer, "shutdown")
-            self.sender.give_up("shutdown")
+            self.sender.give_up("shutdown", self.sender.begun)
             self._stop()
 
         self.work.call(end)
@@ -211,6 +214,24 @@ class Endpoint:
                     self.sessions.lose(peer, "its key was taken off the allow-list")
 
         self.work.call(exchange)
+
+    def change_content(self, content: str) -> None:
+        """This worker's model has other weights now. Every session ends, so that both sides compare again, and so do
+        transfers that were begun with the weights before."""
+        with self.lock:
+            if content == self.local.identity.content:
+                return
+            self.local.identity = msgspec.structs.replace(self.local.identity, content=content)
+            self.fingerprint = fingerprint(self.local.identity)
+            begun, sessions = self.sender.begun, self.sessions.known.sessions()
+            self.sessions.known.forget_refusals("content")
+
+        def compare_again() -> None:
+            for peer in sessions:
+                self.sessions.lose(peer, WEIGHTS_CHANGED)
+            self.sender.give_up(WEIGHTS_CHANGED, begun)
+
+        self.work.call(compare_again)
 
     @property
     def address(self) -> str:

@@ -23,7 +23,7 @@ from pdlink.protocol.sending import offer_problem
 from pdlink.protocol.states import SenderState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from pdlink.endpoint.half import Common
     from pdlink.endpoint.peer import Peer
@@ -177,9 +177,14 @@ class Sender(Half[Outgoing]):
         for transfer in self._of(peer):
             self.act(transfer, transfer.machine.fenced())
 
-    def give_up(self, reason: str) -> None:
-        """No receiver can come any more: end all transfers."""
-        for transfer in list(self._transfers.values()):
+    @property
+    def begun(self) -> list[Outgoing]:
+        """Transfers that have not ended."""
+        return list(self._transfers.values())
+
+    def give_up(self, reason: str, transfers: Iterable[Outgoing]) -> None:
+        """No receiver can come for these any more: end them."""
+        for transfer in transfers:
             self.act(transfer, transfer.machine.stop(reason))
 
     def tick(self, now: float) -> None:

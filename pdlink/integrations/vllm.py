@@ -119,6 +119,8 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         self._rank: Rank | None = None
         if role == KVConnectorRole.WORKER:
             self._rank = Rank(vllm_config, kv_cache_config, settings)
+        else:
+            versions.watch_weights(self._weights_changed)
 
     # -- scheduler: what it is told ----------------------------------------------------------------------------------
 
@@ -198,9 +200,12 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
 
     def reset_cache(self) -> bool | None:
         """vLLM's caches are of no use any more; so is what the store has of this server's KV."""
-        if self._book.store is not None:
-            self._book.store.reset(uuid.uuid4().hex)
+        self._weights_changed(uuid.uuid4().hex)
         return True
+
+    def _weights_changed(self, era: str) -> None:
+        if self._book.store is not None:
+            self._book.store.reset(era)
 
     # -- worker: in the order of a step ------------------------------------------------------------------------------
 

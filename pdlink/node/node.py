@@ -333,6 +333,11 @@ class Node:
         """Replace the allow-list of the credentials; sessions whose key is not on it end."""
         self.endpoint.allow(allowed)
 
+    def change_content(self, content: str) -> None:
+        """The model has other weights from now on (`content`, see `__init__`): transfers of the weights before fail,
+        and both sides of each link compare again."""
+        self.endpoint.change_content(content)
+
     def close(self) -> None:
         """End every transfer and session, wait up to two seconds for the fences, and free what this node has made.
 

@@ -16,6 +16,8 @@ NOT_NEEDED = "not_needed"
 """The receiver has all of it in its own prefix cache: no failure."""
 WINDOW_BLOCKS = "window_blocks"
 """Prefill's blocks are no multiple of decode's, and windows are kept in whole blocks."""
+WEIGHTS_CHANGED = "weights_changed"
+"""The server's model was given other weights in place."""
 WHOLE_PROMPT = "whole_prompt"
 """The request wants what only the computation of its whole prompt gives."""
 OTHER = "other"
@@ -38,6 +40,7 @@ WORDS = {
     "taken_by_another_receiver": "another decode server asked for it first",
     "too_many_early_blocks": "too many offers wait at prefill for their requests",
     "too_many_early_offers": "too many offers wait at prefill for their requests",
+    WEIGHTS_CHANGED: "the weights of one of the two servers were changed in place while it was under way",
     WHOLE_PROMPT: "decode computes the whole prompt, because the request asks for its log-probabilities",
     WINDOW_BLOCKS: "prefill keeps sliding windows in blocks that are no multiple of decode's: give prefill a block "
     "size that is a multiple of decode's",
@@ -80,6 +83,8 @@ def code_of(reason: str) -> str:
     if refused:
         return refused_code(refused[1])
     sentence = reason.removeprefix(_LOST)  # the sentence behind it says more
+    if sentence in WORDS:
+        return sentence
     default = "peer_lost" if sentence != reason else OTHER
     return next((code for pattern, code in _SENTENCES if pattern.match(sentence)), default)
 
@@ -96,8 +101,9 @@ def refused_code(factor: str) -> str:
 
 def in_words(reason: str) -> str:
     """A sentence for a log, with its code if there is one. A peer's text is unchanged."""
+    reason = reason.removeprefix(_LOST)
     words = WORDS.get(reason)
-    return reason.removeprefix(_LOST) if words is None else f"{words} ({reason})"
+    return reason if words is None else f"{words} ({reason})"
 
 
 def printable(text: str, max_chars: int) -> str:

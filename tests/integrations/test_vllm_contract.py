@@ -28,14 +28,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma  # noqa: E
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1  # noqa: E402
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput  # noqa: E402
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SlidingWindowManager  # noqa: E402
+from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
+from vllm.v1.engine.core import EngineCore  # noqa: E402
+from vllm.v1.executor import Executor  # noqa: E402
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
+from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
 
 from pdlink.api.openai import CHAT, COMPLETIONS, MESSAGES, RESPONSES  # noqa: E402
 from pdlink.errors import ConfigError  # noqa: E402
 from pdlink.events import LayerLanded  # noqa: E402
 from pdlink.integrations.vllm import PDLinkConnector, PDLinkMetadata, PDLinkNews, PDLinkStats  # noqa: E402
-from pdlink.integrations.vllm_parts import cache_groups, host_copy, versions  # noqa: E402
+from pdlink.integrations.vllm_parts import cache_groups, host_copy, versions, weights  # noqa: E402
 from pdlink.integrations.vllm_parts.layout import LayerView, UnsupportedCache, describe  # noqa: E402
 from pdlink.integrations.vllm_parts.requests import NOTHING, Expect, Offer, StepPlan  # noqa: E402
 from pdlink.integrations.vllm_parts.stats import Counts  # noqa: E402
@@ -227,6 +231,18 @@ def test_the_header_that_names_an_engine_chooses_it_on_the_paths_that_the_proxy_
         "_get_data_parallel_rank(raw_request)" in source or "create_chat_completion(chat_req, raw_request)" in source
     )
     assert takes == (path in DIALECTS["vllm"].engine_paths)
+
+
+def test_every_call_of_a_trainer_goes_where_changes_of_weights_are_looked_for() -> None:
+    """`/update_weights` and its like, `reload_weights`, a worker's own methods, functions."""
+    for name in weights._WATCHED:
+        assert callable(getattr(EngineCore, name)), name
+    source = inspect.getsource(AsyncLLM)
+    for part in weights._PARTS:
+        assert f'collective_rpc(\n            "{part}"' in source or f'collective_rpc("{part}")' in source, part
+        assert hasattr(Worker, part), part
+    assert hasattr(Worker, "finish_weight_update")
+    assert "sleeping_tags" in inspect.getsource(Executor)
 
 
 def test_an_engine_knows_its_number_behind_its_port() -> None:

@@ -12,6 +12,7 @@ import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from pdlink.integrations.loaded_weights import HERE
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
 from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout, LayerLayout, Part
@@ -142,14 +143,17 @@ class Ends:
         states: Sequence[KVGroups],
         open_node: Callable[[KVGroups, str, str], Node],
         memory: Sequence[AnyBuffer] = (),
+        content: str = "",
     ) -> None:
         """states: of what the model keeps beside its KV. open_node(layout, suffix of its name, what is meant, in
-        words equal on both sides): raises what Node does. memory: that the nodes lie over; `close` gives it back."""
-        self.memory = memory
+        words equal on both sides): raises what Node does. memory: that the nodes lie over; `close` gives it back.
+        content: digest of the model's files."""
+        self.memory, self._content = memory, content
         self._whole, self._layer_ids, self._states, self._open_node = whole, tuple(layer_ids), states, open_node
         self._lock = threading.Lock()
         self._opened: dict[Cut | int, End] = {}
         self._closed = False
+        self._stop_watching = HERE.when_changed(self._weights_changed)
         self.everything = Cut(None, self._layer_ids)
         self.kv(self.everything, None)
 
@@ -191,7 +195,12 @@ class Ends:
         with self._lock:
             return [end.port.node for end in self._opened.values()]
 
+    def _weights_changed(self) -> None:
+        for node in self.nodes:
+            node.change_content(HERE.named(self._content))
+
     def close(self) -> None:
+        self._stop_watching()
         nodes = self.nodes
         self._closed = True
         for node in nodes:

@@ -7,6 +7,7 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any
 
+from pdlink.integrations.loaded_weights import HERE
 from pdlink.integrations.sglang_parts import pool, versions
 from pdlink.integrations.sglang_parts.allocation import ALLOCATION
 from pdlink.integrations.sglang_parts.ends import Ends, Rank
@@ -103,6 +104,7 @@ def open_ends(
     credentials = load_credentials(security)
     name = (credentials and credentials.owner) or f"sglang-{mode}-{as_name(socket.gethostname(), 32)}-{os.getpid()}"
     revision = f"sglang {versions.precision(server_args)} {args.kv_layout}"
+    content = versions.content(server_args)
 
     def node(layout: KVGroups, memory: list[AnyBuffer], suffix: str, meaning: str, port: int) -> Node:
         return Node(
@@ -115,7 +117,7 @@ def open_ends(
             advertise_host=settings.listen.advertise,
             model=str(server_args.served_model_name or server_args.model_path),
             revision=f"{revision} {meaning}",
-            content=versions.content(server_args),
+            content=HERE.named(content),
             transport=settings.transport,
             deadlines=Deadlines.of(settings.timeouts),
             credentials=credentials,
@@ -130,4 +132,4 @@ def open_ends(
         return node(layout, buffers, suffix, meaning, port)
 
     memory = [*buffers, *(buffer for _, more in described for buffer in more)]
-    return Ends(groups, layer_ids, [one for one, _ in described], opened, memory), layer_ids
+    return Ends(groups, layer_ids, [one for one, _ in described], opened, memory, content), layer_ids

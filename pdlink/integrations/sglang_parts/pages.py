@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from pdlink.integrations.loaded_weights import HERE
 from pdlink.kv import hashing
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class PageRecords:
         self._namespace, self._timeout_s = namespace, timeout_s
 
     def _keys(self, hashes: Sequence[str]) -> list[bytes]:
-        return hashing.named(self._namespace, hashes)
+        return hashing.named(self._namespace, map(HERE.named, hashes))
 
     def clear(self) -> None:
         """Forget the pages of this namespace, from any server, and of no other. Waits for the tiers."""

@@ -13,6 +13,7 @@ import torch
 
 from pdlink.errors import ConfigError
 from pdlink.events import listen
+from pdlink.integrations.loaded_weights import HERE
 from pdlink.integrations.shared_allocation import SharedAllocation
 from pdlink.integrations.trace_file import TraceFile
 from pdlink.integrations.vllm_parts import cache_groups, host_copy, states, versions
@@ -92,6 +93,9 @@ class Rank:
         self._buffers: list[AnyBuffer] = []
         self._store: StoreHalf | None = None
         self._stop_counting: Callable[[], None] | None = None
+        self._content = ""
+        """Digest of the model's files."""
+        self._stop_watching: Callable[[], None] = lambda: None
 
     def allocation(self) -> AbstractContextManager[Any]:
         """The context in which vLLM allocates its cache."""
@@ -103,6 +107,8 @@ class Rank:
         On a GPU every layer is pushed behind an event of vLLM's own stream (`node/layer_order.py`).
         Raises UnsupportedCache, ConfigError, TransportUnavailable, CudaUnavailable, CudaFailure, OSError.
         """
+        self._content = versions.content(self._config)
+        self._stop_watching = HERE.when_changed(self._weights_changed)
         stays, on_device = not versions.sleeps(self._config), tensors
         through_host = host_copy.is_needed(tensors.values(), versions.buffer_device(self._config))
         if through_host:
@@ -249,8 +255,13 @@ class Rank:
             store = self._store.source.store
             kept.set(store.gauges(), store.answering())
 
+    def _weights_changed(self) -> None:
+        for node in self._nodes:
+            node.change_content(HERE.named(self._content))
+
     def close(self) -> None:
         """End every session. Safe to call twice."""
+        self._stop_watching()
         nodes, self._nodes = self._nodes, []
         for node in nodes:
             node.close()
@@ -295,6 +306,6 @@ class Rank:
         return {
             "model": versions.model_name(self._config),
             "revision": f"{self._config.model_config.revision or 'main'} {digest}",
-            "content": versions.content(self._config),
+            "content": HERE.named(self._content),
             "num_ranks": self._num_shards,
         }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdlink.content import digest_of
 from pdlink.errors import ConfigError, LocalError
+from pdlink.integrations.vllm_parts import weights
 from pdlink.integrations.vllm_parts.adapters import Adapter
 from pdlink.integrations.vllm_parts.cache_groups import keeps_all, specs_of, tables, transfer_parts
 from pdlink.integrations.vllm_parts.contexts import check_ranks
@@ -21,7 +22,7 @@ from pdlink.integrations.vllm_parts.layout import UnsupportedCache
 from pdlink.integrations.vllm_parts.shards import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pdlink.config import TiersConfig
     from pdlink.integrations.vllm_parts.adapters import LoadedAdapters
@@ -378,6 +379,13 @@ def watch_adapters(vllm_config: Any, loaded: LoadedAdapters) -> None:
         from vllm.lora.worker_manager import WorkerLoRAManager
 
         loaded.watch(WorkerLoRAManager)
+
+
+def watch_weights(changed: Callable[[str], None]) -> None:
+    """As `weights.watch`, for this process' engine."""
+    from vllm.v1.engine.core import EngineCore
+
+    weights.watch(EngineCore, changed)
 
 
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
