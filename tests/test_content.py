@@ -77,13 +77,73 @@ def test_weights_of_one_shape_and_one_name_differ(tmp_path: Path, kind: str) -> 
     assert len(digests) == 2
 
 
-def test_every_single_tensor_counts(tmp_path: Path) -> None:
-    content = tensors(count=500, nbytes=5000)
+@pytest.fixture
+def sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of models that are too large to be read."""
+    monkeypatch.setattr("pdlink.content._WHOLE_NBYTES", 0)
+
+
+@pytest.mark.usefixtures("sampled")
+@pytest.mark.parametrize(("count", "nbytes"), [(500, 5000), (9000, 40)])
+def test_every_single_tensor_counts_however_many_there_are(tmp_path: Path, count: int, nbytes: int) -> None:
+    content = tensors(count=count, nbytes=nbytes)
     base = digest_of(write(tmp_path / "base", content))
-    for index in (0, 1, 250, 499):
+    for index in (0, 1, count // 2 + 1, count - 1):
         changed = dict(content)
-        changed[f"layer.{index}.weight"] = random.Random(-index - 1).randbytes(5000)
+        changed[f"layer.{index}.weight"] = random.Random(-index - 1).randbytes(nbytes)
         assert digest_of(write(tmp_path / str(index), changed)) != base
+
+
+def test_every_byte_of_an_adapter_counts(tmp_path: Path) -> None:
+    content = tensors(count=4, nbytes=200_000)
+    base = digest_of(write(tmp_path / "base", content))
+    for number, (name, at) in enumerate([("layer.0.weight", 100_001), ("layer.3.weight", 177_777)]):
+        changed = dict(content)
+        changed[name] = content[name][:at] + bytes([content[name][at] ^ 1]) + content[name][at + 1 :]
+        assert digest_of(write(tmp_path / str(number), changed)) != base
+
+
+PARTS = {"embed": 2_000_000, "q_proj": 500_000, "up_proj": 1_000_000, "bias": 2_000, "norm": 8_000}
+"""Bytes of each tensor of a layer."""
+
+
+def layers(trained: str = "", layer: int | None = None, share: float = 1.0) -> Tensors:
+    """A model of which a part was trained, in one layer or in all: of it this share of the two-byte words changed."""
+    content = {}
+    for index in range(4):
+        for part, nbytes in PARTS.items():
+            values = random.Random(f"{index} {part}").randbytes(nbytes)
+            if trained in (part, "all") and layer in (index, None):
+                dice, changed = random.Random(f"new {index} {part}"), bytearray(values)
+                for at in dice.sample(range(0, nbytes, 2), int(nbytes / 2 * share)):
+                    changed[at] ^= 1
+                values = bytes(changed)
+            content[f"layer.{index}.{part}.weight"] = values
+    return content
+
+
+@pytest.mark.usefixtures("sampled")
+@pytest.mark.parametrize(
+    ("trained", "layer", "share"),
+    [("all", None, 0.01), ("bias", None, 0.1), ("norm", 2, 0.1), ("q_proj", 3, 0.05), ("up_proj", 0, 0.05)],
+)
+def test_fine_tunes_that_change_few_weights_differ(
+    tmp_path: Path, trained: str, layer: int | None, share: float
+) -> None:
+    """A small step in bf16 leaves most words as they were; others train a part of a model."""
+    base = digest_of(write(tmp_path / "base", layers()))
+    assert digest_of(write(tmp_path / "tuned", layers(trained, layer, share))) != base
+
+
+@pytest.mark.usefixtures("sampled")
+def test_a_changed_row_of_large_embeddings_is_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the digest cannot see, as its page says: new embeddings of one token, 512 bytes of 2 MB."""
+    monkeypatch.setattr("pdlink.content._NUM_SAMPLES", 400)
+    content = layers()
+    base = digest_of(write(tmp_path / "base", content))
+    values = content["layer.0.embed.weight"]
+    content["layer.0.embed.weight"] = values[:50_000] + bytes(512) + values[50_512:]
+    assert digest_of(write(tmp_path / "tuned", content)) == base
 
 
 @pytest.mark.parametrize(
