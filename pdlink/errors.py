@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from pdlink.reasons import Code, Reason
+
 
 class PdlinkError(Exception):
     """Base of every error of this package, with the values to report it."""
@@ -17,6 +19,11 @@ class PdlinkError(Exception):
     retryable: ClassVar[bool] = False
     """True if a retry of the same request may succeed, here or on another worker."""
     http_status: ClassVar[int] = 500
+
+    @property
+    def reason(self) -> Reason:
+        """Why a transfer has ended that ends with this error."""
+        return Reason(Code.REQUEST_FAILED, str(self))
 
 
 class LocalError(PdlinkError):
@@ -129,6 +136,10 @@ class RequestAborted(LocalError):
     code = "request_aborted"
     http_status = 499
 
+    @property
+    def reason(self) -> Reason:
+        return Reason(Code.ABORTED, str(self))
+
 
 class EngineFailure(LocalError):
     """A forward pass failed or produced NaN or Inf; the request's tokens so far are right."""
@@ -192,10 +203,14 @@ class TransferFailed(RemoteError):
     code = "transfer_failed"
     retryable = True
 
-    def __init__(self, message: str, reason: str = "") -> None:
+    def __init__(self, message: str, reason: Reason | None = None) -> None:
         super().__init__(message)
-        self.reason = reason or message
+        self._reason = reason or Reason(Code.OTHER, message)
+
+    @property
+    def reason(self) -> Reason:
         """The cause alone, without the rest of the message."""
+        return self._reason
 
 
 class DeadlineExceeded(RemoteError):

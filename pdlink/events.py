@@ -59,7 +59,7 @@ class TransferEnded(Event, frozen=True, kw_only=True, gc=False):
     state: str
     """Terminal state: DONE, READY or FAILED."""
     reason: str
-    """Empty for DONE and READY, otherwise a code of `pdlink.errors` or of the protocol."""
+    """Empty for DONE and READY, otherwise a `pdlink.reasons.Reason` as text."""
     nbytes: int
     transport: str
     started_s: float
@@ -95,6 +95,7 @@ class FallbackUsed(Event, frozen=True, kw_only=True, gc=False):
 
     kind: str
     reason: str
+    """A code of `pdlink.reasons`; of the proxy, a sentence."""
 
 
 class PrefixFound(Event, frozen=True, kw_only=True, gc=False):

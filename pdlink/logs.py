@@ -24,6 +24,12 @@ def about(*, request_id: str = "", transfer_id: str = "") -> Mapping[str, str]:
     return {"request_id": request_id, "transfer_id": transfer_id}
 
 
+def printable(text: str, max_chars: int) -> str:
+    """A peer's text for a log or a report: one line without control characters, cut."""
+    text = text[:max_chars]
+    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
+
+
 def set_up(level: str | None, form: str | None, label: str = "") -> None:
     """Log to standard error, until it is called again. level: None is warning, and info for summaries. label: of this
     process among others in one terminal.

@@ -23,11 +23,13 @@ BASE = {
     "breaker",
     "extras",
     "logs",
+    "reasons",
     "zmq_context",
 }
 
 MAY_IMPORT: dict[str, set[str]] = {
-    "errors": set(),
+    "errors": {"reasons"},
+    "reasons": set(),
     "capabilities": set(),
     "compiled": set(),
     "zmq_context": set(),

@@ -24,7 +24,7 @@ from pdlink.errors import LocalError, PdlinkError, RemoteError
 from pdlink.integrations.vllm_parts.settings import ConnectorSettings
 from pdlink.integrations.vllm_parts.stats import declared
 from pdlink.observe.metrics import StoreProcessMetrics, WorkerMetrics
-from pdlink.protocol import reasons
+from pdlink.reasons import Code
 from pdlink_proxy.metrics import Metrics as ProxyMetrics
 
 if TYPE_CHECKING:
@@ -318,8 +318,8 @@ def errors() -> str:
     lines += ["", "### Why a transfer failed", ""]
     lines += ["The `reason` of a failed transfer, and of `X-Pdlink-KV: recomputed;reason=CODE`:", ""]
     lines += ["| code | meaning |", "|---|---|"]
-    lines += [f"| `{code}` | {_cell(words)} |" for code, words in sorted(reasons.WORDS.items())]
-    lines += ["| `refused:FACTOR` | the two workers differ in FACTOR; `pdlink doctor` has both values |"]
+    shown = {Code.REFUSED: "refused:FACTOR"}
+    lines += [f"| `{shown.get(code, code)}` | {_cell(code.meaning)} |" for code in sorted(Code)]
     return _within("docs/troubleshooting.md", lines)
 
 

@@ -5,7 +5,7 @@ healthy without this header. Workers, the vLLM connector and the proxy write the
 
     transferred                 the KV came from prefill
     cached                      decode had the whole prompt in its own prefix cache
-    recomputed;reason=CODE      decode computed the prompt; CODE as of `reasons.code_of`
+    recomputed;reason=CODE      decode computed the prompt; CODE a `Reason.label`
     transferring                the stream began before decode knew; a comment at its end has the final value
     unknown                     decode does not report it
 """
@@ -27,7 +27,7 @@ _USUAL = frozenset({TRANSFERRED, CACHED, UNKNOWN})
 
 
 def recomputed(code: str) -> str:
-    """Decode computed the prompt. code: as of `reasons.code_of`."""
+    """Decode computed the prompt. code: a `Reason.label`."""
     return f"{RECOMPUTED};reason={code}"
 
 

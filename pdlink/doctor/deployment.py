@@ -12,7 +12,7 @@ from pdlink.api import kv_path
 from pdlink.config import is_loopback
 from pdlink.errors import HandshakeRefused
 from pdlink.observe.remedies import RECOMPUTED
-from pdlink.protocol import reasons
+from pdlink.reasons import Code, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -158,18 +158,19 @@ def of_pairs(probes: Sequence[Mapping[str, Any]]) -> list[Finding]:
     found = []
     for probe in probes:
         about = f"{probe['prefill']} → {probe['decode']}"
-        path, _, reason = probe["kv"].partition(";reason=")
+        path, _, label = probe["kv"].partition(";reason=")
+        reason = Reason.of(label)
         if probe["error"]:
             remedy = f"read the logs of both; its transfer id is {probe['transfer_id']}"
             found.append(Finding("bad", about, f"a test transfer failed: {probe['error']}", remedy))
-        elif path == kv_path.RECOMPUTED and reason.startswith("refused"):
-            factor = probe["factor"] or reason.partition(":")[2]
+        elif path == kv_path.RECOMPUTED and reason.code is Code.REFUSED:
+            factor = probe["factor"] or reason.factor
             values = f": {probe['local']} and {probe['remote']}" if probe["factor"] else ""
             text = f"they do not fit together, {factor} differs{values}; decode computes every prompt again"
             found.append(Finding("bad", about, text, _FACTORS.get(factor, _SAME_MODEL)))
         elif path == kv_path.RECOMPUTED:
-            text = f"the KV did not cross: {reasons.in_words(reason)}"
-            found.append(Finding("bad", about, text, RECOMPUTED.get(reason, "read the logs of both")))
+            text = f"the KV did not cross: {reason.sentence}"
+            found.append(Finding("bad", about, text, RECOMPUTED.get(label, "read the logs of both")))
         elif path == kv_path.UNKNOWN:
             text = "the answer is right, but decode does not say whether the KV crossed"
             found.append(Finding("warn", about, text, "decode needs pdlink's connector: docs/vllm.md"))
@@ -226,10 +227,11 @@ def of_requests(errors: Sequence[Mapping[str, Any]]) -> list[Finding]:
     for each in errors:
         kind, cause, newest = each["kind"], each["cause"], each["newest"]
         if kind == "recomputed":
-            refused, _, factor = cause.partition(":")
-            unknown = _FACTORS.get(factor, _SAME_MODEL) if refused == "refused" else f"`pdlink explain {newest}`"
+            reason = Reason.of(cause)
+            is_refused = reason.code is Code.REFUSED
+            unknown = _FACTORS.get(reason.factor, _SAME_MODEL) if is_refused else f"`pdlink explain {newest}`"
             remedy = RECOMPUTED.get(cause, unknown)
-            text = f"{_requests(each['count'])} computed their prompt on decode: {reasons.in_words(cause)}"
+            text = f"{_requests(each['count'])} computed their prompt on decode: {reason.sentence}"
             if cause not in _BY_CHOICE:
                 found.append(Finding("warn", "requests", text, remedy))
         elif cause in ("failed", "broken"):

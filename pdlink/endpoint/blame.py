@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from pdlink.events import HandlingFailed, emit
+from pdlink.reasons import Code, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,14 +29,14 @@ class Blame:
         self._name, self._now_s = name, now_s
         self._num_failed, self._logged_s = 0, float("-inf")
 
-    def guard(self, what: str, act: Callable[[], object], cost: Callable[[str], None] | None = None) -> None:
+    def guard(self, what: str, act: Callable[[], object], cost: Callable[[Reason], None] | None = None) -> None:
         """Call `act`, which others can make fail. If it raises, call `cost(reason)`, which must not."""
         try:
             act()
         except Exception as error:  # noqa: BLE001  any bug that a peer's input finds, see above
             self.charge(what, error, cost)
 
-    def charge(self, what: str, error: Exception, cost: Callable[[str], None] | None = None) -> None:
+    def charge(self, what: str, error: Exception, cost: Callable[[Reason], None] | None = None) -> None:
         """`what` has raised this: as in `guard`, for the places that come by for every transfer."""
         reason = f"{what} could not be handled: {type(error).__name__}"
         self._num_failed += 1
@@ -45,4 +46,4 @@ class Blame:
             log.error("%s: a %s (%d failures so far)", self._name, reason, self._num_failed, exc_info=error)
         emit(HandlingFailed(what=what, error=f"{type(error).__name__}: {error}"))
         if cost is not None:
-            cost(reason)
+            cost(Reason(Code.HANDLING_FAILED, reason))

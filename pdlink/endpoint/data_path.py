@@ -19,6 +19,7 @@ from pdlink.events import HandlingFailed, LayerLanded, emit, listeners
 from pdlink.kv.plan import bind
 from pdlink.logs import about
 from pdlink.protocol.states import SENDER_ENDS
+from pdlink.reasons import Code, Reason
 from pdlink.transport.base import Status
 
 if TYPE_CHECKING:
@@ -153,7 +154,10 @@ class DataPath:
         if self._num_waiting:
             self.notify()
         if done.status is not Status.OK:
-            self._act(transfer, transfer.machine.lost(push.push_id, f"push {done.status.value}: {done.detail}"))
+            self._act(
+                transfer,
+                transfer.machine.lost(push.push_id, Reason(Code.PUSH_FAILED, f"{done.status.value}: {done.detail}")),
+            )
         if order.waiting_nbytes:
             self._release(lane)  # before the reports: the link must not run dry
         if done.status is not Status.OK:
@@ -205,14 +209,14 @@ class DataPath:
         log.warning("transfer %s: cannot push layer %d: %s", name, layer, error, extra=about(transfer_id=name))
         machine, peer = transfer.machine, transfer.peer
         if not planned:
-            self._act(transfer, machine.stop(f"push impossible: {error}"))
+            self._act(transfer, machine.stop(Reason(Code.PUSH_FAILED, f"impossible: {error}")))
             self._act(transfer, machine.dropped(push.push_id))
             return
-        self._act(transfer, machine.lost(push.push_id, f"push refused: {error}"))
+        self._act(transfer, machine.lost(push.push_id, Reason(Code.PUSH_FAILED, f"refused: {error}")))
         assert peer is not None
-        self._sessions.lose(peer, str(error))
+        self._sessions.lose(peer, Reason(Code.PEER_LOST, str(error)))
         for other in list(peer.transfers.values()):  # now, or all its other pushes would fail one by one
-            other.cancel(str(error))
+            other.cancel(Reason(Code.PEER_LOST, str(error)))
 
     def _compute_checksums(self, verifier: Verifier, transfer: Outgoing, push: Push) -> None:
         """Until they are there the push counts as in flight: its blocks are read, and *done* waits for it."""
@@ -224,7 +228,7 @@ class DataPath:
                 self.notify()
                 self._act(transfer, machine.landed(push.push_id))
 
-        def failed(reason: str) -> None:
+        def failed(reason: Reason) -> None:
             if machine.state not in SENDER_ENDS:
                 self._act(transfer, machine.stop(reason))
                 self.notify()

@@ -38,7 +38,7 @@ from pdlink.endpoint.work import Work
 from pdlink.errors import ConfigError, PdlinkError
 from pdlink.protocol import auth
 from pdlink.protocol.handshake import fingerprint
-from pdlink.protocol.reasons import WEIGHTS_CHANGED
+from pdlink.reasons import Code, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence, Set
@@ -194,8 +194,8 @@ class Endpoint:
 
         def end() -> None:
             for peer in self.peers():
-                self.sessions.lose(peer, "shutdown")
-            self.sender.give_up("shutdown", self.sender.begun)
+                self.sessions.lose(peer, Reason(Code.SHUTDOWN))
+            self.sender.give_up(Reason(Code.SHUTDOWN), self.sender.begun)
             self._stop()
 
         self.work.call(end)
@@ -211,7 +211,8 @@ class Endpoint:
             self.sessions.known.forget_refusals(auth.KEY_FACTOR)
             for peer in self.peers():
                 if peer.public_key not in allowed:
-                    self.sessions.lose(peer, "its key was taken off the allow-list")
+                    reason = Reason.refused(auth.KEY_FACTOR, "it was taken off the allow-list")
+                    self.sessions.lose(peer, reason)
 
         self.work.call(exchange)
 
@@ -228,8 +229,8 @@ class Endpoint:
 
         def compare_again() -> None:
             for peer in sessions:
-                self.sessions.lose(peer, WEIGHTS_CHANGED)
-            self.sender.give_up(WEIGHTS_CHANGED, begun)
+                self.sessions.lose(peer, Reason(Code.WEIGHTS_CHANGED))
+            self.sender.give_up(Reason(Code.WEIGHTS_CHANGED), begun)
 
         self.work.call(compare_again)
 
@@ -296,7 +297,10 @@ class Endpoint:
 
     def _stop(self) -> None:
         self._stopping = True
-        self.sessions.refuses = f"this worker's link is {'down: ' + self.failure if self.failure else 'closed'}"
+        code, state = Code.SHUTDOWN, "closed"
+        if self.failure:
+            code, state = Code.HANDLING_FAILED, f"down: {self.failure}"
+        self.sessions.refuses = Reason(code, f"this worker's link is {state}")
 
     def _loop(self) -> None:
         self._returned_s = self.clock.now_s()
@@ -413,7 +417,7 @@ class Endpoint:
         self._blame.guard("callback", lambda: answers.append(self._ask_short_of_blocks()))
         return any(answers)
 
-    def _give_up(self, item: Received, reason: str) -> None:
+    def _give_up(self, item: Received, reason: Reason) -> None:
         """End the session of a frame that could not be handled; answer *bye* if it belongs to none."""
         peer = self.sessions.by_route.get(item.route)
         if peer is not None and peer.public_key == item.public_key:

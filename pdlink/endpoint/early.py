@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from pdlink.reasons import Code
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -71,17 +73,17 @@ class EarlyInterest:
     def get(self, transfer_id: str) -> Early | None:
         return self._entries.get(transfer_id)
 
-    def put(self, transfer_id: str, peer: Peer, offer: Offer | None, now: float) -> str:
+    def put(self, transfer_id: str, peer: Peer, offer: Offer | None, now: float) -> Code | None:
         """Keep it, or return why not. A peer may add an offer to its entry, but not replace one."""
         old = self._entries.get(transfer_id)
         if old is not None and old.peer is not peer:
-            return "taken_by_another_receiver"
+            return Code.TAKEN_BY_ANOTHER_RECEIVER
         if old is not None and (old.has_offer or offer is None):
-            return ""
+            return None
         given = offer.blocks if offer is not None else ()
         added = _entry_nbytes(given) - (old.nbytes if old is not None else 0)
         if peer.early_nbytes + added > MAX_PEER_NBYTES or self.nbytes + added > MAX_NBYTES:
-            return "too_many_early_offers"
+            return Code.TOO_MANY_EARLY_OFFERS
         blocks = tuple(array("q", table) for table in given)
         since_s = old.since_s if old is not None else now
         kept = replace(offer, blocks=()) if offer is not None else None
@@ -89,7 +91,7 @@ class EarlyInterest:
         peer.early[transfer_id] = None
         peer.early_nbytes += added
         self.nbytes += added
-        return ""
+        return None
 
     def pop(self, transfer_id: str) -> Early | None:
         """Forget it; None if there is nothing."""

@@ -23,8 +23,9 @@ from pdlink.endpoint.peer import Peer, PeerState
 from pdlink.errors import HandshakeRefused, LayoutMismatch, PdlinkError, TransportFailure
 from pdlink.events import MessageDropped, PeerChanged, emit
 from pdlink.kv.plan import template
+from pdlink.logs import printable
 from pdlink.protocol import auth, handshake, messages
-from pdlink.protocol.reasons import printable
+from pdlink.reasons import Code, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,7 +56,7 @@ class Calls(Protocol):
     def post(self, peer: Peer, *bodies: messages.Body) -> None: ...
     def become_ready(self, peer: Peer) -> None: ...
     def shut(self, peer: Peer) -> None: ...
-    def lose(self, peer: Peer, reason: str) -> None: ...
+    def lose(self, peer: Peer, reason: Reason) -> None: ...
 
 
 class Greeter:
@@ -125,7 +126,7 @@ class Greeter:
             self._refuse(peer, HandshakeRefused("layout", str(mismatch), "see local"))
             return
         for old in replaced:  # only now: a refused dialer replaces nobody
-            sessions.lose(old, "replaced by a new session")
+            sessions.lose(old, Reason(Code.PEER_LOST, "replaced by a new session"))
         sessions.by_route[peer.route] = peer
         self._known.begin(peer)
         self._welcome(peer)
@@ -302,4 +303,4 @@ class Greeter:
             self._known.refused_by(peer.address, name, refusal)
         else:
             self._known.refused(name or peer.public_key, name, refusal)
-        self._sessions.lose(peer, f"refused: {refusal}")
+        self._sessions.lose(peer, Reason.refused(refusal.factor, str(refusal)))

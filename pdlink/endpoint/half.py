@@ -57,7 +57,7 @@ class Half(Generic[AnyTransfer]):
         """Raises TransferFailed if the other side, or the end of its session, has stopped this transfer before its
         request came here; InvalidRequest if the id was used before."""
         reason = self._ended.get(transfer_id)
-        if reason:
+        if reason is not None:
             raise TransferFailed(f"transfer {transfer_id} was stopped before it began: {reason}", reason)
-        if reason is not None or transfer_id in self._transfers:
+        if transfer_id in self._ended or transfer_id in self._transfers:
             raise InvalidRequest(f"transfer_id {transfer_id!r} was used before; every attempt needs a new one")

@@ -10,6 +10,7 @@ from pdlink.endpoint.transfer import Port, Transfer
 from pdlink.errors import InvalidRequest
 from pdlink.protocol.receiving import Receiving
 from pdlink.protocol.states import ReceiverState
+from pdlink.reasons import ABORTED
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pdlink.kv.groups import AnyTables, Tables
     from pdlink.protocol.actions import Action
     from pdlink.protocol.messages import Verify
+    from pdlink.reasons import Reason
 
 
 class ReceiverPort(Port, Protocol):
@@ -135,7 +137,7 @@ class Incoming(Transfer):
             return True
         return self._landed is not None and self._landed.get(layer, -2) >= self._end
 
-    def cancel(self, reason: str = "aborted") -> None:
+    def cancel(self, reason: Reason = ABORTED) -> None:
         with self._receiver.lock:
             self._receiver.act(self, self.machine.stop(reason, self._receiver.clock.awake_s()))
 
@@ -146,7 +148,7 @@ class Incoming(Transfer):
         self.first_token = first_token
         call_all((self.done.set, self.sampled.set, self._wake_layers))
 
-    def on_failed(self, reason: str) -> None:
+    def on_failed(self, reason: Reason) -> None:
         """The KV will not come. The offered blocks are quarantined until `on_end`."""
         call_all((partial(super().on_failed, reason), self._wake_layers))
 

@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdlink.errors import HandshakeRefused, TransferFailed
+from pdlink.logs import printable
 from pdlink.protocol import handshake
-from pdlink.protocol.reasons import printable
+from pdlink.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -168,7 +169,9 @@ class KnownPeers:
         if known is not None and known.refusal is not None:
             left_s = known.refusal.retry_at_s - self._now_s()
             if left_s > 0:
-                raise TransferFailed(f"refused: {known.refusal.cause}; next try in {left_s:.1f} s")
+                cause = known.refusal.cause
+                words = f"{cause}; next try in {left_s:.1f} s"
+                raise TransferFailed(f"refused: {words}", Reason.refused(cause.factor, words))
 
     def refused_by(self, address: str, peer: str, cause: HandshakeRefused) -> None:
         """The listener at this address and this worker do not fit. peer: its name, if known."""

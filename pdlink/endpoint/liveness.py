@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pdlink.endpoint.peer import PeerState
 from pdlink.protocol import messages
+from pdlink.reasons import Code, Reason
 
 if TYPE_CHECKING:
     from pdlink.endpoint.peer import Peer
@@ -17,14 +18,15 @@ def tick(sessions: Sessions, peer: Peer, timeouts: Deadlines, *, now_s: float, a
     """Look at a live session. Under the lock. now_s, awake_s: of `Clock`."""
     if peer.state is PeerState.CONNECTING:
         if awake_s - peer.since_s > timeouts.connect_s:
-            sessions.lose(peer, f"no answer to the handshake within {timeouts.connect_s} s")
+            words = f"no answer to the handshake within {timeouts.connect_s} s"
+            sessions.lose(peer, Reason(Code.NOT_CONNECTED, words))
         elif peer.dialed and peer.opened and now_s - peer.beat_s >= timeouts.heartbeat_s:
             peer.beat_s = now_s
             sessions.post(peer, messages.Heartbeat())  # shows a lost invitation by the gap before it
     elif awake_s - peer.heard_s > timeouts.peer_s:
-        sessions.lose(peer, f"silent for {timeouts.peer_s} s")
+        sessions.lose(peer, Reason(Code.PEER_LOST, f"silent for {timeouts.peer_s} s"))
     elif idle_for_s(peer, awake_s) > timeouts.idle_s > 0:
-        sessions.lose(peer, f"idle for {timeouts.idle_s:g} s")
+        sessions.lose(peer, Reason(Code.PEER_LOST, f"idle for {timeouts.idle_s:g} s"))
     elif now_s - peer.beat_s >= timeouts.heartbeat_s:
         peer.beat_s = now_s
         sessions.send(peer, messages.Heartbeat())

@@ -13,6 +13,7 @@ from pdlink.endpoint.transfer import Port, Transfer
 from pdlink.events import LayerWritten, emit, listeners
 from pdlink.protocol.sending import Sending
 from pdlink.protocol.states import SENDER_ENDS
+from pdlink.reasons import ABORTED
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from pdlink.protocol.actions import Action
     from pdlink.protocol.leases import Lease
     from pdlink.protocol.messages import Checksum
+    from pdlink.reasons import Reason
 
 
 class SenderPort(Port, Protocol):
@@ -148,7 +150,7 @@ class Outgoing(Transfer):
                 self.machine.withdraw()
         self._let_go()
 
-    def cancel(self, reason: str = "aborted") -> None:
+    def cancel(self, reason: Reason = ABORTED) -> None:
         with self._sender.lock:
             self._sender.act(self, self.machine.stop(reason))
 

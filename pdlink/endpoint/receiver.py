@@ -16,6 +16,7 @@ from pdlink.logs import about
 from pdlink.protocol import messages
 from pdlink.protocol.actions import Action, Deliver, DeliverLayer, End, Fail, FencePeer, Send
 from pdlink.protocol.states import ReceiverState
+from pdlink.reasons import Code, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,13 +52,13 @@ class Receiver(Half[Incoming]):
             self.live.add(transfer)
             self._sessions.send(transfer.peer, messages.Expect(transfer_id))
 
-    def cancel(self, transfer_id: str, reason: str) -> None:
+    def cancel(self, transfer_id: str, reason: Reason) -> None:
         """End this transfer. An unknown id is refused when its request comes later."""
         with self.lock:
             transfer = self._transfers.get(transfer_id)
             if transfer is not None:
                 transfer.cancel(reason)
-            elif self._ended.get(transfer_id) is None:
+            elif transfer_id not in self._ended:
                 self._ended.add(transfer_id, reason)
 
     def states(self) -> dict[str, int]:
@@ -102,7 +103,7 @@ class Receiver(Half[Incoming]):
         """A sender's message about a transfer."""
         transfer = self._transfers.get(body.transfer_id)
         if transfer is None or transfer.peer is not peer:
-            over = self._ended.get(body.transfer_id) is not None
+            over = body.transfer_id in self._ended
             if not (over and isinstance(body, messages.Quiet | messages.Stop)):
                 emit(MessageDropped(reason="unknown_transfer"))
             return
@@ -113,22 +114,21 @@ class Receiver(Half[Incoming]):
             case messages.Done():
                 self._on_done(transfer, body)
             case messages.Stop(reason=reason):
-                self.act(transfer, machine.stopped(reason, self.clock.awake_s()))
+                self.act(transfer, machine.stopped(Reason.of(reason), self.clock.awake_s()))
             case messages.Quiet():
                 self.act(transfer, machine.quiet())
             case _:
                 emit(MessageDropped(reason="wrong_direction"))
 
-    def on_peer_lost(self, peer: Peer, reason: str) -> None:
+    def on_peer_lost(self, peer: Peer, reason: Reason) -> None:
         """The session is over: its requests fall back now, their blocks are quarantined until the fence."""
-        reason = reason if reason.startswith("refused: ") else f"peer_lost: {reason}"
         for transfer in self._of(peer):
             self.act(transfer, transfer.machine.stopped(reason, self.clock.awake_s()))
 
     def on_fenced(self, peer: Peer) -> None:
         """The peer cannot reach our pages any more."""
         for transfer in self._of(peer):
-            self.act(transfer, transfer.machine.fenced("peer_lost", self.clock.awake_s()))
+            self.act(transfer, transfer.machine.fenced(self.clock.awake_s()))
         for transfer in self._unclosed.pop(peer, ()):
             self._work.defer(transfer.on_end)
 
@@ -136,7 +136,7 @@ class Receiver(Half[Incoming]):
         """End transfers whose time is over. now: `Clock.awake_s`, as for every deadline here."""
         for transfer in list(self._transfers.values()):
             if now >= transfer.deadline_s:
-                self.act(transfer, transfer.machine.stop("deadline", now))
+                self.act(transfer, transfer.machine.stop(Reason(Code.DEADLINE), now))
             self.act(transfer, transfer.machine.tick(now))
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Receiver(Half[Incoming]):
                     self._work.defer(partial(transfer.on_failed, reason))
                 case FencePeer(reason=reason):
                     name, extra = transfer.transfer_id, about(transfer_id=transfer.transfer_id)
-                    log.warning("transfer %s: %s; fencing %s", name, reason, transfer.peer, extra=extra)
+                    log.warning("transfer %s: %s; fencing %s", name, reason.words, transfer.peer, extra=extra)
                     self._sessions.lose(transfer.peer, reason)
                 case End(reason=reason):
                     self._end(transfer, reason)
@@ -179,7 +179,7 @@ class Receiver(Half[Incoming]):
         if self._transfers.get(transfer.machine.transfer_id) is transfer:
             self.act(transfer, transfer.machine.done(done, self.clock.awake_s(), mismatch))
 
-    def _end(self, transfer: Incoming, reason: str) -> None:
+    def _end(self, transfer: Incoming, reason: Reason | None) -> None:
         machine, peer = transfer.machine, transfer.peer
         del self._transfers[machine.transfer_id], peer.transfers[machine.transfer_id]
         self._ended.add(machine.transfer_id, reason, peer.name or peer.address)
@@ -188,7 +188,7 @@ class Receiver(Half[Incoming]):
                 peer.transport.close_blocks(peer.key, machine.offered.blocks)
             except TransportFailure as failure:
                 self._unclosed.setdefault(peer, []).append(transfer)
-                self._sessions.lose(peer, str(failure))
+                self._sessions.lose(peer, Reason(Code.PEER_LOST, str(failure)))
         if listeners:
             emit(
                 TransferEnded(
@@ -196,7 +196,7 @@ class Receiver(Half[Incoming]):
                     side="receiver",
                     peer=peer.name,
                     state=machine.state.name,
-                    reason=reason,
+                    reason=str(reason or ""),
                     nbytes=machine.nbytes if machine.state is ReceiverState.READY else 0,
                     transport=peer.transport.name if peer.transport else "",
                     started_s=transfer.started_s,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pdlink.endpoint.channel import Channel
     from pdlink.endpoint.data_path import DataPath
     from pdlink.endpoint.sessions import Sessions
+    from pdlink.reasons import Reason
     from pdlink.transport.base import Occurrence, Transport
 
 log = logging.getLogger(__name__)
@@ -72,18 +73,18 @@ class Reports:
         else:
             self._sessions.on_fenced(occurrence.peer, transport)
 
-    def _lose(self, key: str, reason: str) -> None:
+    def _lose(self, key: str, reason: Reason) -> None:
         peer = self._sessions.of_key(key)
         if peer is not None:
             self._sessions.lose(peer, reason)
 
-    def _give_up(self, transport: Transport, reason: str) -> None:
+    def _give_up(self, transport: Transport, reason: Reason) -> None:
         """Close a transport that cannot be polled, and end its sessions; others go on over the other transports.
 
         Blocks whose fence it does not report now stay quarantined for good. Raises TransportUnavailable if it was the
         last one: the loop ends, and the worker's supervisor starts it again.
         """
-        log.error("transport %s is given up: %s", transport.name, reason)
+        log.error("transport %s is given up: %s", transport.name, reason.words)
         del self._transports[transport.name]
         if transport.name in self._watched:
             self._channel.unwatch(self._watched.pop(transport.name))
@@ -101,4 +102,4 @@ class Reports:
                 self._on_peer(transport, occurrence)
         self._settle()
         if not self._transports:
-            raise TransportUnavailable(f"transport {transport.name} was the last one: {reason}")
+            raise TransportUnavailable(f"transport {transport.name} was the last one: {reason.words}")

@@ -18,9 +18,9 @@ from pdlink.events import MessageDropped, TransferEnded, emit, listeners
 from pdlink.protocol import messages
 from pdlink.protocol.actions import Action, End, Fail, Push, Send
 from pdlink.protocol.leases import Lease
-from pdlink.protocol.reasons import OTHER_PROMPT
 from pdlink.protocol.sending import offer_problem
 from pdlink.protocol.states import SenderState
+from pdlink.reasons import Code, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -76,15 +76,15 @@ class Sender(Half[Outgoing]):
             if len(self._complete) > _MAX_ATTEMPTS:
                 self._complete.popitem(last=False)
             for transfer_id in [name for name in self._early if _attempt_of(name) == attempt]:
-                peer = self._end_early(transfer_id, OTHER_PROMPT)
+                peer = self._end_early(transfer_id, Reason(Code.OTHER_PROMPT))
                 self._refuse_other_prompt(peer, transfer_id)
 
-    def stopped(self, transfer_id: str) -> str:
-        """Why this transfer failed; empty if it did not."""
+    def stopped(self, transfer_id: str) -> Reason | None:
+        """Why this transfer failed; None if it did not."""
         with self.lock:
-            return self._ended.get(transfer_id) or ""
+            return self._ended.get(transfer_id)
 
-    def cancel(self, transfer_id: str, reason: str) -> None:
+    def cancel(self, transfer_id: str, reason: Reason) -> None:
         """This worker ends the transfer. Unknown and ended ids are ignored."""
         with self.lock:
             transfer = self._transfers.get(transfer_id)
@@ -103,7 +103,7 @@ class Sender(Half[Outgoing]):
                 return True
             left_s = deadline_s - self.clock.now_s()
             if not self.data_path.wait(left_s) and self.clock.now_s() >= deadline_s:
-                self.act(transfer, transfer.machine.stop("preempted with a push in flight"))
+                self.act(transfer, transfer.machine.stop(Reason(Code.PREEMPTED, "a push is in flight")))
                 return False
 
     def states(self) -> dict[str, int]:
@@ -160,11 +160,11 @@ class Sender(Half[Outgoing]):
                 else:
                     emit(MessageDropped(reason="unknown_transfer"))
             case messages.Stop(transfer_id=transfer_id, reason=reason):
-                self._on_stop(peer, transfer_id, reason)
+                self._on_stop(peer, transfer_id, Reason.of(reason))
             case _:
                 emit(MessageDropped(reason="wrong_direction"))
 
-    def on_peer_lost(self, peer: Peer, reason: str) -> None:
+    def on_peer_lost(self, peer: Peer, reason: Reason) -> None:
         """The session is over: stop its transfers; those with pushes in flight wait for the fence."""
         for transfer in self._of(peer):
             self.act(transfer, transfer.machine.stop(reason))
@@ -182,7 +182,7 @@ class Sender(Half[Outgoing]):
         """Transfers that have not ended."""
         return list(self._transfers.values())
 
-    def give_up(self, reason: str, transfers: Iterable[Outgoing]) -> None:
+    def give_up(self, reason: Reason, transfers: Iterable[Outgoing]) -> None:
         """No receiver can come for these any more: end them."""
         for transfer in transfers:
             self.act(transfer, transfer.machine.stop(reason))
@@ -193,38 +193,41 @@ class Sender(Half[Outgoing]):
         short_of_blocks = self._short_of_blocks()
         for transfer in list(self._transfers.values()):
             machine, peer, finished_s = transfer.machine, transfer.peer, transfer.finished_s
-            reason = transfer.lease.ended(now, peer.heard_s if peer is not None else None)
-            if reason:
-                self.act(transfer, machine.stop(reason if peer is not None else "no_receiver"))
+            over = transfer.lease.ended(now, peer.heard_s if peer is not None else None)
+            if over is not None:
+                self.act(transfer, machine.stop(Reason(over if peer is not None else Code.NO_RECEIVER)))
             elif (
                 short_of_blocks
                 and machine.state is SenderState.WAITING
                 and finished_s is not None
                 and now - finished_s >= self.timeouts.offer_s
             ):
-                self.act(transfer, machine.stop("no_offer"))
+                self.act(transfer, machine.stop(Reason(Code.NO_OFFER)))
         for transfer_id in self._early.older_than(now - min(self.timeouts.other_leg_s, self.timeouts.lease_s)):
-            self._refuse(self._end_early(transfer_id, "no_request"), transfer_id, "no_request")
+            no_request = Reason(Code.NO_REQUEST)
+            self._refuse(self._end_early(transfer_id, no_request), transfer_id, no_request)
 
     # -- inside: interest of receivers -------------------------------------------------------------------------------
 
     def _on_interest(self, peer: Peer, transfer_id: str, offer: messages.Offer | None) -> None:
         assert peer.identity is not None
-        problem = offer_problem(offer, peer.identity.groups) if offer is not None else ""
+        problem = offer_problem(offer, peer.identity.groups) if offer is not None else None
         transfer = self._transfers.get(transfer_id)
-        ended = self._ended.get(transfer_id)
         if transfer is not None:
             self._take(transfer, peer, offer, problem)
-        elif ended is not None:
-            self._refuse(peer, transfer_id, ended or "already_sent")
-        elif not problem and _attempt_of(transfer_id) in self._complete:
+        elif transfer_id in self._ended:
+            self._refuse(peer, transfer_id, self._ended.get(transfer_id) or Reason(Code.ALREADY_SENT))
+        elif problem is None and _attempt_of(transfer_id) in self._complete:
             self._refuse_other_prompt(peer, transfer_id)
         else:
-            refusal = problem or self._early.put(transfer_id, peer, offer, self.clock.awake_s())
-            if refusal:
+            code = None if problem else self._early.put(transfer_id, peer, offer, self.clock.awake_s())
+            refusal = problem if code is None else Reason(code)
+            if refusal is not None:
                 self._refuse(peer, transfer_id, refusal)
 
-    def _take(self, transfer: Outgoing, peer: Peer, offer: messages.Offer | None, problem: str = "") -> None:
+    def _take(
+        self, transfer: Outgoing, peer: Peer, offer: messages.Offer | None, problem: Reason | None = None
+    ) -> None:
         """A receiver shows interest in an announced transfer. problem: why its offer is invalid."""
         machine = transfer.machine
         if transfer.peer is None:
@@ -233,19 +236,20 @@ class Sender(Half[Outgoing]):
             transfer.lease.hold(self.timeouts.lease_s, self.clock.awake_s())
             self._work.defer(transfer.accepted.set)
         elif transfer.peer is not peer:
-            self._refuse(peer, machine.transfer_id, "taken_by_another_receiver")
+            self._refuse(peer, machine.transfer_id, Reason(Code.TAKEN_BY_ANOTHER_RECEIVER))
             return
         if offer is not None:
             assert peer.identity is not None
-            self.act(transfer, machine.stop(problem) if problem else machine.offer(offer, peer.identity.groups))
+            actions = machine.stop(problem) if problem else machine.offer(offer, peer.identity.groups)
+            self.act(transfer, actions)
 
-    def _on_stop(self, peer: Peer, transfer_id: str, reason: str) -> None:
+    def _on_stop(self, peer: Peer, transfer_id: str, reason: Reason) -> None:
         """A receiver ends a transfer. Always answer *quiet*, also for an unknown id, or it fences us."""
         transfer, early = self._transfers.get(transfer_id), self._early.get(transfer_id)
         if transfer is not None and transfer.peer is peer:
             self.act(transfer, transfer.machine.stop(reason))
             return
-        unknown = transfer_id not in self._transfers and self._ended.get(transfer_id) is None
+        unknown = transfer_id not in self._transfers and transfer_id not in self._ended
         if unknown and (early is None or early.peer is peer):
             self._early.pop(transfer_id)
             self._ended.add(transfer_id, reason, peer.name)  # refuses its request if it comes later
@@ -253,26 +257,26 @@ class Sender(Half[Outgoing]):
             emit(MessageDropped(reason="unknown_transfer"))
         self._sessions.send(peer, messages.Quiet(transfer_id))
 
-    def _end_early(self, transfer_id: str, reason: str) -> Peer:
+    def _end_early(self, transfer_id: str, reason: Reason) -> Peer:
         """Forget a receiver's interest; returns the receiver."""
         early = self._early.pop(transfer_id)
         assert early is not None
         self._ended.add(transfer_id, reason, early.peer.name)
         return early.peer
 
-    def _refuse(self, peer: Peer, transfer_id: str, reason: str) -> None:
+    def _refuse(self, peer: Peer, transfer_id: str, reason: Reason) -> None:
         """Send *stop* and *quiet*: nothing is in flight, nor will be."""
-        self._sessions.send(peer, messages.Stop(transfer_id, reason))
+        self._sessions.send(peer, messages.Stop.because(transfer_id, reason))
         self._sessions.send(peer, messages.Quiet(transfer_id))
 
     def _refuse_other_prompt(self, peer: Peer, transfer_id: str) -> None:
         """A receiver has another prompt than this attempt. If the attempt has only one, end its transfer, too."""
-        self._refuse(peer, transfer_id, OTHER_PROMPT)
+        self._refuse(peer, transfer_id, Reason(Code.OTHER_PROMPT))
         attempt = _attempt_of(transfer_id)
         if self._complete.get(attempt) == 1:
             for transfer in list(self._transfers.values()):
                 if transfer.peer is None and _attempt_of(transfer.transfer_id) == attempt:
-                    self.act(transfer, transfer.machine.stop(OTHER_PROMPT))
+                    self.act(transfer, transfer.machine.stop(Reason(Code.OTHER_PROMPT)))
 
     # -- inside: actions ---------------------------------------------------------------------------------------------
 
@@ -300,7 +304,7 @@ class Sender(Half[Outgoing]):
         if pushes:
             self.data_path.push(transfer, pushes)
 
-    def _end(self, transfer: Outgoing, reason: str) -> None:
+    def _end(self, transfer: Outgoing, reason: Reason | None) -> None:
         machine, peer = transfer.machine, transfer.peer
         del self._transfers[transfer.transfer_id]
         if peer is not None:
@@ -313,7 +317,7 @@ class Sender(Half[Outgoing]):
                     side="sender",
                     peer=peer.name if peer else "",
                     state=machine.state.name,
-                    reason=reason,
+                    reason=str(reason or ""),
                     nbytes=transfer.nbytes,
                     transport=peer.lane if peer else "",
                     started_s=transfer.started_s,

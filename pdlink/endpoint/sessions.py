@@ -18,15 +18,18 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from msgspec.structs import replace
+
 from pdlink.endpoint.channel import QueueFull
 from pdlink.endpoint.greeting import Greeter
 from pdlink.endpoint.known import KnownPeers
 from pdlink.endpoint.peer import Peer, PeerState, ends_session
 from pdlink.errors import ConfigError, ProtocolError, TransferFailed, TransportFailure
 from pdlink.events import MessageDropped, PeerChanged, emit
+from pdlink.logs import printable
 from pdlink.protocol import auth, messages
 from pdlink.protocol.messages import MAX_HELLO_NBYTES
-from pdlink.protocol.reasons import printable
+from pdlink.reasons import Code, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,7 +58,7 @@ class Lost(NamedTuple):
     """This session is over: stop its transfers."""
 
     peer: Peer
-    reason: str
+    reason: Reason
 
 
 class Fenced(NamedTuple):
@@ -89,8 +92,8 @@ class Sessions:
         self.sender: TakesMessages
         self.receiver: TakesMessages
         """Set before the first session."""
-        self.refuses = ""
-        """Why no session is dialed any more; empty while sessions are."""
+        self.refuses: Reason | None = None
+        """Why no session is dialed any more; None while sessions are."""
         self.ended: deque[Lost | Fenced] = deque()
         """For the driver, oldest first."""
         self.by_route: dict[str, Peer] = {}
@@ -113,15 +116,15 @@ class Sessions:
 
         Raises TransferFailed during a back-off, beyond `MAX_DIALS`, and if this endpoint is leaving, closed or dead.
         """
-        if self.refuses:
-            raise TransferFailed(self.refuses)
+        if self.refuses is not None:
+            raise TransferFailed(self.refuses.words, self.refuses)
         known = self.known.dialed.get(address)
         peer = known.session if known is not None else None
         if peer is None:
             self.known.check(address)
             connecting = [peer for peer in self.known.sessions(accepted=False) if peer.state is PeerState.CONNECTING]
             if len(connecting) >= MAX_DIALS:
-                raise TransferFailed(f"too_many_dials: {MAX_DIALS} workers have not answered yet, limit {MAX_DIALS}")
+                raise TransferFailed(f"{MAX_DIALS} dialed workers have not answered yet", Reason(Code.TOO_MANY_DIALS))
             self._num_dialed += 1
             now = self._clock.awake_s()
             number = self.next_number()
@@ -151,7 +154,7 @@ class Sessions:
             if self._local.credentials is not None:
                 peer.public_key = auth.ControlAddress.parse(peer.address).public_key
         except (ConfigError, TransportFailure) as error:
-            self.lose(peer, str(error))
+            self.lose(peer, Reason(Code.NOT_CONNECTED, str(error)))
             return
         self.by_route[peer.route] = peer
         self.post(peer, self.greeter.hello())
@@ -168,16 +171,16 @@ class Sessions:
         if peer.outbox:
             self.unsent[peer] = None
 
-    def lose(self, peer: Peer, reason: str) -> None:
+    def lose(self, peer: Peer, reason: Reason) -> None:
         """End this session."""
         if peer.state is PeerState.LOST:
             return
         if peer.state is PeerState.CONNECTING:
             peer.outbox.clear()
         peer.state = PeerState.LOST
-        reason = printable(reason, messages.MAX_TEXT)
-        log.info("%s: peer %s lost: %s", self._local.name, peer.name or peer.address, reason)
-        emit(PeerChanged(peer=peer.name or peer.address, state="lost", reason=reason))
+        reason = replace(reason, words=printable(reason.words, messages.MAX_TEXT))
+        log.info("%s: peer %s lost: %s", self._local.name, peer.name or peer.address, reason.sentence)
+        emit(PeerChanged(peer=peer.name or peer.address, state="lost", reason=reason.words or reason.code))
         self.known.end(peer)
         self._work.call(lambda: self._hang_up(peer, reason))
         self.ended.append(Lost(peer, reason))
@@ -203,21 +206,21 @@ class Sessions:
         if not peer.shutting and self.closing.pop(key, None) is not None:
             self.ended.append(Fenced(peer))
 
-    def on_failed(self, key: str, transport: Transport, reason: str) -> None:
+    def on_failed(self, key: str, transport: Transport, words: str) -> None:
         """A data connection has failed. Ignored if its session has given it up already."""
         peer = self.of_key(key)
         if peer is not None and peer.transport is transport:
-            self.greeter.on_failed(peer, reason)
-            self.lose(peer, reason)
+            self.greeter.on_failed(peer, words)
+            self.lose(peer, Reason(Code.PEER_LOST, words))
 
     def of_key(self, key: str) -> Peer | None:
         """The live session with this key."""
         return next((peer for peer in self.known.sessions() if peer.key == key), None)
 
-    def _hang_up(self, peer: Peer, reason: str) -> None:
+    def _hang_up(self, peer: Peer, reason: Reason) -> None:
         self.unsent.pop(peer, None)
         if peer.epoch:
-            self.flush(peer, messages.Bye(reason))
+            self.flush(peer, messages.Bye(reason.words or reason.code))
         self._forget_queue(peer)
         if self.by_route.get(peer.route) is peer:
             del self.by_route[peer.route]
@@ -243,7 +246,7 @@ class Sessions:
             self._disown(item.route, envelope)
         elif not peer.is_of(envelope, epoch):
             if peer.successor_says_bye(envelope, epoch):
-                self.lose(peer, f"{peer.name or peer.address} was restarted")
+                self.lose(peer, Reason(Code.PEER_LOST, f"{peer.name or peer.address} was restarted"))
             else:
                 self._disown(item.route, envelope)
         else:
@@ -251,7 +254,8 @@ class Sessions:
             bodies = envelope.bodies if next_one else peer.out_of_turn(envelope)
             if bodies is None:
                 who = peer.name or peer.address
-                self.lose(peer, f"lost frame {peer.num_taken} of {who}, then came {envelope.number}")
+                words = f"lost frame {peer.num_taken} of {who}, then came {envelope.number}"
+                self.lose(peer, Reason(Code.PEER_LOST, words))
                 return
             if not bodies:
                 emit(MessageDropped(reason="repeated"))
@@ -276,7 +280,7 @@ class Sessions:
             case messages.Refuse():
                 self.greeter.on_refuse(peer, envelope, body)
             case messages.Bye(reason=reason):
-                self.lose(peer, f"closed by {peer.name or peer.address}: {reason}")
+                self.lose(peer, Reason(Code.PEER_LOST, f"closed by {peer.name or peer.address}: {reason}"))
             case messages.Hello():
                 emit(MessageDropped(reason="wrong_direction"))
             case messages.Heartbeat():
@@ -307,8 +311,10 @@ class Sessions:
         if item.refused:
             self.greeter.on_key_refused(peer, item.reason)
             return
-        reason = "control connection cut" if peer.epoch else f"cannot connect to {peer.address}"
-        self.lose(peer, f"{reason}: {item.reason}" if item.reason else reason)
+        code, words = Code.PEER_LOST, "control connection cut"
+        if not peer.epoch:
+            code, words = Code.NOT_CONNECTED, f"cannot connect to {peer.address}"
+        self.lose(peer, Reason(code, f"{words}: {item.reason}" if item.reason else words))
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
@@ -336,7 +342,8 @@ class Sessions:
             self.post(peer, *bodies[half:])
             return
         if isinstance(bodies[0], messages.Hello) and len(frame) > MAX_HELLO_NBYTES:
-            self.lose(peer, f"hello: got {len(frame)} bytes; limit {MAX_HELLO_NBYTES}; a layout of 40,000 parts fits")
+            words = f"hello: got {len(frame)} bytes; expected at most {MAX_HELLO_NBYTES}, a layout of 40,000 parts"
+            self.lose(peer, Reason(Code.NOT_CONNECTED, words))
             return
         peer.num_sent += 1
         if peer.queued or not self._try(peer, frame):
@@ -356,7 +363,7 @@ class Sessions:
         """False if the queue is full; True if the frame has left or its session is over."""
         try:
             if not self._channel.send(peer.route, frame) and peer.state is not PeerState.LOST:
-                self.lose(peer, "control connection is gone")
+                self.lose(peer, Reason(Code.PEER_LOST, "control connection is gone"))
         except QueueFull:
             return False
         return True
@@ -376,7 +383,8 @@ class Sessions:
     def _lose_slow(self, peer: Peer, limit_nbytes: int) -> None:
         nbytes = peer.queued_nbytes
         self._forget_queue(peer)
-        self.lose(peer, f"slow consumer: {nbytes} bytes wait for it to read, limit {limit_nbytes}")
+        words = f"slow consumer: {nbytes} bytes wait for it to read; expected at most {limit_nbytes}"
+        self.lose(peer, Reason(Code.PEER_LOST, words))
 
     def _forget_queue(self, peer: Peer) -> None:
         self.waiting.pop(peer, None)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from pdlink.endpoint.signals import Signal
 from pdlink.errors import DeadlineExceeded, TransferFailed
+from pdlink.reasons import ABORTED, Code, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,13 +60,13 @@ class Transfer:
         self.done, self.released = Signal(), Signal()
         self._port = port
 
-    def cancel(self, reason: str = "aborted") -> None:
+    def cancel(self, reason: Reason = ABORTED) -> None:
         """End the transfer; the other side is told `reason`. Nothing happens if it is done already."""
         raise NotImplementedError
 
     # -- in the endpoint's thread ------------------------------------------------------------------------------------
 
-    def on_failed(self, reason: str) -> None:
+    def on_failed(self, reason: Reason) -> None:
         """It will not succeed. At most once, before `on_end`."""
         if not self.done.is_set():
             self.error = TransferFailed(f"transfer {self.transfer_id}: {self._failure}: {reason}", reason)
@@ -110,7 +111,7 @@ class Transfer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self.done.is_set():
-            self.cancel("aborted" if kind is None else f"aborted by {kind.__name__}")
+            self.cancel(ABORTED if kind is None else Reason(Code.ABORTED, f"by {kind.__name__}"))
 
     async def __aenter__(self) -> Self:
         return self

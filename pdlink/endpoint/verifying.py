@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pdlink.protocol.actions import Push
     from pdlink.protocol.messages import Done
     from pdlink.protocol.receiving import Receiving
+    from pdlink.reasons import Reason
 
 T = TypeVar("T")
 
@@ -35,7 +36,7 @@ class Verifier:
         self,
         checksums: Checksums,
         groups: KVGroups,
-        call: Callable[[Callable[[], None], Callable[[str], None]], None],
+        call: Callable[[Callable[[], None], Callable[[Reason], None]], None],
     ) -> None:
         """checksums: reads this worker's KV. call(command, cost): see `Endpoint.call`."""
         self._checksums, self._groups, self._call = checksums, groups, call
@@ -54,7 +55,7 @@ class Verifier:
             return verify == "all"
         return (push.push_id + zlib.crc32(push.offer.transfer_id.encode())) % _SAMPLED == 0
 
-    def compute(self, push: Push, then: Callable[[list[Checksum]], None], cost: Callable[[str], None]) -> None:
+    def compute(self, push: Push, then: Callable[[list[Checksum]], None], cost: Callable[[Reason], None]) -> None:
         """Compute the checksums of a landed push, one a layer, from its source blocks, which must not change before.
 
         Calls `then(checksums)` or `cost(reason)` in the endpoint's thread, under its lock.
@@ -73,7 +74,7 @@ class Verifier:
 
         If the transfer ends meanwhile, its blocks may hold anything, and the result is not used.
         """
-        self._submit(lambda: self._mismatch(machine, done), then, then)
+        self._submit(lambda: self._mismatch(machine, done), then, lambda reason: then(reason.words))
 
     def close(self) -> None:
         """Drop waiting jobs, and return when the running one has ended."""
@@ -83,7 +84,7 @@ class Verifier:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _submit(self, work: Callable[[], T], then: Callable[[T], None], cost: Callable[[str], None]) -> None:
+    def _submit(self, work: Callable[[], T], then: Callable[[T], None], cost: Callable[[Reason], None]) -> None:
         if self.closing:
             return
         if self._executor is None:

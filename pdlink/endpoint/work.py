@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    Cost = Callable[[str], None]
+    from pdlink.reasons import Reason
+
+    Cost = Callable[[Reason], None]
     """Called with the reason if the command raises."""
 
 

@@ -9,8 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from pdlink.reasons import ABORTED
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from pdlink.reasons import Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,7 @@ class Load(Protocol):
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> None:
         """Wait until it is. Raises DeadlineExceeded after `timeout_s`, another PdlinkError if it never will be."""
 
-    def cancel(self, reason: str = "aborted") -> None:
+    def cancel(self, reason: Reason = ABORTED) -> None:
         """Nobody wants the KV any more. The source keeps its hold on the blocks until it cannot write to them."""
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from pdlink.endpoint.incoming import Incoming
 from pdlink.endpoint.outgoing import Outgoing
+from pdlink.reasons import Code, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +37,7 @@ class LayerOrder:
         self._spare: list[Event] = []
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pdlink-layer-order")
 
-    def when_written(self, act: Callable[[], None], failed: Callable[[str], None]) -> None:
+    def when_written(self, act: Callable[[], None], failed: Callable[[Reason], None]) -> None:
         """Act in the other thread as soon as all that this thread has launched by now has run; in order.
 
         failed(reason): instead, if what was launched has failed; also if `act` raises, of which nobody else hears.
@@ -52,18 +53,19 @@ class LayerOrder:
         """End the thread; what waits by then does not happen. Safe to call twice."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _act(self, event: Event, act: Callable[[], None], failed: Callable[[str], None]) -> None:
+    def _act(self, event: Event, act: Callable[[], None], failed: Callable[[Reason], None]) -> None:
         try:
             event.synchronize()
         except RuntimeError as error:
-            failed(f"what writes the layers has failed: {error}")
+            failed(Reason(Code.GPU_FAILED, f"what writes the layers has failed: {error}"))
             return
         self._spare.append(event)
         try:
             act()
         except Exception as error:  # noqa: BLE001  whatever the caller would have been raised
             log.exception("what follows a launched layer has failed")
-            failed(f"what was reported of its layers cannot be handled: {type(error).__name__}: {error}")
+            words = f"what was reported of its layers cannot be handled: {type(error).__name__}: {error}"
+            failed(Reason(Code.HANDLING_FAILED, words))
 
 
 class LaunchedOutgoing(Outgoing):

@@ -44,6 +44,7 @@ from pdlink.node.layer_order import LaunchedIncoming, LaunchedOutgoing, LayerOrd
 from pdlink.protocol.auth import NAME_RULE, ControlAddress, check_dial, is_worker_name
 from pdlink.protocol.deadlines import Deadlines
 from pdlink.protocol.messages import VERSION, Identity
+from pdlink.reasons import Code, Reason
 from pdlink.transport.choice import open_transports
 
 if TYPE_CHECKING:
@@ -270,16 +271,17 @@ class Node:
             try:
                 incoming.offer(blocks, tokens)
             except BaseException:
-                incoming.cancel("its offer was refused")
+                incoming.cancel(Reason(Code.ABORTED, "its offer is invalid"))
                 raise
         return incoming
 
-    def other_side_failed(self, transfer_id: str, reason: str) -> None:
+    def other_side_failed(self, transfer_id: str, words: str) -> None:
         """Somebody else, such as a proxy, says that the other side of this transfer has failed.
 
         Ends it here; an id that is not known yet is refused when its request comes.
         """
-        self.endpoint.receiver.cancel(transfer_id, f"prefill_failed: {reason}")
+        reason = Reason(Code.REQUEST_FAILED, words)
+        self.endpoint.receiver.cancel(transfer_id, reason)
         self.endpoint.sender.cancel(transfer_id, reason)
 
     def complete(self, attempt: str, num_transfers: int) -> None:
@@ -289,8 +291,8 @@ class Node:
         """
         self.endpoint.sender.complete(attempt, num_transfers)
 
-    def why_stopped(self, transfer_id: str) -> str:
-        """Why this transfer from here has failed already; empty if it has not."""
+    def why_stopped(self, transfer_id: str) -> Reason | None:
+        """Why this transfer from here has failed already; None if it has not."""
         return self.endpoint.sender.stopped(transfer_id)
 
     def prefilling(self, on: bool) -> None:
@@ -346,7 +348,7 @@ class Node:
         """
         self._closed = True
         self.endpoint.close()
-        self._fail_all("this node was closed")
+        self._fail_all(Reason(Code.SHUTDOWN, "this node was closed"))
         self._opened.close()
 
     def __enter__(self) -> Self:
@@ -364,7 +366,8 @@ class Node:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _closed_error(self) -> TransferFailed:
-        return TransferFailed(f"node {self.name} is closed")
+        words = f"node {self.name} is closed"
+        return TransferFailed(words, Reason(Code.SHUTDOWN, words))
 
     def _check_dial(self, peer: str) -> None:
         """Remember that this node may dial a peer: looking at an address takes longer than the rest of `receive`."""
@@ -375,14 +378,15 @@ class Node:
         self._dialable[peer] = credentials
 
     def _died(self, on_death: Callable[[], None]) -> None:
-        self._fail_all(f"this node's loop has died: {self.endpoint.failure}")
+        words = f"this node's loop has died: {self.endpoint.failure}"
+        self._fail_all(Reason(Code.HANDLING_FAILED, words))
         on_death()
 
     def _live(self) -> list[Transfer]:
         """Transfers that are not released yet."""
         return [*self.endpoint.sender.live, *self.endpoint.receiver.live]
 
-    def _fail_all(self, reason: str) -> None:
+    def _fail_all(self, reason: Reason) -> None:
         for transfer in self._live():
             transfer.on_failed(reason)
 

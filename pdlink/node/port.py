@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pdlink.errors import InvalidRequest, PdlinkError
 from pdlink.events import FallbackUsed, emit
+from pdlink.reasons import Code, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -64,7 +65,7 @@ class EnginePort:
             outgoing.publish(block_table, outgoing.num_tokens, num_cached_tokens)
         elif incoming is not None and incoming.error is not None:
             del self._incoming[request_id]
-            emit(FallbackUsed(kind="recompute", reason=str(incoming.error)))
+            emit(FallbackUsed(kind="recompute", reason=incoming.error.reason.code))
         elif incoming is not None:
             end, groups = incoming.num_tokens, self.node.groups
             start = min(num_cached_tokens, end)
@@ -110,16 +111,16 @@ class EnginePort:
         if outgoing is not None:
             outgoing.finish(first_token)
 
-    def ended(self, request_id: str, reason: str = "") -> None:
+    def ended(self, request_id: str, reason: Reason | None = None) -> None:
         """The engine has done with the request. reason: why, if it did not complete: its transfer ends, too.
 
         What was `finished` goes on without the engine.
         """
         outgoing, incoming = self._outgoing.pop(request_id, None), self._incoming.pop(request_id, None)
-        if outgoing is not None and reason:
+        if outgoing is not None and reason is not None:
             outgoing.cancel(reason)
         if incoming is not None:
-            incoming.cancel(reason or "request_ended")
+            incoming.cancel(reason or Reason(Code.ABORTED, "the request has ended"))
 
     def _check(self, request_id: str) -> None:
         if request_id in self._outgoing or request_id in self._incoming:

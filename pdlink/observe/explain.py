@@ -13,6 +13,7 @@ from rich.text import Text
 from pdlink.observe.fetch import CannotFetch, ask, base_url, proxys_remedy
 from pdlink.observe.plain import add_row, plain
 from pdlink.observe.remedies import RECOMPUTED
+from pdlink.reasons import Reason
 
 _NOTICED_S = 0.1
 """A shorter wait is not worth advice."""
@@ -103,7 +104,7 @@ def advice(explained: Explained) -> list[str]:
     if path == "recomputed":
         remedy = RECOMPUTED.get(reason) or "`pdlink doctor` tries this pair and says what is wrong"
         found.append(f"Decode computed the prompt itself, for {reason or 'no stated reason'}: {remedy}.")
-    failed = {each["reason"] for each in explained.transfers if each["reason"]} - {"", reason}
+    failed = {each["reason"] for each in explained.transfers if Reason.of(each["reason"]).label != reason} - {""}
     found += [
         f"Its transfer ended with: {each}; docs/troubleshooting.md says what that means." for each in sorted(failed)
     ]

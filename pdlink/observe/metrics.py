@@ -26,7 +26,7 @@ from pdlink.events import (
 from pdlink.observe.busy import Busy
 from pdlink.observe.gauges import ClientGauges, EngineGauges, LinkGauges, StoreGauges
 from pdlink.observe.series import FINE_SECONDS, SECONDS, Counter, Histogram, ProcessMetrics, Registry
-from pdlink.protocol import reasons
+from pdlink.reasons import Code, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -48,6 +48,8 @@ DROPPED = (
     "wrong_direction",
 )
 """Reasons of `MessageDropped`."""
+CODES = tuple(sorted(code for code in Code if code is not Code.NOT_NEEDED))
+"""Reasons of failed transfers."""
 HANDLED = ("frame", "message", "push", "occurrence", "transport", "command", "callback")
 """What `HandlingFailed` is about."""
 SIDES = ("sender", "receiver")
@@ -108,7 +110,7 @@ class TransferMetrics:
                 "Transfers that failed, by [reason](troubleshooting.md#why-a-transfer-failed); every refusal is "
                 "`refused`.",
                 side=SIDES,
-                reason=reasons.CODES,
+                reason=CODES,
             )
         )
         self.life = add(
@@ -163,11 +165,12 @@ class TransferMetrics:
 
     def _ended(self, event: TransferEnded) -> None:
         state, exemplar = event.state.lower(), {"transfer_id": event.transfer_id[:_MAX_EXEMPLAR_CHARS]}
-        if event.reason == reasons.NOT_NEEDED:
+        code = Reason.of(event.reason).code if event.reason else Code.OTHER
+        if code is Code.NOT_NEEDED:
             state = "unneeded"
         self.transfers.inc(event.side, state)
         if state == "failed":
-            self.failures.inc(event.side, reasons.label_of(event.reason))
+            self.failures.inc(event.side, code)
         self.life.observe(event.at_s - event.started_s, event.side, exemplar=exemplar)
         if event.exposed_s is not None:
             self.exposed.observe(event.exposed_s, exemplar=exemplar)
@@ -201,12 +204,12 @@ class EngineMetrics:
                 "pdlink_fallbacks_total",
                 "Requests that took their configured second way, by why: recompute, decode computed the prompt.",
                 kind=("recompute",),
-                reason=reasons.CODES,
+                reason=CODES,
             )
         )
         self.handlers: Handlers = {
             RequestEnded: self._ended,
-            FallbackUsed: lambda event: self.fallbacks.inc(event.kind, reasons.label_of(event.reason)),
+            FallbackUsed: lambda event: self.fallbacks.inc(event.kind, event.reason),
         }
 
     def _ended(self, event: RequestEnded) -> None:

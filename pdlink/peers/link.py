@@ -27,6 +27,7 @@ from pdlink.peers.messages import MAX_KEYS, Answer, Ask, Pull
 from pdlink.peers.questions import Questions
 from pdlink.peers.tier import Peer
 from pdlink.protocol.auth import ControlAddress, check_dial
+from pdlink.reasons import Code, Reason
 from pdlink.store.extents import ALIGNMENT_NBYTES as PAGE_NBYTES
 from pdlink.store.extents import whole_pages
 from pdlink.store.line import Line
@@ -171,11 +172,11 @@ class PeerLink:
             self._questions.tell(address, Pull(key, transfer_id, len(pages)))
             incoming.wait(self._timeout_s)
         except (TransferFailed, DeadlineExceeded) as error:
-            if _NOT_HERE in str(error):
+            if error.reason.words == _NOT_HERE:
                 return False
             raise self._gone(address, error) from None
         finally:
-            incoming.cancel("given up")
+            incoming.cancel()
             while not incoming.released.wait(0.5) and not self._closed.is_set():
                 pass  # somebody may still write to the slot
         return True
@@ -234,7 +235,7 @@ class PeerLink:
         with self._lock:
             self._num_lent -= 1
 
-    def _refuse(self, pull: Pull, reason: str) -> None:
+    def _refuse(self, pull: Pull, words: str) -> None:
         """Announce the transfer and end it: its receiver may not be here yet."""
         with suppress(PdlinkError):  # an id that was used before
-            self._node.send(pull.transfer_id).cancel(reason)
+            self._node.send(pull.transfer_id).cancel(Reason(Code.REQUEST_FAILED, words))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from pdlink.protocol.messages import Body, Offer  # noqa: TC001  (msgspec reads the annotations at run time)
+from pdlink.reasons import Reason  # noqa: TC001
 
 
 class Send(msgspec.Struct, frozen=True, gc=False):
@@ -54,19 +55,20 @@ class DeliverLayer(msgspec.Struct, frozen=True, gc=False):
 class Fail(msgspec.Struct, frozen=True, gc=False):
     """The transfer will not succeed. The request may fall back now; its blocks stay held until `End`."""
 
-    reason: str
+    reason: Reason
 
 
 class FencePeer(msgspec.Struct, frozen=True, gc=False):
     """*quiet* did not come in time: close the data connection to the peer."""
 
-    reason: str
+    reason: Reason
 
 
 class End(msgspec.Struct, frozen=True, gc=False):
     """Terminal, exactly once: nothing touches the blocks of this transfer any more; give them back."""
 
-    reason: str
+    reason: Reason | None
+    """None after success."""
 
 
 Action = Send | Push | Deliver | DeliverLayer | Fail | FencePeer | End

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdlink.reasons import Code
+
 
 @dataclass(slots=True)
 class Lease:
@@ -24,9 +26,9 @@ class Lease:
         """From now on a peer holds this lease: its signs of life renew it."""
         self.length_s, self.from_s = length_s, now
 
-    def ended(self, now: float, heard_s: float | None) -> str:
-        """Why the lease is over ("deadline", "lease_expired"), or "". heard_s: last sign of life of its peer."""
+    def ended(self, now: float, heard_s: float | None) -> Code | None:
+        """Why the lease is over: DEADLINE, LEASE_EXPIRED, or None. heard_s: last sign of life of its peer."""
         if now >= self.limit_s:
-            return "deadline"
+            return Code.DEADLINE
         renewed_s = self.from_s if heard_s is None else max(self.from_s, heard_s)
-        return "lease_expired" if now >= renewed_s + self.length_s else ""
+        return Code.LEASE_EXPIRED if now >= renewed_s + self.length_s else None

@@ -11,7 +11,7 @@ worker that sends KV.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
@@ -19,6 +19,9 @@ from pdlink.capabilities import Capabilities, MemoryKind  # noqa: TC001
 from pdlink.errors import ProtocolError
 from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout  # noqa: TC001  (msgspec reads the annotation at run time)
+
+if TYPE_CHECKING:
+    from pdlink.reasons import Reason
 
 VERSION = 4
 MAX_FRAME_NBYTES = 4 * 2**20
@@ -178,6 +181,11 @@ class Stop(OfTransfer, frozen=True, tag="stop"):
     """Either way: this transfer ends here, because of `reason`."""
 
     reason: Text
+    """A `Reason` as text."""
+
+    @classmethod
+    def because(cls, transfer_id: str, reason: Reason) -> Stop:
+        return cls(transfer_id, str(reason)[:MAX_TEXT])
 
 
 class Quiet(OfTransfer, frozen=True, tag="quiet"):

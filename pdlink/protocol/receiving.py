@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from pdlink.protocol import messages
 from pdlink.protocol.actions import Action, Deliver, DeliverLayer, End, Fail, FencePeer, Send
 from pdlink.protocol.states import RECEIVER, RECEIVER_ENDS, ReceiverEvent, ReceiverState
+from pdlink.reasons import Code, Reason
 
 if TYPE_CHECKING:
     from pdlink.kv.groups import KVGroups, Tables
@@ -30,7 +31,7 @@ class Receiving:
         """quiet_s: longest wait for *quiet* after a stop."""
         self.transfer_id = transfer_id
         self.state = ReceiverState.EXPECTED
-        self.reason = ""
+        self.reason: Reason | None = None
         self.offered: messages.Offer | None = None
         self._groups = groups
         self._num_layers = groups.num_layers
@@ -59,7 +60,7 @@ class Receiving:
         self._move(ReceiverEvent.OFFER)
         return [Send(self.offered)]
 
-    def stop(self, reason: str, now: float) -> list[Action]:
+    def stop(self, reason: Reason, now: float) -> list[Action]:
         """This worker ends the transfer (abort, deadline): send *stop*."""
         return self._stop(reason, now, tell=True)
 
@@ -67,7 +68,7 @@ class Receiving:
         """Close the data connection if *quiet* did not come in time."""
         if self.state is ReceiverState.DRAINING and now >= self._quiet_by_s:
             self._quiet_by_s = float("inf")
-            return [FencePeer("not quiet in time")]
+            return [FencePeer(Reason(Code.PEER_LOST, "not quiet in time"))]
         return []
 
     # -- the sender's messages ---------------------------------------------------------------------------------------
@@ -96,13 +97,13 @@ class Receiving:
                 for name, ours, theirs in zip(names, expected, reported, strict=True)
                 if ours != theirs
             )
-            return self._stop(f"incomplete: {wrong}", now, tell=True)
+            return self._stop(Reason(Code.INCOMPLETE, wrong), now, tell=True)
         if mismatch:
-            return self._stop(mismatch, now, tell=True)
+            return self._stop(Reason(Code.CHECKSUM, mismatch), now, tell=True)
         self._move(ReceiverEvent.DONE)
-        return [Send(messages.Ack(self.transfer_id)), Deliver(done.first_token), End("")]
+        return [Send(messages.Ack(self.transfer_id)), Deliver(done.first_token), End(None)]
 
-    def stopped(self, reason: str, now: float) -> list[Action]:
+    def stopped(self, reason: Reason, now: float) -> list[Action]:
         """The sender ends this transfer; *quiet* follows when nothing is in flight."""
         return self._stop(reason, now, tell=False)
 
@@ -112,21 +113,21 @@ class Receiving:
 
     # -- the transport -----------------------------------------------------------------------------------------------
 
-    def fenced(self, reason: str, now: float) -> list[Action]:
+    def fenced(self, now: float) -> list[Action]:
         """The data connection is closed: the peer cannot reach our pages any more."""
-        return self._stop(reason, now, tell=False) + self._end(ReceiverEvent.FENCED)
+        return self._stop(Reason(Code.PEER_LOST), now, tell=False) + self._end(ReceiverEvent.FENCED)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _move(self, event: ReceiverEvent) -> None:
         self.state = RECEIVER[self.state, event]
 
-    def _stop(self, reason: str, now: float, *, tell: bool) -> list[Action]:
+    def _stop(self, reason: Reason, now: float, *, tell: bool) -> list[Action]:
         if self.state in RECEIVER_ENDS or self.state is ReceiverState.DRAINING:
             return []
         self.reason = reason
         self._move(ReceiverEvent.STOP)
-        actions: list[Action] = [Send(messages.Stop(self.transfer_id, reason))] if tell else []
+        actions: list[Action] = [Send(messages.Stop.because(self.transfer_id, reason))] if tell else []
         actions.append(Fail(reason))
         if self.state is ReceiverState.FAILED:
             actions.append(End(reason))

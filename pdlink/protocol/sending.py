@@ -22,8 +22,8 @@ from msgspec.structs import replace
 
 from pdlink.protocol import messages
 from pdlink.protocol.actions import Action, End, Fail, Push, Send
-from pdlink.protocol.reasons import WINDOW_BLOCKS
 from pdlink.protocol.states import SENDER, SENDER_ENDS, SenderEvent, SenderState
+from pdlink.reasons import Code, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
@@ -50,7 +50,7 @@ class Sending:
         """push_nbytes: pushes of more are cut, between blocks, into pushes of about this size."""
         self.transfer_id = transfer_id
         self.state = SenderState.WAITING
-        self.reason = ""
+        self.reason: Reason | None = None
         self.blocks: Tables | None = None
         """Source block tables by group, from token 0 on; None until `publish`."""
         self.offered: messages.Offer | None = None
@@ -102,7 +102,8 @@ class Sending:
         if self.state not in (SenderState.WAITING, SenderState.WRITING) or self.blocks is None:
             return []
         if start != self._written[layer]:
-            return self.stop(f"layer {layer} was written from token {start}, expected {self._written[layer]}")
+            words = f"layer {layer} was written from token {start}, expected {self._written[layer]}"
+            return self.stop(Reason(Code.NOT_WRITTEN, words))
         self._written[layer] = end
         return self._push_ready((layer,))
 
@@ -112,7 +113,8 @@ class Sending:
             return []
         complete = sum(position >= self.num_tokens for position in self._written)
         if self.blocks is None or complete < self._num_layers:
-            return self.stop(f"prefill ended with {complete} of {self._num_layers} layers written")
+            words = f"prefill ended with {complete} of {self._num_layers} layers written"
+            return self.stop(Reason(Code.NOT_WRITTEN, words))
         self._first_token = first_token
         return self._complete()
 
@@ -126,13 +128,15 @@ class Sending:
         if self.state is not SenderState.WAITING:
             return []
         if offer.num_layers != self._num_layers:
-            return self.stop(f"offer of {offer.num_layers} layers; the model here has {self._num_layers}")
+            words = f"{offer.num_layers} layers; the model here has {self._num_layers}"
+            return self.stop(Reason(Code.BAD_OFFER, words))
         theirs = self._groups if theirs is None else theirs
         if any(
             ours.window and ours.window_step % its.window_step
             for ours, its in zip(self._groups.layouts, theirs.layouts, strict=True)
         ):
-            return self.stop(WINDOW_BLOCKS)  # this side may have given up what the receiver's first block begins with
+            # This side may have given up what the receiver's first block begins with.
+            return self.stop(Reason(Code.WINDOW_BLOCKS))
         self.offered = offer
         self._needed = theirs.needed(offer.start, offer.end)
         self._pushed = [self._needed[group][0] for group in self._group_of]
@@ -148,15 +152,15 @@ class Sending:
         if self.state is not SenderState.SENT:
             return []
         self._move(SenderEvent.ACK)
-        return [End("")]
+        return [End(None)]
 
-    def stop(self, reason: str) -> list[Action]:
+    def stop(self, reason: Reason) -> list[Action]:
         """Fail this transfer, for this worker or the receiver: send *stop*, and *quiet* when nothing is in flight."""
         if self.state in SENDER_ENDS or self.state is SenderState.DRAINING:
             return []
         self.reason = reason
         self._move(SenderEvent.STOP)
-        return [Send(messages.Stop(self.transfer_id, reason)), Fail(reason), *self._quiet()]
+        return [Send(messages.Stop.because(self.transfer_id, reason)), Fail(reason), *self._quiet()]
 
     # -- the transport -----------------------------------------------------------------------------------------------
 
@@ -188,7 +192,7 @@ class Sending:
                 self._pushed[layer] = min(self._pushed[layer], push.start)
         return []
 
-    def lost(self, push_id: int, reason: str) -> list[Action]:
+    def lost(self, push_id: int, reason: Reason) -> list[Action]:
         """This push failed: its bytes may be written partly, or even later, so it stays in flight until `fenced`."""
         if push_id not in self._in_flight:
             return []
@@ -197,7 +201,7 @@ class Sending:
     def fenced(self) -> list[Action]:
         """The data connection is closed: nothing is in flight."""
         self._in_flight.clear()
-        actions = self.stop("peer_lost")
+        actions = self.stop(Reason(Code.PEER_LOST))
         if self.state is SenderState.DRAINING:
             self._move(SenderEvent.FENCED)
             actions.append(End(self.reason))
@@ -245,9 +249,11 @@ class Sending:
             return []
         start, end = self.offered.start, self.offered.end
         if not 0 <= start <= end <= self.num_tokens:
-            return self.stop(f"offer of tokens [{start}, {end}); the prompt here has {self.num_tokens}")
+            words = f"tokens [{start}, {end}); the prompt here has {self.num_tokens}"
+            return self.stop(Reason(Code.BAD_OFFER, words))
         if end < self.num_tokens and start < end and not self._groups.keeps_all:
-            return self.stop(f"offer of tokens [{start}, {end}); windows and states are those of {self.num_tokens}")
+            words = f"tokens [{start}, {end}); windows and states are those of {self.num_tokens}"
+            return self.stop(Reason(Code.BAD_OFFER, words))
         return []
 
     def _push_ready(self, layers: Sequence[int]) -> list[Action]:
@@ -330,9 +336,9 @@ def joined(pushes: Sequence[Push], most_nbytes: int) -> list[Push]:
     return made
 
 
-def offer_problem(offer: messages.Offer, groups: KVGroups) -> str:
-    """Why this offer is invalid; empty if it is valid. groups: the receiver's, from its handshake."""
+def offer_problem(offer: messages.Offer, groups: KVGroups) -> Reason | None:
+    """Why this offer is invalid; None if it is valid. groups: the receiver's, from its handshake."""
     if not 0 <= offer.start <= offer.end:
-        return f"offer of tokens [{offer.start}, {offer.end})"
+        return Reason(Code.BAD_OFFER, f"tokens [{offer.start}, {offer.end})")
     problem = groups.problem(offer.blocks, offer.start, offer.end)
-    return f"offer {problem}" if problem else ""
+    return Reason(Code.BAD_OFFER, f"offer {problem}") if problem else None

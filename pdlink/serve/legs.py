@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from pdlink.api import kv_path
 from pdlink.errors import TransferFailed
-from pdlink.protocol import reasons
 
 if TYPE_CHECKING:
     from pdlink.engine.engine import Engine
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
 
 def recomputed(failure: TransferFailed) -> str:
     """The value of `X-Pdlink-KV` after this failure."""
-    code = reasons.code_of(failure.reason)
-    return kv_path.recomputed(failure.code if code == reasons.OTHER else code)
+    return kv_path.recomputed(failure.reason.label)
 
 
 class PrefillLeg:
@@ -55,7 +53,7 @@ class PrefillLeg:
         """A transfer that failed aborts the request: nobody wants its KV."""
         error = self.outgoing.error
         if error is not None:
-            failure = TransferFailed(f"the KV was not wanted or could not be sent: {error.reason}")
+            failure = TransferFailed(f"the KV was not wanted or could not be sent: {error.reason}", error.reason)
             self._stream.failure = failure
             if self._stream.holds:
                 self._stream.put(failure)

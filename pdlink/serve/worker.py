@@ -217,7 +217,7 @@ class Worker:
             )
         except PdlinkError as error:
             self.tiers.ended(request_id)
-            self.port.ended(request_id, error.code)
+            self.port.ended(request_id, error.reason)
             with self._lock:
                 del self._running[request_id]
             raise
@@ -242,7 +242,7 @@ class Worker:
         except TransferFailed as error:
             if not recompute:
                 raise
-            emit(FallbackUsed(kind="recompute", reason=str(error)))
+            emit(FallbackUsed(kind="recompute", reason=error.reason.code))
             stream.kv_path = recomputed(error)
             return None
 
@@ -277,7 +277,7 @@ class Worker:
             return
         if error is not None:
             error = stream.failure or error
-        self.port.ended(request_id, error.code if error else "")
+        self.port.ended(request_id, error.reason if error else None)
         stream.put(error)
         emit(
             RequestEnded(

@@ -12,6 +12,7 @@ import numpy as np
 
 from pdlink.errors import DeadlineExceeded, TransferFailed
 from pdlink.events import KVCopied, emit
+from pdlink.reasons import ABORTED
 from pdlink.store.record import holds, said_sums
 from pdlink.store.worth import COPY
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from pdlink.kv.sources import TokenRange
     from pdlink.memory.buffers import Bytes
+    from pdlink.reasons import Reason
     from pdlink.store.blocks import Blocks
     from pdlink.store.gpu_pages import Job
     from pdlink.store.interface import AnyFetch
@@ -82,7 +84,7 @@ class StoreLoad:
             return
         self.has_layer(layer)
 
-    def cancel(self, reason: str = "aborted") -> None:
+    def cancel(self, reason: Reason = ABORTED) -> None:
         self._cancelled = True
         self._fetch.finish()
 

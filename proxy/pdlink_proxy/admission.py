@@ -11,7 +11,7 @@ import numpy as np
 
 from pdlink.api import kv_path
 from pdlink.events import FallbackUsed, emit
-from pdlink.protocol import reasons
+from pdlink.reasons import Reason
 
 from .decisions import MAX_CONSIDERED, Considered, Decision
 from .placement import Queued, Refused
@@ -231,7 +231,7 @@ class Admission:
             prefill = None
             self.recomputed = kv_path.recomputed("prompt_only_decode")
         elif differs:
-            self.recomputed = kv_path.recomputed(reasons.refused_code(differs))
+            self.recomputed = kv_path.recomputed(Reason.refused(differs).label)
             self._count_fallback("decode_only", "no pair of workers fits together")
         elif alone:
             self.recomputed = kv_path.recomputed(alone)

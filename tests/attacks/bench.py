@@ -29,6 +29,7 @@ from pdlink.protocol import messages
 from pdlink.protocol.auth import AllowList, ControlAddress, Credentials, KeyPair
 from pdlink.protocol.deadlines import Deadlines
 from pdlink.protocol.messages import VERSION, Envelope, Identity
+from pdlink.reasons import Code, Reason
 from pdlink.transport.base import Transport
 from tests.endpoint.conftest import Handler, Receives, SenderLog, Sends, layout
 
@@ -202,7 +203,7 @@ class Bench:
             for peer in node.endpoint.peers():
                 if peer not in self.honest:
                     with node.endpoint.lock:
-                        node.endpoint.sessions.lose(peer, "the example is over")
+                        node.endpoint.sessions.lose(peer, Reason(Code.PEER_LOST, "the example is over"))
             node.endpoint.sessions.known.forget_refusals()
         self.step()
         self.until(

@@ -20,6 +20,7 @@ import pdlink
 from pdlink.config import TransportConfig
 from pdlink.events import HandlingFailed, listen
 from pdlink.kv.plan import warm_up
+from pdlink.reasons import Code, Reason
 from pdlink.transport.base import Transport
 from pdlink.transport.tcp import TcpTransport
 from pdlink.transport.ucx import UcxTransport
@@ -90,7 +91,7 @@ def hang_up(node: Node) -> None:
 
     def end() -> None:
         for peer in node.endpoint.peers():
-            node.endpoint.sessions.lose(peer, "again, please")
+            node.endpoint.sessions.lose(peer, Reason(Code.PEER_LOST, "again, please"))
         node.endpoint.sessions.known.forget_refusals()
         ended.set()
 

@@ -86,5 +86,5 @@ def test_hello_that_no_listener_would_take_is_not_sent(pair: Pair, monkeypatch: 
     pair.decode.receiver.expect("t", pair.prefill.endpoint.address, handler)
     failed, released = handler.wait()
     assert "hello: got " in failed
-    assert "bytes; limit 100" in failed
+    assert "bytes; expected at most 100" in failed
     assert released == "released"

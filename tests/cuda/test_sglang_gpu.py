@@ -29,6 +29,7 @@ from pdlink.integrations.sglang_parts.pool import Memory, buffers_of, layout_of
 from pdlink.integrations.sglang_parts.rooms import KV, PrefillRooms
 from pdlink.kv.groups import KVGroups
 from pdlink.node.node import Node
+from pdlink.reasons import ABORTED, Reason
 from tests.cuda.double import Kv, Reached
 from tests.cuda.fake import Fake
 
@@ -69,7 +70,7 @@ class Rank:
 
         self.ends = Ends(groups, self.layers, [], node, memory)
         self.gpu = GpuOrder(memory[0].make_event, device.synchronize, 0)  # type: ignore[arg-type]
-        self.lost: list[str] = []
+        self.lost: list[Reason] = []
         self.over = threading.Event()
         self.sending = PrefillRooms(self._concluded, lambda _: None)
         self.receiving = DecodeRooms(lambda _, reason: self.lost.append(reason))
@@ -79,7 +80,7 @@ class Rank:
         made.callback(self.gpu.close)
 
     def _concluded(self, room: int, transfer_id: str, error: str) -> None:
-        self.lost += [error] if error else []
+        self.lost += [Reason.of(error)] if error else []
         self.over.set()
 
     def pages(self, numbers: list[int]) -> list[bytes]:
@@ -224,7 +225,7 @@ def test_pages_of_a_pass_whose_room_is_another_request_s_by_now_are_dropped(
     try:
         part = WrittenPages(prefill.sending, 7, 0, torch.tensor([1, 1, 1, 1, 1]), len(SRC))
         part.written(prefill.gpu, 0)
-        prefill.sending.end(7, "aborted")
+        prefill.sending.end(7, ABORTED)
         decode.receiving.forget(7)
         transfer_id = ask(prefill, decode, 7)
     finally:
@@ -315,7 +316,7 @@ def test_rooms_of_a_gpu_that_has_failed_hear_of_it(ranks: Make, double: Fake) ->
     acted: list[int] = []
     decode.gpu.after_all(lambda: acted.append(1), decode.lost.append)
     assert wait(lambda: len(decode.lost) == 1)
-    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in decode.lost[0]
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in decode.lost[0].words
     decode.gpu.after_all(lambda: acted.append(2), decode.lost.append)
     assert wait(lambda: acted == [2])
 

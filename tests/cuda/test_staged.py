@@ -154,7 +154,7 @@ def test_offered_blocks_come_back_only_after_the_scatter_s_event(
         assert outgoing.accepted.wait(WAIT_S)
         outgoing.layer_ready(0)
         launched = wait_for_launch(double)
-        incoming.cancel("enough")
+        incoming.cancel()
         with pytest.raises(TransferFailed):
             incoming.wait(WAIT_S)
         assert launched

@@ -22,6 +22,7 @@ from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.kv.plan import warm_up
 from pdlink.memory.buffers import Buffer
 from pdlink.protocol.deadlines import Deadlines
+from pdlink.reasons import Code, Reason
 from tests.loopback import LoopbackHub, LoopbackTransport
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Sends:
 
     def announce(self, transfer_id: str, failed: Callable[[str], None], end: Callable[[], None]) -> Outgoing:
         outgoing = self._transfers[transfer_id] = Outgoing(self._half, transfer_id)
-        outgoing.done.then(lambda: failed(outgoing.error.reason) if outgoing.error else None)
+        outgoing.done.then(lambda: failed(str(outgoing.error.reason)) if outgoing.error else None)
         outgoing.released.then(end)
         return outgoing
 
@@ -107,8 +108,8 @@ class Sends:
     def withdraw(self, transfer_id: str, timeout_s: float) -> None:
         self._transfers[transfer_id].withdraw(timeout_s)
 
-    def cancel(self, transfer_id: str, reason: str) -> None:
-        self._half.cancel(transfer_id, reason)
+    def cancel(self, transfer_id: str, words: str) -> None:
+        self._half.cancel(transfer_id, Reason(Code.ABORTED, words))
 
 
 class Receives:
@@ -123,7 +124,7 @@ class Receives:
 
         def done() -> None:
             if incoming.error is not None:
-                handler.failed(incoming.error.reason)
+                handler.failed(str(incoming.error.reason))
             else:
                 handler.ready(incoming.first_token)
 
@@ -150,8 +151,8 @@ class Receives:
                 incoming, incoming.machine.offer((tuple(blocks),), start, end, per_layer=per_layer, verify=verify)
             )
 
-    def cancel(self, transfer_id: str, reason: str) -> None:
-        self._half.cancel(transfer_id, reason)
+    def cancel(self, transfer_id: str, words: str) -> None:
+        self._half.cancel(transfer_id, Reason(Code.ABORTED, words))
 
 
 @dataclass

@@ -15,6 +15,7 @@ from pdlink.errors import ConfigError, TransferFailed
 from pdlink.events import HandlingFailed, PeerChanged
 from pdlink.protocol import messages
 from pdlink.protocol.messages import VERSION
+from pdlink.reasons import Code, Reason
 from tests.attacks.processes import Holdings
 from tests.attacks.stranger import Stranger
 from tests.endpoint.conftest import TIMEOUTS, Handler, Node, Pair, SenderLog, layout, until
@@ -121,11 +122,11 @@ def test_a_dial_that_raises_fails_the_transfers_that_wanted_it(pair: Pair, monke
 
 
 def test_a_command_that_raises_costs_its_caller_only(pair: Pair) -> None:
-    paid: list[str] = []
+    paid: list[Reason] = []
     pair.decode.endpoint.work.call(fail, paid.append)
     pair.decode.endpoint.work.call(fail)
     until(lambda: failures(pair) == ["command"] * 2, "both have failed")
-    assert paid == ["command could not be handled: Unexpected"]
+    assert paid == [Reason(Code.HANDLING_FAILED, "command could not be handled: Unexpected")]
 
 
 @pytest.mark.parametrize("which", ["ready", "failed", "released"])
@@ -196,7 +197,7 @@ def test_a_push_without_a_plan_fails_its_transfer_and_not_the_engine(
         patched.setattr("pdlink.endpoint.data_path.bind", bind)
         pair.compute("t", SRC, TOKENS)
     failed, released = handler.wait()
-    assert failed.startswith("failed push impossible")
+    assert failed.startswith("failed push_failed: impossible")
     assert released == "released"
     assert log.wait()[-1] == "end"
     assert lost(pair) == [], "nothing was in flight, so nobody has to be fenced"

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from pdlink.errors import TransportFailure, TransportUnavailable
 from pdlink.kv.plan import warm_up
 from pdlink.protocol import messages
+from pdlink.reasons import Code, Reason
 from tests.attacks.stranger import FalsePrefill, Stranger
 from tests.loopback import LOOPBACK, LoopbackHub, LoopbackTransport
 
@@ -141,7 +142,7 @@ def test_transport_that_did_not_connect_is_not_tried_again_in_that_life_of_the_p
         assert near.play(f"t{number}") == ["ready 42", "released"]
         for peer in near.decode.endpoint.peers():
             with near.decode.endpoint.lock:
-                near.decode.endpoint.sessions.lose(peer, "test")
+                near.decode.endpoint.sessions.lose(peer, Reason(Code.PEER_LOST, "test"))
         until(lambda: not near.prefill.endpoint.peers(), "the session is over")
     assert near.near["prefill"].num_connects == 1
     near.decode.close()
@@ -174,7 +175,7 @@ def test_pair_without_another_transport_is_refused_with_the_reason() -> None:
     pair = NearPair(far=False)
     pair.near["prefill"].broken = fails("connect", NOT_THAT_USER)
     heard = pair.play("t")
-    assert heard[0].startswith("failed refused: data connection differs: ")
+    assert heard[0].startswith("failed refused:data_connection: data connection differs: ")
     assert str(NOT_THAT_USER) in heard[0]
     assert [entry.factor for entry in pair.decode.endpoint.refused()] == ["data connection"]
     pair.close()
@@ -190,7 +191,7 @@ def test_transport_of_one_host_is_not_tried_between_two() -> None:
 
 def test_pair_without_a_transport_that_reaches_so_far_is_told_what_both_declare() -> None:
     pair = NearPair(hosts=("one", "two"), far=False)
-    assert pair.play("t")[0].startswith("failed refused: transport differs: ")
+    assert pair.play("t")[0].startswith("failed refused:transport: transport differs: ")
     refusal = pair.decode.endpoint.refused()[0]
     for said, host in ((refusal.local, "two"), (refusal.remote, "one")):
         assert said.startswith("host memory in process ")
@@ -223,7 +224,7 @@ def test_blocks_wait_for_the_fence_of_the_transport_that_was_given_up(near: Near
     near.decode.receiver.cancel("t", "enough")
     for peer in near.decode.endpoint.peers():
         with near.decode.endpoint.lock:
-            near.decode.endpoint.sessions.lose(peer, "test")
+            near.decode.endpoint.sessions.lose(peer, Reason(Code.PEER_LOST, "test"))
     until(lambda: bool(handler.calls), "the request falls back")
     until(lambda: not near.prefill.endpoint.peers(), "the session is over")
     assert near.decode.endpoint.num_closing() == 1

@@ -96,7 +96,7 @@ def test_offers_that_do_not_fit_into_one_frame_cost_no_session(pair: Pair, monke
             handlers.append(pair.expect(name))
             pair.decode.receiver.offer(name, list(blocks), 0, 8 * len(blocks))
     for handler in handlers:  # refused, as the decode worker has no such blocks, but read
-        assert handler.wait()[0].startswith("failed offer names a block outside")
+        assert handler.wait()[0].startswith("failed bad_offer: offer names a block outside")
     assert len([envelope for envelope in sent if messages.Offer in map(type, envelope.bodies)]) == 2
     assert len(pair.decode.endpoint.peers()) == 1
     assert losses(pair) == 0

@@ -100,7 +100,7 @@ def test_lost_ack_frees_the_senders_blocks_at_the_next_frame(patient: Pair, monk
     assert handler.wait() == ["ready 42", "released"]
     failed, end = log.wait()
     assert loss.happened.is_set()
-    assert failed.startswith("failed lost frame "), failed
+    assert failed.startswith("failed peer_lost: lost frame "), failed
     assert end == "end"
     assert_over(patient)
 

@@ -33,7 +33,7 @@ def test_second_live_worker_of_a_name_is_refused_with_both_addresses_and_the_fir
     (first,) = pair.prefill.endpoint.peers()
     second = Node(pair.hub, "decode", layout(8), TIMEOUTS).open()
     refused = transfer(pair, second, "u")[0]
-    assert refused.startswith("failed refused: name_in_use differs: ")
+    assert refused.startswith("failed refused:name_in_use: name_in_use differs: ")
     assert f"decode at {second.endpoint.address}" in refused
     assert f"decode is connected already, and listens at {pair.decode.endpoint.address}" in refused
     assert "give one of the two workers another `name`" in refused
@@ -53,7 +53,7 @@ def test_second_worker_of_a_name_gets_in_when_the_first_one_has_gone(
     monkeypatch.setattr("pdlink.endpoint.known.FIRST_PAUSE_S", 0.0)
     assert transfer(pair, pair.decode, "t") == ["ready 42", "released"]
     second = Node(pair.hub, "decode", layout(8), TIMEOUTS).open()
-    assert transfer(pair, second, "u")[0].startswith("failed refused: name_in_use")
+    assert transfer(pair, second, "u")[0].startswith("failed refused:name_in_use: name_in_use")
     pair.decode.close()
     assert transfer(pair, second, "v") == ["ready 42", "released"]
     assert pair.prefill.endpoint.refused() == []
@@ -106,7 +106,7 @@ def test_listener_whose_name_would_forge_a_line_of_the_log_is_refused(
         false.hear(messages.Hello)
         false.say(messages.Welcome(name, pair.prefill.endpoint.local.identity, LOOPBACK), src=name)
         assert false.hear(messages.Refuse).factor == "name"
-    assert handler.wait()[0].startswith("failed refused: name differs: ")
+    assert handler.wait()[0].startswith("failed refused:name: name differs: ")
     assert all(line.isprintable() for line in caplog.messages)
 
 

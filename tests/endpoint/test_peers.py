@@ -51,7 +51,7 @@ def test_prefill_that_is_not_there_fails_the_transfer_at_once(pair: Pair) -> Non
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     handler = Handler()
     pair.decode.receiver.expect("t", address, handler)
-    assert handler.wait() == [f"failed peer_lost: cannot connect to {address}", "released"]
+    assert handler.wait() == [f"failed not_connected: cannot connect to {address}", "released"]
 
 
 def test_prefill_that_never_answers_fails_the_transfer_by_the_deadline() -> None:
@@ -63,7 +63,7 @@ def test_prefill_that_never_answers_fails_the_transfer_by_the_deadline() -> None
         handler = Handler()
         address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         pair.decode.receiver.expect("t", address, handler)
-        assert handler.wait() == ["failed peer_lost: no answer to the handshake within 0.3 s", "released"]
+        assert handler.wait() == ["failed not_connected: no answer to the handshake within 0.3 s", "released"]
     pair.close()
 
 
@@ -71,7 +71,7 @@ def test_prefill_that_never_answers_fails_the_transfer_by_the_deadline() -> None
 def test_address_that_is_none_fails_the_transfer(pair: Pair, address: str) -> None:
     handler = Handler()
     pair.decode.receiver.expect("t", address, handler)
-    assert handler.wait()[0].startswith("failed peer_lost: cannot dial")
+    assert handler.wait()[0].startswith("failed not_connected: cannot dial")
 
 
 def test_closed_prefill_fails_its_transfers_and_its_successor_on_the_same_port_works(pair: Pair) -> None:

@@ -173,7 +173,7 @@ def test_old_session_that_ends_late_does_not_end_its_successor(book: Book) -> No
 
 def test_a_refused_pair_is_not_dialed_again_until_its_pause_is_over(pair: Pair, other: Node) -> None:
     first = expect(pair, other, "t")
-    assert first == ["failed refused: model differs: local other, remote m", "released"]
+    assert first == ["failed refused:model: model differs: local other, remote m", "released"]
     dials = lost(pair, "prefill")
     for number in range(20):
         with pytest.raises(TransferFailed, match="^refused: model differs: local other, remote m; next try in "):

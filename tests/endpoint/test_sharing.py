@@ -148,8 +148,8 @@ def test_what_waits_is_not_submitted_after_a_stop_and_quiet_waits_only_for_what_
     assert not log.ended.is_set()
     for flight in submitted:
         pair.hub.land(flight)
-    assert log.wait() == ["failed enough", "end"]
-    assert handler.wait() == ["failed enough", "released"]
+    assert log.wait() == ["failed aborted: enough", "end"]
+    assert handler.wait() == ["failed aborted: enough", "released"]
     assert pair.hub._num_submitted == len(submitted) == 2
     until(pair.idle, "nothing is held")
 
@@ -159,8 +159,8 @@ def test_transfer_that_only_waits_is_quiet_at_once(pair: Pair) -> None:
     log, handler = begin(pair, "small", SMALL, SMALL_DST, SMALL_TOKENS)
     assert len(pair.hub.flights) == 2
     pair.prefill.sender.cancel("small", "enough")
-    assert log.wait() == ["failed enough", "end"]
-    assert handler.wait() == ["failed enough", "released"]
+    assert log.wait() == ["failed aborted: enough", "end"]
+    assert handler.wait() == ["failed aborted: enough", "released"]
     assert len(pair.hub.flights) == 2
 
 
@@ -169,11 +169,11 @@ def test_withdrawn_blocks_whose_pushes_do_not_end_in_time_end_their_transfer(pai
     submitted = list(pair.hub.flights)
     pair.prefill.sender.withdraw("big", 0.05)
     until(lambda: bool(log.calls), "it has failed")
-    assert log.calls == ["failed preempted with a push in flight"], "its own blocks are read still"
+    assert log.calls == ["failed preempted: a push is in flight"], "its own blocks are read still"
     for flight in submitted:
         pair.hub.land(flight)
-    assert log.wait() == ["failed preempted with a push in flight", "end"]
-    assert handler.wait() == ["failed preempted with a push in flight", "released"]
+    assert log.wait() == ["failed preempted: a push is in flight", "end"]
+    assert handler.wait() == ["failed preempted: a push is in flight", "released"]
 
 
 def test_withdrawn_blocks_take_what_waits_along_and_it_is_pushed_again_from_the_new_ones(pair: Pair) -> None:
@@ -356,8 +356,8 @@ def test_stop_takes_back_a_shared_push_that_waits_and_waits_for_one_that_flies(s
             assert not log.ended.is_set()
             assert flying_nbytes(pair) == [512]
             pair.hub.deliver_all()
-        assert log.wait() == ["failed enough", "end"]
-        assert handler.wait() == ["failed enough", "released"]
+        assert log.wait() == ["failed aborted: enough", "end"]
+        assert handler.wait() == ["failed aborted: enough", "released"]
         assert list(pair.hub.flights) == other
         assert landed(pair, "t") == ([0, 1] if flies else [])
     finally:
@@ -395,7 +395,7 @@ def test_refused_shared_push_ends_the_session_and_is_waited_for_until_the_fence(
     handler = pair.expect("t")
     monkeypatch.setattr(pair.prefill.transport, "submit", refuse)
     pair.decode.receiver.offer("t", SMALL_DST, 0, SMALL_TOKENS)
-    assert log.wait() == ["failed push refused: no route", "end"]
+    assert log.wait() == ["failed push_failed: refused: no route", "end"]
     assert handler.wait()[-1] == "released"
     until(pair.idle, "nothing is held")
     assert pair.prefill.endpoint.sender.push_nbytes() == {"waiting": 0, "in_flight": 0}

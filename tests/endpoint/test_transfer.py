@@ -164,8 +164,8 @@ def test_receiver_that_cancels_gets_its_blocks_back_when_the_sender_is_quiet(pai
     until(lambda: pair.sender_state("draining") == 1, "the sender drains")
     assert pair.decode.endpoint.receiver.num_quarantined() == len(DST)
     pair.hub.deliver_all()
-    assert handler.wait() == ["failed client left", "released"]
-    assert log.wait() == ["failed client left", "end"]
+    assert handler.wait() == ["failed aborted: client left", "released"]
+    assert log.wait() == ["failed aborted: client left", "end"]
     assert pair.idle()
 
 
@@ -175,8 +175,8 @@ def test_sender_that_cancels_tells_the_receiver(pair: Pair) -> None:
     pair.decode.receiver.offer("t", DST, 0, TOKENS)
     until(lambda: pair.sender_state("writing") == 1, "the offer is there")
     pair.prefill.sender.cancel("t", "preempted")
-    assert handler.wait() == ["failed preempted", "released"]
-    assert log.wait() == ["failed preempted", "end"]
+    assert handler.wait() == ["failed aborted: preempted", "released"]
+    assert log.wait() == ["failed aborted: preempted", "end"]
 
 
 def test_prefill_that_skips_a_layer_fails_the_transfer(pair: Pair) -> None:
@@ -189,7 +189,7 @@ def test_prefill_that_skips_a_layer_fails_the_transfer(pair: Pair) -> None:
     sender.layer_ready("t", 0, 0, TOKENS)
     sender.layer_ready("t", 2, 0, TOKENS)
     sender.finish("t", 42)
-    assert handler.wait() == ["failed prefill ended with 2 of 3 layers written", "released"]
+    assert handler.wait() == ["failed not_written: prefill ended with 2 of 3 layers written", "released"]
 
 
 def test_push_that_fails_fences_the_peer_and_the_next_transfer_works(pair: Pair) -> None:
@@ -223,7 +223,7 @@ def test_offer_that_cannot_be_written_is_refused(pair: Pair, blocks: list[int], 
     handler = pair.expect("t")
     pair.decode.receiver.offer("t", blocks, 0, TOKENS)
     pair.compute("t", SRC, TOKENS)
-    assert handler.wait() == [f"failed {reason}", "released"]
+    assert handler.wait() == [f"failed bad_offer: {reason}", "released"]
 
 
 def test_transfer_id_is_good_for_one_attempt(pair: Pair) -> None:
@@ -252,7 +252,7 @@ def test_receiver_that_gave_up_early_refuses_the_request_that_comes_later(pair: 
     handler = pair.expect("t")
     until(lambda: pair.sender_state("early") == 1, "the sender knows of it")
     pair.decode.receiver.cancel("t", "client left")
-    assert handler.wait() == ["failed client left", "released"]
+    assert handler.wait() == ["failed aborted: client left", "released"]
     until(lambda: pair.sender_state("early") == 0, "the sender has forgotten it")
     with pytest.raises(TransferFailed, match="client left"):
         pair.announce("t")

@@ -43,7 +43,7 @@ def test_one_byte_that_changed_on_the_way_fails_the_transfer(pair: Pair) -> None
     pair.decode.buffer.array[place.parts[0].offset + DST[2] * place.block_stride + 4 * place.token_stride] ^= 1
     for flight in flights:
         pair.hub.report(flight)
-    assert handler.wait() == ["failed checksum of layer 1, tokens [0, 21) differs", "released"]
+    assert handler.wait() == ["failed checksum: checksum of layer 1, tokens [0, 21) differs", "released"]
 
 
 def test_without_verify_nobody_would_have_noticed(pair: Pair) -> None:
@@ -73,7 +73,7 @@ def test_done_with_fewer_checksums_than_layers_fails_the_transfer(
 
     monkeypatch.setattr(verifier, "_mismatch", without_the_last)
     reason = "checksums: got 42 tokens; 63 were offered"
-    assert begin(pair, "t", "all").wait() == [f"failed {reason}", "released"]
+    assert begin(pair, "t", "all").wait() == [f"failed checksum: {reason}", "released"]
 
 
 class Reading:
@@ -119,9 +119,9 @@ def test_transfer_can_be_cancelled_while_its_checksums_are_computed(
     pair.decode.receiver.cancel("t", "enough")
     if side == "prefill":
         until(lambda: pair.sender_state("draining") == 1, "it has heard so")
-        assert handler.calls in ([], ["failed enough"]), "its own blocks are read still"
+        assert handler.calls in ([], ["failed aborted: enough"]), "its own blocks are read still"
         reading.go_on.set()
-    assert handler.wait() == ["failed enough", "released"]
+    assert handler.wait() == ["failed aborted: enough", "released"]
     reading.go_on.set()
     until(pair.idle, "nothing is held")
     assert begin(pair, "after", "all").wait() == ["ready 42", "released"]

@@ -137,12 +137,12 @@ def test_blocks_of_an_aborted_transfer_are_given_back_only_when_its_write_has_en
     """sglang#32564: pages of an aborted request were given to the next one while its write was under way."""
     handler = in_flight(pair, "a")
     pair.decode.receiver.cancel("a", "client left")
-    until(lambda: "failed client left" in handler.calls, "the request is over")
+    until(lambda: "failed aborted: client left" in handler.calls, "the request is over")
     for flight in list(pair.hub.flights)[:2]:
         pair.hub.land(flight)
-        assert handler.calls == ["failed client left"], "a third write may still come"
+        assert handler.calls == ["failed aborted: client left"], "a third write may still come"
     pair.hub.deliver_all()
-    assert handler.wait() == ["failed client left", "released"]
+    assert handler.wait() == ["failed aborted: client left", "released"]
     pair.hub.hold = False
     assert transfer(pair, "b") == ["ready 42", "released"]
     assert same_bytes(pair, DST)
@@ -217,8 +217,8 @@ def test_prefill_that_was_refused_cannot_signal_success(pair: Pair) -> None:
     sender.publish("t", SRC, TOKENS, 0)
     sender.cancel("t", "capacity_exceeded")
     sender.finish("t", 42)
-    assert handler.wait() == ["failed capacity_exceeded", "released"]
-    assert log.wait() == ["failed capacity_exceeded", "end"]
+    assert handler.wait() == ["failed aborted: capacity_exceeded", "released"]
+    assert log.wait() == ["failed aborted: capacity_exceeded", "end"]
 
 
 def test_prefill_that_loses_its_blocks_after_the_last_layer_says_so(pair: Pair) -> None:
@@ -230,7 +230,7 @@ def test_prefill_that_loses_its_blocks_after_the_last_layer_says_so(pair: Pair) 
     for layer in range(3):
         sender.layer_ready("t", layer, 0, TOKENS)
     sender.cancel("t", "preempted")
-    assert handler.wait() == ["failed preempted", "released"]
+    assert handler.wait() == ["failed aborted: preempted", "released"]
 
 
 # -- hangs -----------------------------------------------------------------------------------------------------------

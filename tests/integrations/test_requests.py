@@ -19,6 +19,7 @@ from pdlink.integrations.vllm_parts.requests import (
     Scheduled,
     Stop,
 )
+from pdlink.reasons import ABORTED, Code, Reason
 
 CONTROL = "tcp://127.0.0.1:41000"
 PROMPT = list(range(100))
@@ -81,7 +82,7 @@ class TestSending:
             requests.step([Scheduled("r", (1,), True, 0, computed)])
         assert requests.ended("r"), "pushes may be in flight"
         plan = requests.step([])
-        assert plan.stops == [Stop("r", "aborted")]
+        assert plan.stops == [Stop("r", ABORTED)]
         assert bool(plan.announces) == (computed == 0), "the peer that waits for it hears of it, too"
 
     def test_a_preempted_request_is_withdrawn_and_published_anew(self) -> None:
@@ -97,7 +98,7 @@ class TestSending:
         requests = book()
         requests.arrived("r", PREFILL, PROMPT)
         requests.step([Scheduled("r", (1, 2), True, 0, 64)])
-        assert requests.step([Scheduled("r", (5,), True, 0, 32)]).stops == [Stop("r", "preempted")]
+        assert requests.step([Scheduled("r", (5,), True, 0, 32)]).stops == [Stop("r", Reason(Code.PREEMPTED))]
 
     def test_of_two_requests_with_one_id_the_second_is_not_sent(self) -> None:
         requests = book()
@@ -133,7 +134,7 @@ class TestReceiving:
         assert requests.missing("r", 99) == (0, False)
         requests.allocated("r", [4, 5, 6, 7], 0)
         plan = requests.step([])
-        assert (plan.offers, plan.stops) == ([], [Stop("r", "not_needed")])
+        assert (plan.offers, plan.stops) == ([], [Stop("r", Reason(Code.NOT_NEEDED))])
         assert requests.path("r") == "cached"
         assert not requests.ended("r")
         assert requests.step([]) is NOTHING
@@ -157,7 +158,7 @@ class TestReceiving:
         if offered:
             requests.allocated("r", [1, 2], 99)
         assert not requests.ended("r"), "vLLM keeps a parked request's blocks by itself"
-        assert requests.step([]).stops == [Stop("r", "aborted")]
+        assert requests.step([]).stops == [Stop("r", ABORTED)]
         assert not requests._receiving
 
     def test_samples_of_one_prompt_wait_for_the_first_one(self) -> None:
@@ -355,5 +356,5 @@ def test_a_request_that_wants_its_whole_prompt_computed_takes_nothing_from_elsew
     requests.arrived("r", DECODE, PROMPT)
     assert requests.missing("r", 0, computes_all=True) == (0, False)
     assert requests.allocated("r", (1, 2, 3), 0) == 0
-    assert requests.step([]).stops == [Stop("r", "not_needed")]
+    assert requests.step([]).stops == [Stop("r", Reason(Code.NOT_NEEDED))]
     assert requests.path("r") == "recomputed;reason=whole_prompt"

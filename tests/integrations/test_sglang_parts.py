@@ -23,6 +23,7 @@ from pdlink.integrations.sglang_parts.settings import read_storage
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
 from pdlink.kv.groups import KVGroups
 from pdlink.node.node import Node
+from pdlink.reasons import ABORTED
 
 PAGE, TOKEN, PAGES, LAYERS, PLACES = 4, 32, 64, 3, 16
 WAIT_S = 20.0
@@ -325,7 +326,7 @@ def test_pages_of_a_stopped_room_are_quiet_after_the_fence_only(sides: tuple[Sid
     transfer_id = asked(sides, sending, receiving, [20, 21], prefix=0)
     incoming = receiving._rooms[7][transfer_id].incoming[KV]
     assert not receiving.is_quiet(7)
-    receiving.stop(7, "aborted")
+    receiving.stop(7, ABORTED)
     assert incoming.released.wait(WAIT_S)
     assert receiving.is_quiet(7)
 
@@ -334,7 +335,7 @@ def test_a_room_that_prefill_never_heard_of_is_quiet_once_it_is_stopped() -> Non
     _, receiving, _ = joined()
     receiving.open(7, 0, [1, 2], 0)
     assert not receiving.is_quiet(7)
-    receiving.stop(7, "aborted")
+    receiving.stop(7, ABORTED)
     assert receiving.is_quiet(7)
 
 

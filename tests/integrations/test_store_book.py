@@ -19,6 +19,7 @@ from pdlink.integrations.vllm_parts.store_book import (
     StoreBook,
     StorePlan,
 )
+from pdlink.reasons import ABORTED
 
 CHUNK = 16
 PROMPT = list(range(100, 150))
@@ -186,7 +187,7 @@ def test_a_request_that_ends_while_it_loads_is_reported_by_the_load_alone() -> N
     assert not book.ended("r")
     plan = book.step([])
     assert plan.store.parked == ["r"]
-    assert plan.stops == [Stop("r", "aborted")], "the server that waits for it hears of it"
+    assert plan.stops == [Stop("r", ABORTED)], "the server that waits for it hears of it"
     assert not book._sending
 
 

@@ -19,6 +19,7 @@ from pdlink.integrations.vllm_parts.stats import Counts
 from pdlink.integrations.vllm_parts.steps import Steps
 from pdlink.integrations.vllm_parts.worker import Results, WorkerHalf
 from pdlink.kv.groups import groups_of
+from pdlink.reasons import Code, Reason
 from tests.endpoint.conftest import TIMEOUTS, WAIT_S, Node, Pair, until
 from tests.integrations.vllm_engine import NO_ADAPTERS
 
@@ -248,12 +249,12 @@ def test_a_prompt_that_decode_has_is_no_failure_of_anybody(
     decode.book.allocated("d", [5, 2], 0)
     if decode_first:
         decode.step()
-        until(lambda: pair.prefill.node.why_stopped(ID) == "not_needed", "prefill has heard it")
+        until(lambda: pair.prefill.node.why_stopped(ID) == Reason(Code.NOT_NEEDED), "prefill has heard it")
     prefill.step([Scheduled("p", tuple(SRC[:4]), True, 0, 16)])
     if not decode_first:
         until(lambda: pair.prefill.node.report().sending["waiting"] == 1, "it is announced")
         decode.step()
-        until(lambda: pair.prefill.node.why_stopped(ID) == "not_needed", "prefill has heard it")
+        until(lambda: pair.prefill.node.why_stopped(ID) == Reason(Code.NOT_NEEDED), "prefill has heard it")
     if not aborted:
         prefill.step([Scheduled("p", tuple(SRC[4:]), False, 16, 14)])
     prefill.end("p")
@@ -299,7 +300,7 @@ def test_a_peers_words_cannot_forge_lines_of_the_log(
     prefill.step()
     until(lambda: prefill.node.node.report().sending["writing"] == 1, "the offer has come")
     prefill.node.node.other_side_failed(ID, "x\n" * 100 + "WARNING all is lost\x1b[31m")
-    assert decode.until_reported(received="d").reasons == {"d": "other"}
+    assert decode.until_reported(received="d").reasons == {"d": "request_failed"}
     said = [record.getMessage() for record in caplog.records]
     assert said
     assert all(line.isprintable() for line in said)

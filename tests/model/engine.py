@@ -190,7 +190,7 @@ class Engine:
         del self.requests[request.transfer_id]
         self.ended[request.transfer_id] = how
         self._give_back(request)
-        self.port.ended(request.transfer_id, error.code if error else "")
+        self.port.ended(request.transfer_id, error.reason if error else None)
 
     def _give_back(self, request: Request) -> None:
         blocks, request.blocks = request.blocks, []

@@ -6,6 +6,7 @@ import random
 from typing import TYPE_CHECKING
 
 from pdlink.events import listen
+from pdlink.reasons import Code, Reason
 
 from .dice import Dice
 from .engine import MAX_TOKENS
@@ -114,13 +115,13 @@ class Played(World):
         who = dice.below(4)
         transfer_id = transfer.transfer_id
         if who == 0 and decode.runs:
-            self.act(decode, lambda: decode.endpoint.receiver.cancel(transfer_id, "prefill refused"))
+            self.act(decode, lambda: decode.endpoint.receiver.cancel(transfer_id, Reason(Code.REQUEST_FAILED)))
         elif who == 1 and decode.runs:
             decode.engine.abort(transfer_id)
         elif who == 2 and prefill.runs:
             prefill.engine.abort(transfer_id)
         elif prefill.runs:
-            self.act(prefill, lambda: prefill.endpoint.sender.cancel(transfer_id, "preempted"))
+            self.act(prefill, lambda: prefill.endpoint.sender.cancel(transfer_id, Reason(Code.PREEMPTED)))
 
     def move_lose_leg(self, dice: Dice) -> None:
         """A leg never reaches its worker; the router may tell the other side."""

@@ -33,6 +33,7 @@ from pdlink.protocol.leases import Lease
 from pdlink.protocol.receiving import Receiving
 from pdlink.protocol.sending import Sending
 from pdlink.protocol.states import ReceiverEvent, ReceiverState, SenderState
+from pdlink.reasons import Code, Reason
 from pdlink.transport.base import PeerFailed
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def _done_when_pushed(right: Any) -> Callable[..., Any]:
 
 
 def _lost_is_quiet(_right: Any) -> Callable[..., Any]:
-    def lost(self: Sending, push_id: int, reason: str) -> Any:
+    def lost(self: Sending, push_id: int, reason: Reason) -> Any:
         self._in_flight.pop(push_id, None)
         return self._quiet() if self.state is SenderState.DRAINING else self.stop(reason)
 
@@ -136,10 +137,10 @@ def _stop_at_first_live(right: Any) -> Callable[..., Any]:
     def tick(self: Sender, now: float) -> None:
         looked, every = True, Lease.ended
 
-        def ended(lease: Lease, now: float, heard_s: float | None) -> str:
+        def ended(lease: Lease, now: float, heard_s: float | None) -> Code | None:
             nonlocal looked
-            reason = every(lease, now, heard_s) if looked else ""
-            looked = bool(reason)
+            reason = every(lease, now, heard_s) if looked else None
+            looked = reason is not None
             return reason
 
         with patch.object(Lease, "ended", ended):
@@ -167,7 +168,7 @@ def _without_stop(right: Any) -> Callable[..., Any]:
 
 
 def _without_the_fence(right: Any) -> Callable[..., Any]:
-    def on_peer_lost(self: Any, peer: Any, reason: str) -> None:
+    def on_peer_lost(self: Any, peer: Any, reason: Reason) -> None:
         right(self, peer, reason)
         self.on_fenced(peer)
 
@@ -258,7 +259,7 @@ def _refuse_ended_without_quiet(right: Any) -> Callable[..., Any]:
 
 
 def _close_what_was_never_opened(right: Any) -> Callable[..., Any]:
-    def lose(self: Sessions, peer: Any, reason: str) -> None:
+    def lose(self: Sessions, peer: Any, reason: Reason) -> None:
         if peer.state is not PeerState.LOST:
             peer.opened = peer.transport is not None
         right(self, peer, reason)

@@ -25,6 +25,7 @@ from pdlink.node.port import EnginePort
 from pdlink.protocol.deadlines import Deadlines
 from pdlink.protocol.messages import VERSION, Identity
 from pdlink.protocol.states import ReceiverState, SenderState
+from pdlink.reasons import Reason
 from pdlink.serve.legs import DecodeLeg, PrefillLeg
 from tests.loopback import LoopbackTransport
 
@@ -198,7 +199,7 @@ class _CheckedOutgoing(Outgoing):
         super().__init__(node.endpoint.sender, transfer_id)
         node.open_legs.add((transfer_id, "sender"))
 
-    def on_failed(self, reason: str) -> None:
+    def on_failed(self, reason: Reason) -> None:
         self._heard["failed"] += 1
         if self._heard["failed"] > 1 or self._heard["end"]:
             raise Violation(f"{self.transfer_id}: the sender failed after {dict(self._heard)}")
@@ -245,9 +246,9 @@ class _CheckedIncoming(Incoming):
             raise Violation(f"{request.transfer_id}: delivered with the first token of another")
         super().on_ready(first_token_)
 
-    def on_failed(self, reason: str) -> None:
+    def on_failed(self, reason: Reason) -> None:
         self._tell("failed")
-        self._node.reasons[self._request.transfer_id] = reason
+        self._node.reasons[self._request.transfer_id] = str(reason)
         super().on_failed(reason)
 
     def on_end(self) -> None:

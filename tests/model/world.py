@@ -24,6 +24,7 @@ from pdlink.endpoint.channel import Disconnected, Received
 from pdlink.errors import PdlinkError
 from pdlink.events import Event, HandlingFailed, MessageDropped, PeerChanged, TransferEnded
 from pdlink.protocol import messages
+from pdlink.reasons import Code, Reason
 from tests.loopback import LoopbackHub
 
 from .dice import Dice
@@ -287,7 +288,7 @@ class World:
         if not tell or not other.runs:
             return
         if leg.role == "prefill":
-            self.act(other, lambda: other.endpoint.receiver.cancel(transfer.transfer_id, "prefill refused"))
+            self.act(other, lambda: other.endpoint.receiver.cancel(transfer.transfer_id, Reason(Code.REQUEST_FAILED)))
         else:
             other.engine.abort(transfer.transfer_id)
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from pdlink.errors import TransferFailed
-from pdlink.protocol.reasons import code_of
+from pdlink.reasons import Code
 from tests.endpoint.conftest import until
 
 from .conftest import DST, SRC, TOKENS, WAIT_S, Pair, assert_same, compute
@@ -21,9 +21,9 @@ def transfer(pair: Pair, name: str) -> str:
         incoming = pair.decode.receive(name, pair.prefill.address, DST, range(TOKENS))
         incoming.wait(WAIT_S)
     except TransferFailed as error:
-        outgoing.cancel("the test is over")
+        outgoing.cancel()
         assert outgoing.released.wait(WAIT_S)
-        return code_of(error.reason)
+        return error.reason.label
     assert_same(pair.prefill, pair.decode)
     assert outgoing.released.wait(WAIT_S)
     assert incoming.released.wait(WAIT_S)
@@ -59,7 +59,7 @@ def test_kv_of_the_weights_before_is_not_sent_and_not_taken(pair: Pair) -> None:
     for end in (waiting, outgoing, incoming):
         with pytest.raises(TransferFailed) as failed:
             end.wait(WAIT_S)
-        assert code_of(failed.value.reason) in ("weights_changed", "peer_lost")
+        assert failed.value.reason.code in (Code.WEIGHTS_CHANGED, Code.PEER_LOST)
         assert end.released.wait(WAIT_S)
     assert transfer(pair, "after") == ""
 

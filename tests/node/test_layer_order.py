@@ -11,6 +11,7 @@ import pytest
 import pdlink
 from pdlink.errors import InvalidRequest, TransferFailed
 from pdlink.node.layer_order import LayerOrder
+from pdlink.reasons import Code, Reason
 from pdlink.transport.tcp import TcpTransport
 
 from .conftest import DST, SRC, TOKENS, WAIT_S, assert_same, fill, layout
@@ -49,7 +50,7 @@ class Gpu:
             event.reached.set()
 
 
-def never(reason: str) -> None:
+def never(reason: Reason) -> None:
     raise AssertionError(reason)
 
 
@@ -85,10 +86,10 @@ def test_nothing_is_done_before_its_event_and_all_in_order(held: tuple[Gpu, Laye
 def test_failed_event_does_nothing_and_says_why(held: tuple[Gpu, LayerOrder]) -> None:
     gpu, order = held
     done: list[int] = []
-    reasons: list[str] = []
+    reasons: list[Reason] = []
     failed = threading.Event()
 
-    def fail(reason: str) -> None:
+    def fail(reason: Reason) -> None:
         reasons.append(reason)
         failed.set()
 
@@ -96,7 +97,7 @@ def test_failed_event_does_nothing_and_says_why(held: tuple[Gpu, LayerOrder]) ->
     gpu.reach(failure="an illegal memory access was encountered")
     assert failed.wait(WAIT_S)
     assert done == []
-    assert "illegal memory access" in reasons[0]
+    assert "illegal memory access" in reasons[0].words
 
 
 def test_events_are_used_again(held: tuple[Gpu, LayerOrder]) -> None:
@@ -231,7 +232,7 @@ def test_a_transfer_that_is_cancelled_before_its_offer_has_left_offers_nothing(
     later = Gpu()
     decode._order = LayerOrder(later.make_event)
     incoming = decode.receive("t", prefill.address, DST, range(TOKENS))
-    incoming.cancel("aborted")
+    incoming.cancel()
     assert incoming.released.wait(WAIT_S)
     later.reach()
     reached = threading.Event()
@@ -245,10 +246,10 @@ def test_a_transfer_that_is_cancelled_before_its_offer_has_left_offers_nothing(
 def test_an_error_behind_a_launched_layer_fails_its_transfer(held: tuple[Gpu, LayerOrder]) -> None:
     """The caller has gone on by then: an error that nobody hears of would leave the transfer to its deadline."""
     gpu, order = held
-    failures: list[str] = []
+    failures: list[Reason] = []
     failed = threading.Event()
 
-    def fail(reason: str) -> None:
+    def fail(reason: Reason) -> None:
         failures.append(reason)
         failed.set()
 
@@ -258,4 +259,5 @@ def test_an_error_behind_a_launched_layer_fails_its_transfer(held: tuple[Gpu, La
     order.when_written(act, fail)
     gpu.reach()
     assert failed.wait(WAIT_S)
-    assert failures == ["what was reported of its layers cannot be handled: IndexError: layer 7 of 2"]
+    words = "what was reported of its layers cannot be handled: IndexError: layer 7 of 2"
+    assert failures == [Reason(Code.HANDLING_FAILED, words)]

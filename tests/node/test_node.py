@@ -22,6 +22,7 @@ from pdlink.errors import (
 )
 from pdlink.memory.blocks import BlockPool
 from pdlink.memory.buffers import Buffer
+from pdlink.reasons import Code, Reason
 from tests.endpoint.conftest import until
 from tests.loopback import LoopbackHub, LoopbackTransport
 
@@ -98,7 +99,7 @@ def test_layer_can_be_read_while_later_ones_are_computed(pair: Pair) -> None:
 
 def test_threads_that_wait_for_layers_all_go_on_when_the_transfer_fails(pair: Pair) -> None:
     incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
-    errors: list[str] = []
+    errors: list[Reason] = []
 
     def wait(layer: int) -> None:
         with pytest.raises(TransferFailed) as raised:
@@ -108,10 +109,10 @@ def test_threads_that_wait_for_layers_all_go_on_when_the_transfer_fails(pair: Pa
     threads = [threading.Thread(target=wait, args=(layer % LAYERS,)) for layer in range(6)]
     for thread in threads:
         thread.start()
-    incoming.cancel("enough")
+    incoming.cancel(Reason(Code.ABORTED, "enough"))
     for thread in threads:
         thread.join(WAIT_S)
-    assert errors == ["enough"] * 6
+    assert errors == [Reason(Code.ABORTED, "enough")] * 6
 
 
 def test_receiver_that_leaves_early_keeps_its_blocks_until_the_sender_is_quiet(pair: Pair) -> None:
@@ -144,7 +145,7 @@ def test_sender_that_leaves_early_keeps_its_blocks_until_nothing_reads_them(pair
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    with pytest.raises(TransferFailed, match="aborted by ZeroDivisionError"):
+    with pytest.raises(TransferFailed, match="aborted: by ZeroDivisionError"):
         incoming.wait(WAIT_S)
     assert not freed.is_set()
     assert num_held(pair.prefill, SRC) == len(SRC)
@@ -184,9 +185,12 @@ async def test_failure_is_raised_where_it_is_awaited(pair: Pair) -> None:
             await incoming
     waits = asyncio.gather(incoming.layer(1), asyncio.ensure_future(_token(incoming)), return_exceptions=True)
     await asyncio.sleep(0)
-    incoming.cancel("enough")
+    incoming.cancel(Reason(Code.ABORTED, "enough"))
     async with asyncio.timeout(WAIT_S):
-        assert [getattr(error, "reason", error) for error in await waits] == ["enough", "enough"]
+        assert [getattr(error, "reason", error) for error in await waits] == [
+            Reason(Code.ABORTED, "enough"),
+            Reason(Code.ABORTED, "enough"),
+        ]
 
 
 async def _token(incoming: pdlink.Incoming) -> int:

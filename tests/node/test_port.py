@@ -7,6 +7,7 @@ import pytest
 import pdlink
 from pdlink.errors import InvalidRequest
 from pdlink.events import Event, FallbackUsed, listen
+from pdlink.reasons import ABORTED, Code, Reason
 from tests.endpoint.conftest import until
 
 from .conftest import DST, LAYERS, SRC, TOKENS, WAIT_S, Pair, assert_same
@@ -74,7 +75,7 @@ def test_layer_is_waited_for_and_a_failed_one_is_not(pair: Pair, engines: Engine
     engines.compute(range(1))
     assert engines.receives.layer_needed("d", 0, WAIT_S)
     assert not engines.receives.layer_needed("d", 1, 0.01), "it has not come"
-    engines.sends.ended("p", "aborted")
+    engines.sends.ended("p", ABORTED)
     assert not engines.receives.layer_needed("d", 1, WAIT_S)
     assert engines.incoming.error is not None
 
@@ -82,12 +83,12 @@ def test_layer_is_waited_for_and_a_failed_one_is_not(pair: Pair, engines: Engine
 def test_request_that_is_admitted_after_its_transfer_failed_is_a_fallback(pair: Pair, engines: Engines) -> None:
     heard: list[Event] = []
     stop = listen(heard.append)
-    engines.sends.ended("p", "aborted")
+    engines.sends.ended("p", ABORTED)
     until(engines.incoming.done.is_set, "decode has heard it")
     for _ in range(2):
         engines.receives.admitted("d", DST)
     stop()
-    assert [event.reason for event in heard if isinstance(event, FallbackUsed)] == [str(engines.incoming.error)]
+    assert [event.reason for event in heard if isinstance(event, FallbackUsed)] == ["aborted"]
     assert not engines.receives.layer_needed("d", 0, WAIT_S)
     engines.receives.ended("d")
 
@@ -98,7 +99,7 @@ def test_request_that_ends_early_ends_its_transfer_on_both_sides(pair: Pair, eng
     assert engines.incoming.released.wait(WAIT_S)
     assert engines.outgoing.released.wait(WAIT_S)
     assert engines.outgoing.error is not None
-    assert engines.outgoing.error.reason == "request_ended"
+    assert engines.outgoing.error.reason == Reason(Code.ABORTED, "the request has ended")
 
 
 def test_id_in_use_is_refused_and_the_first_request_goes_on(pair: Pair, engines: Engines) -> None:
@@ -122,6 +123,6 @@ def test_requests_without_a_transfer_are_ignored(pair: Pair) -> None:
     port.preempted("r", WAIT_S)
     port.layer_written(0, [("r", 0, TOKENS)])
     port.finished("r", 42)
-    port.ended("r", "aborted")
+    port.ended("r", ABORTED)
     assert not port.layer_needed("r", 0, WAIT_S)
     assert not any(pair.prefill.report().sending.values())

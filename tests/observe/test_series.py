@@ -114,7 +114,7 @@ def test_a_push_of_20_us_and_one_of_200_fall_into_different_buckets() -> None:
 
 def test_a_failed_transfer_is_counted_by_a_code_and_never_by_a_peers_words() -> None:
     metrics = WorkerMetrics()
-    for reason in ("silent for 3 s", "refused: evil\nfactor differs", "not_needed", "what is this"):
+    for reason in ("peer_lost: silent for 3 s", "refused:evil\nfactor: it differs", "not_needed", "what is this"):
         metrics.counting(
             TransferEnded(
                 transfer_id="t",

@@ -93,7 +93,7 @@ def test_a_slot_is_not_used_again_before_nobody_can_write_to_it(
     def slow(*arguments: object, **more: object) -> object:
         """A transfer that fails, while its fence takes until the test says so."""
         incoming = receive(*arguments, **more)  # type: ignore[arg-type]
-        incoming.cancel("the test")
+        incoming.cancel()
         assert incoming.released.wait(WAIT_S), "else the node sets the test's own signal"
         incoming.released = released
         waiting.set()
@@ -147,7 +147,7 @@ def test_a_pull_from_a_store_that_is_closing_is_refused_in_words(ends: ExitStack
     ends.callback(listen(told.append))
     assert asker.read(0) == 0
     reasons = {event.reason for event in told if isinstance(event, TransferEnded) and event.side == "receiver"}
-    assert reasons == {"this store is closing"}
+    assert reasons == {"request_failed: this store is closing"}
     assert owner.link.num_lent == 0
 
 

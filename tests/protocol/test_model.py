@@ -28,6 +28,7 @@ from pdlink.protocol.actions import Action, Deliver, End, Fail, FencePeer, Push,
 from pdlink.protocol.receiving import Receiving
 from pdlink.protocol.sending import Sending
 from pdlink.protocol.states import RECEIVER_ENDS, SENDER_ENDS, SenderState
+from pdlink.reasons import ABORTED, Code, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,7 +87,7 @@ class World:
                     if self.connected:
                         self.to_receiver.append(body)
                 case Push() as push if self.fenced:
-                    self.run_sender(self.sender.lost(push.push_id, "refused"))
+                    self.run_sender(self.sender.lost(push.push_id, Reason(Code.PUSH_FAILED)))
                     self.cut_sender()
                 case Push() as push:
                     end = push.end * self.groups.layouts[push.group].position_tokens
@@ -149,8 +150,8 @@ class World:
             moves.append(self.cut_receiver)
         elif not self.fenced:
             moves.append(self.fence)
-        moves.append(lambda: self.run_sender(self.sender.stop("preempted")))
-        moves.append(lambda: self.run_receiver(self.receiver.stop("abort", self.now)))
+        moves.append(lambda: self.run_sender(self.sender.stop(ABORTED)))
+        moves.append(lambda: self.run_receiver(self.receiver.stop(ABORTED, self.now)))
         return moves
 
     def publish(self) -> None:
@@ -177,7 +178,7 @@ class World:
             case messages.Done():
                 self.run_receiver(self.receiver.done(body, self.now))
             case messages.Stop(reason=reason):
-                self.run_receiver(self.receiver.stopped(reason, self.now))
+                self.run_receiver(self.receiver.stopped(Reason.of(reason), self.now))
             case messages.Quiet():
                 self.run_receiver(self.receiver.quiet())
 
@@ -187,7 +188,7 @@ class World:
             case messages.Offer():
                 self.run_sender(self.sender.offer(body))
             case messages.Stop(reason=reason):
-                self.run_sender(self.sender.stop(reason))
+                self.run_sender(self.sender.stop(Reason.of(reason)))
             case messages.Ack():
                 self.run_sender(self.sender.ack())
 
@@ -204,7 +205,7 @@ class World:
         """The transport reports an error: its bytes may still land later, so it stays in flight here."""
         if push_id not in self.lost and not self.fenced:
             self.lost.add(push_id)
-            self.run_sender(self.sender.lost(push_id, "timeout"))
+            self.run_sender(self.sender.lost(push_id, Reason(Code.PUSH_FAILED)))
             self.cut_sender()
 
     def hang_up(self) -> None:
@@ -216,7 +217,7 @@ class World:
         if not self.sender_knows:
             self.sender_knows = True
             self.hang_up()
-            self.run_sender(self.sender.stop("peer_lost"))
+            self.run_sender(self.sender.stop(ABORTED))
             if self.fenced:
                 self.run_sender(self.sender.fenced())
 
@@ -224,15 +225,15 @@ class World:
         if not self.receiver_knows:
             self.receiver_knows = True
             self.hang_up()
-            self.run_receiver(self.receiver.stopped("peer_lost", self.now))
+            self.run_receiver(self.receiver.stopped(Reason(Code.PEER_LOST), self.now))
 
     def fence(self) -> None:
         """The receiver has closed the data connection: nothing in flight lands any more, the sender sees errors."""
         self.fenced = True
         broken, self.in_flight = self.in_flight, {}
-        self.run_receiver(self.receiver.fenced("peer_lost", self.now))
+        self.run_receiver(self.receiver.fenced(self.now))
         for push_id in broken.keys() - self.lost:
-            self.run_sender(self.sender.lost(push_id, "reset"))
+            self.run_sender(self.sender.lost(push_id, Reason(Code.PUSH_FAILED)))
         if broken:
             self.cut_sender()
         if self.sender_knows:
@@ -256,8 +257,8 @@ class World:
             else:
                 break
         if self.sender.state not in SENDER_ENDS or self.receiver.state not in RECEIVER_ENDS:
-            self.run_sender(self.sender.stop("lease_expired"))
-            self.run_receiver(self.receiver.stop("deadline", self.now))
+            self.run_sender(self.sender.stop(ABORTED))
+            self.run_receiver(self.receiver.stop(ABORTED, self.now))
             self.cut_sender()
             self.cut_receiver()
             if not self.fenced:
@@ -327,7 +328,7 @@ class _DoneWhenPushed(Sending):
 class _LostIsQuiet(Sending):
     """Planted bug: treats a push that failed as one that has ended."""
 
-    def lost(self, push_id: int, reason: str) -> list[Action]:
+    def lost(self, push_id: int, reason: Reason) -> list[Action]:
         self._in_flight.pop(push_id, None)
         return super().stop(reason)
 

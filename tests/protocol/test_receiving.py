@@ -10,12 +10,14 @@ from pdlink.protocol import messages
 from pdlink.protocol.actions import Deliver, DeliverLayer, End, Fail, FencePeer, Send
 from pdlink.protocol.receiving import Receiving
 from pdlink.protocol.states import ReceiverState
+from pdlink.reasons import ABORTED, Code, Reason
 
 LAYERS = 3
 GROUPS = KVGroups(
     (paged_layout(dtype="u8", itemsize=1, num_layers=LAYERS, num_blocks=9, block_tokens=4, num_heads=1, head_dim=2),)
 )
 TOKEN_NBYTES = 12
+LOST, PREEMPTED = Reason(Code.PEER_LOST), Reason(Code.PREEMPTED)
 
 
 def offered(start: int = 2, end: int = 8, *, per_layer: bool = False) -> Receiving:
@@ -30,51 +32,52 @@ def done(start: int = 2, end: int = 8, num_layers: int = LAYERS, nbytes: int = 7
 
 def test_complete_transfer_is_acknowledged_and_delivered_once() -> None:
     machine = offered()
-    assert machine.done(done(), 0.0) == [Send(messages.Ack("t")), Deliver(42), End("")]
+    assert machine.done(done(), 0.0) == [Send(messages.Ack("t")), Deliver(42), End(None)]
     assert machine.done(done(), 0.0) == []
 
 
 @pytest.mark.parametrize(
-    ("told", "reason"),
+    ("told", "words"),
     [
-        (done(num_layers=2), "incomplete: layers 2 of 3"),
-        (done(nbytes=50), "incomplete: bytes 50 of 72"),
-        (done(start=4, nbytes=48), "incomplete: start 4 of 2, bytes 48 of 72"),
+        (done(num_layers=2), "layers 2 of 3"),
+        (done(nbytes=50), "bytes 50 of 72"),
+        (done(start=4, nbytes=48), "start 4 of 2, bytes 48 of 72"),
     ],
 )
-def test_done_that_is_not_what_was_offered_fails_the_transfer(told: messages.Done, reason: str) -> None:
+def test_done_that_is_not_what_was_offered_fails_the_transfer(told: messages.Done, words: str) -> None:
     machine = offered()
-    assert machine.done(told, 0.0) == [Send(messages.Stop("t", reason)), Fail(reason)]
+    expected = [Send(messages.Stop("t", f"incomplete: {words}")), Fail(Reason(Code.INCOMPLETE, words))]
+    assert machine.done(told, 0.0) == expected
     assert machine.state is ReceiverState.DRAINING
 
 
 def test_receiver_keeps_blocks_until_sender_is_quiet() -> None:
     machine = offered()
-    assert machine.stop("abort", 0.0) == [Send(messages.Stop("t", "abort")), Fail("abort")]
+    assert machine.stop(ABORTED, 0.0) == [Send(messages.Stop("t", "aborted")), Fail(ABORTED)]
     assert machine.tick(2.9) == []
-    assert machine.quiet() == [End("abort")]
+    assert machine.quiet() == [End(ABORTED)]
 
 
 def test_receiver_keeps_blocks_until_the_fence_when_the_sender_stays_silent() -> None:
     machine = offered()
-    machine.stop("abort", 0.0)
-    assert machine.tick(3.0) == [FencePeer("not quiet in time")]
+    machine.stop(ABORTED, 0.0)
+    assert machine.tick(3.0) == [FencePeer(Reason(Code.PEER_LOST, "not quiet in time"))]
     assert machine.tick(9.0) == []
     assert machine.state is ReceiverState.DRAINING
-    assert machine.fenced("peer_lost", 9.0) == [End("abort")]
+    assert machine.fenced(9.0) == [End(ABORTED)]
 
 
 def test_stop_from_the_sender_is_not_the_end_either() -> None:
     machine = offered()
-    assert machine.stopped("preempted", 0.0) == [Fail("preempted")]
+    assert machine.stopped(PREEMPTED, 0.0) == [Fail(PREEMPTED)]
     assert machine.state is ReceiverState.DRAINING
-    assert machine.quiet() == [End("preempted")]
+    assert machine.quiet() == [End(PREEMPTED)]
 
 
 def test_done_that_crosses_our_stop_proves_that_nothing_is_in_flight() -> None:
     machine = offered()
-    machine.stop("abort", 0.0)
-    assert machine.done(done(), 0.0) == [End("abort")]
+    machine.stop(ABORTED, 0.0)
+    assert machine.done(done(), 0.0) == [End(ABORTED)]
 
 
 def test_payload_is_that_of_the_offered_range() -> None:
@@ -84,13 +87,13 @@ def test_payload_is_that_of_the_offered_range() -> None:
 
 def test_transfer_without_offer_fails_at_once() -> None:
     machine = Receiving("t", GROUPS, quiet_s=3.0)
-    assert machine.stop("abort", 0.0) == [Send(messages.Stop("t", "abort")), Fail("abort"), End("abort")]
+    assert machine.stop(ABORTED, 0.0) == [Send(messages.Stop("t", "aborted")), Fail(ABORTED), End(ABORTED)]
 
 
 def test_lost_peer_fails_the_request_before_and_frees_blocks_after_the_fence() -> None:
     machine = offered()
-    assert machine.stopped("peer_lost", 0.0) == [Fail("peer_lost")]
-    assert machine.fenced("peer_lost", 1.0) == [End("peer_lost")]
+    assert machine.stopped(LOST, 0.0) == [Fail(LOST)]
+    assert machine.fenced(1.0) == [End(LOST)]
 
 
 def test_quiet_without_a_stop_means_nothing() -> None:
@@ -103,10 +106,10 @@ def test_news_after_the_end_changes_nothing() -> None:
     machine = offered()
     machine.done(done(), 0.0)
     after = [
-        machine.stop("x", 0.0),
-        machine.stopped("x", 0.0),
+        machine.stop(ABORTED, 0.0),
+        machine.stopped(ABORTED, 0.0),
         machine.quiet(),
-        machine.fenced("x", 0.0),
+        machine.fenced(0.0),
         machine.tick(99.0),
     ]
     assert after == [[], [], [], [], []]

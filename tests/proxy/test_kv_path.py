@@ -9,7 +9,7 @@ import pytest
 
 from pdlink.api.kv_path import checked, comment, recomputed
 from pdlink.api.sse import before_done
-from pdlink.protocol.reasons import refused_code
+from pdlink.reasons import Reason
 from tests.proxy import fakes
 from tests.proxy.fake_vllm import FakeVllm
 from tests.proxy.fakes import DONE, END, FakeWorker, event, proxy_of, until
@@ -144,7 +144,7 @@ async def test_an_error_has_no_kv(prefill: FakeWorker, decode: FakeWorker) -> No
 
 
 def test_reasons_are_one_token_of_bounded_length() -> None:
-    odd = recomputed(refused_code("Name that\r\ngoes with; the key" + "x" * 100))
+    odd = recomputed(Reason.refused("Name that\r\ngoes with; the key" + "x" * 100).label)
     assert odd.startswith("recomputed;reason=refused:name_that_goes_with_the_key")
     assert checked(odd) == odd
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from pdlink.cuda.buffers import BorrowedDeviceBuffer
+    from pdlink.reasons import Reason
     from pdlink.transport.base import Transport
 
 LAYERS, TOKENS, BLOCK_TOKENS, HEADS, HEAD_DIM = 32, 2048, 16, 8, 128
@@ -215,7 +216,7 @@ class Prefill:
         self._slots = slots.flatten().cuda()
         self._input = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
         self._order = LayerOrder(partial(torch.cuda.Event, blocking=True))
-        self._failed: list[str] = []
+        self._failed: list[Reason] = []
 
     def run_s(self, written: Callable[[int], Any] | None, finish: Callable[[], Any]) -> tuple[float, float]:
         """Seconds from the first launch to the end of everything, and how many of them come after the prefill."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pdlink.errors import PdlinkError
 from pdlink.integrations.sglang_parts.rooms import KV, part_id
+from pdlink.reasons import Code, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +42,7 @@ class _Received:
 class DecodeRooms:
     """Pages on their way in. Every method may be called from any thread."""
 
-    def __init__(self, failed: Callable[[int, str], None]) -> None:
+    def __init__(self, failed: Callable[[int, Reason], None]) -> None:
         """failed(room, reason): called in a node's thread; must not wait."""
         self._failed = failed
         self._lock = threading.Lock()
@@ -79,7 +80,8 @@ class DecodeRooms:
 
         needs_kv: False for a prefill rank whose heads another one sends, for the same pages.
         """
-        reason, signals = "", []
+        signals = []
+        reason: Reason | None = None
         with self._lock:
             received = self._of(room, transfer_id)
             if received is None or received.stopped or received.answered:
@@ -93,12 +95,13 @@ class DecodeRooms:
                     signals.append(_receive(received, number, end, part_id(transfer_id, number), address, places))
             except (PdlinkError, KeyError) as error:
                 received.stopped = True
-                reason = str(error) if isinstance(error, PdlinkError) else f"prefill sends no part {error}"
+                missing = Reason(Code.REQUEST_FAILED, f"prefill sends no part {error}")
+                reason = error.reason if isinstance(error, PdlinkError) else missing
         for incoming in signals:
             incoming.done.then(partial(self._done, room, transfer_id, incoming))
-        if reason:
+        if reason is not None:
             for end, name in received.ports:
-                end.port.ended(name, "refused")
+                end.port.ended(name, reason)
             self._failed(room, reason)
 
     def when_done(self, room: int, transfer_id: str, call: Callable[[], None]) -> None:
@@ -141,7 +144,7 @@ class DecodeRooms:
             here = self._rooms.get(room, {})
             return next((one for one in transfer_ids if one in here), "")
 
-    def stop(self, room: int, reason: str) -> None:
+    def stop(self, room: int, reason: Reason) -> None:
         """SGLang does not want it any more. Its pages are its own again when `is_quiet`."""
         with self._lock:
             stopped = [one for one in self._rooms.get(room, {}).values() if not one.stopped]
@@ -161,7 +164,7 @@ class DecodeRooms:
 
     def forget(self, room: int) -> None:
         """The room is closed, and its pages are SGLang's."""
-        self.stop(room, "request_ended")
+        self.stop(room, Reason(Code.ABORTED, "the request has ended"))
         with self._lock:
             self._rooms.pop(room, None)
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pdlink.errors import PdlinkError
 from pdlink.node.layer_order import LayerOrder
+from pdlink.reasons import Code, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from pdlink.memory.buffers import Event
 
     Act = Callable[[], None]
-    Failed = Callable[[str], None]
+    Failed = Callable[[Reason], None]
 
 _STOP_S: Final = 5.0
 
@@ -88,7 +89,7 @@ class GpuOrder:
                 self._synchronize()
             except PdlinkError as error:
                 for _, failed in waiting:
-                    failed(str(error))
+                    failed(Reason(Code.GPU_FAILED, str(error)))
                 continue
             for act, _ in waiting:
                 act()
@@ -123,5 +124,5 @@ class WrittenPages:
         self._rooms.extend(self._room, self._first, self._pages.tolist(), only=self._transfer_ids)
         self._rooms.written(self._room, layer, self._end, only=self._transfer_ids)
 
-    def _failed(self, reason: str) -> None:
+    def _failed(self, reason: Reason) -> None:
         self._rooms.end(self._room, reason)

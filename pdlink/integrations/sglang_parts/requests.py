@@ -9,6 +9,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVReceiver, CommonKVSender
 
 from pdlink.integrations.sglang_parts.transfer import PDLinkKVManager
+from pdlink.reasons import ABORTED, Code, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,11 +23,13 @@ class PDLinkKVSender(CommonKVSender):  # type: ignore[misc]
     def abort(self) -> None:
         super().abort()
         self.kv_mgr.refuse(self.bootstrap_room, "aborted")
-        self.kv_mgr.stop_room(self.bootstrap_room, "aborted")
+        self.kv_mgr.stop_room(self.bootstrap_room, ABORTED)
 
     def clear(self) -> None:
         super().clear()
-        self.kv_mgr.stop_room(self.bootstrap_room, "" if self.conclude_state == KVPoll.Success else "request_ended")
+        succeeded = self.conclude_state == KVPoll.Success
+        reason = None if succeeded else Reason(Code.ABORTED, "the request has ended")
+        self.kv_mgr.stop_room(self.bootstrap_room, reason)
 
 
 class PDLinkKVReceiver(CommonKVReceiver):  # type: ignore[misc]
@@ -59,7 +62,7 @@ class PDLinkKVReceiver(CommonKVReceiver):  # type: ignore[misc]
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
         super()._send_abort_notification(force_arm=force_arm)
-        self.kv_mgr.stop_room(self.bootstrap_room, "aborted")
+        self.kv_mgr.stop_room(self.bootstrap_room, ABORTED)
 
     def _clear(self) -> None:
         super()._clear()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdlink.errors import PdlinkError
+from pdlink.reasons import Code, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping, Sequence
@@ -96,9 +97,9 @@ class PrefillRooms:
                     name = part_id(transfer_id, number)
                     outgoing = end.port.send(name, name, (prefix + num) * end.unit)
                     made.append(_Part(number, end, name, prefix, num, outgoing, written=[0] * len(end.layers)))
-            except PdlinkError:
+            except PdlinkError as error:
                 for part in made:
-                    part.end.port.ended(part.transfer_id, "refused")
+                    part.end.port.ended(part.transfer_id, error.reason)
                 del sent.parts[transfer_id]
                 raise
             self._busy[room] += len(made)
@@ -163,7 +164,8 @@ class PrefillRooms:
                 places = states[part.number] if states is not None and part.number < len(states) else None
                 indices = [] if places is None else list(places)
                 if len(indices) != part.num:
-                    part.end.port.ended(part.transfer_id, f"state {part.number}: {len(indices)} for {part.num}")
+                    words = f"state {part.number}: {len(indices)} for {part.num}"
+                    part.end.port.ended(part.transfer_id, Reason(Code.BAD_OFFER, words))
                     continue
                 _extend(part, 0, indices)
                 end = part.num
@@ -183,7 +185,7 @@ class PrefillRooms:
         """No push of the room is on its way, and none will be."""
         return not self._busy[room]
 
-    def end(self, room: int, reason: str = "") -> None:
+    def end(self, room: int, reason: Reason | None = None) -> None:
         """SGLang has done with the room. reason: why, if its transfers are not to go on. Its pages may be used again:
         what a push still reads of them reaches pages only that decode keeps until it is quiet."""
         with self._lock:
@@ -240,4 +242,4 @@ def _written(part: _Part, layer: int, end: int) -> None:
 
 
 def _reason(outgoing: Outgoing) -> str:
-    return "" if outgoing.error is None else outgoing.error.reason
+    return "" if outgoing.error is None else str(outgoing.error.reason)

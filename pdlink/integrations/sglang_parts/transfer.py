@@ -43,6 +43,7 @@ from pdlink.integrations.sglang_parts.rooms import KV, PrefillRooms
 from pdlink.integrations.sglang_parts.stand_ins import Outstanding, Peer
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
 from pdlink.integrations.trace_file import TraceFile
+from pdlink.reasons import ABORTED, Reason
 from pdlink.store.line import Line
 
 if TYPE_CHECKING:
@@ -186,13 +187,13 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         with nullcontext() if self.gpu is None else self.gpu.behind(wait_event):
             self.sending.chunk(room, index_slice.start, kv_indices, last=is_last_chunk, states=state_indices)
 
-    def stop_room(self, room: int, reason: str) -> None:
+    def stop_room(self, room: int, reason: Reason | None) -> None:
         """Nothing of it is wanted any more, on this side."""
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             self.sending.end(room, reason)
             self._aux.pop(room, None)
         else:
-            self.receiving.stop(room, reason)
+            self.receiving.stop(room, reason or ABORTED)
 
     def opened(self, room: int) -> None:
         self._refused.pop(room, None)
@@ -223,8 +224,8 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
     def _drained(self, room: int) -> None:
         self._tell(lambda: self._maybe_ack_drained_abort(room))
 
-    def _lost(self, room: int, reason: str) -> None:
-        self._tell(lambda: self._fail_here(room, reason))
+    def _lost(self, room: int, reason: Reason) -> None:
+        self._tell(lambda: self._fail_here(room, str(reason)))
 
     def _tell(self, job: Callable[[], None]) -> None:
         """In a thread that may wait for a socket."""
@@ -342,7 +343,7 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
                 for number, address in here.addresses.items()
             }
         except PdlinkError as error:
-            self.receiving.stop(here.room, "refused")
+            self.receiving.stop(here.room, error.reason)
             self._fail_here(here.room, str(error))
             return
         needless = comes_from_another(Rank(here.tp, rank.num_heads), rank.tp)
@@ -385,7 +386,7 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         target = notice.deferred_ack_target()
         if target is not None:
             self.register_deferred_ack_target(notice.room, target)
-        self.sending.end(notice.room, "aborted")
+        self.sending.end(notice.room, ABORTED)
         self._maybe_ack_drained_abort(notice.room)
 
     def _send_to(self, peer: Peer, frames: list[bytes]) -> None:

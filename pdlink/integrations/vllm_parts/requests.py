@@ -29,7 +29,8 @@ from pdlink.api.legs import DecodeParams, PrefillParams
 from pdlink.errors import InvalidRequest
 from pdlink.integrations.vllm_parts import params as legs
 from pdlink.integrations.vllm_parts.store_book import StorePlan
-from pdlink.protocol.reasons import NOT_NEEDED, WHOLE_PROMPT, printable
+from pdlink.logs import printable
+from pdlink.reasons import ABORTED, Code, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -106,7 +107,7 @@ class Stop:
     """This server ends the transfer of a request."""
 
     request_id: str
-    reason: str
+    reason: Reason
 
 
 @dataclass(slots=True)
@@ -307,8 +308,8 @@ class RequestBook:
         request.asked = True
         if request.leads and num_external == 0:
             request.over = True
-            request.path.said = kv_path.recomputed(WHOLE_PROMPT) if request.computes_all else kv_path.CACHED
-            self._plan.stops.append(Stop(request_id, NOT_NEEDED))
+            request.path.said = kv_path.recomputed(Code.WHOLE_PROMPT) if request.computes_all else kv_path.CACHED
+            self._plan.stops.append(Stop(request_id, Reason(Code.NOT_NEEDED)))
         elif request.leads:
             if loaded == num_external:
                 request.path.said = kv_path.CACHED
@@ -345,7 +346,7 @@ class RequestBook:
         end = min(part.start + part.count, request.num_tokens)
         request.complete = end == request.num_tokens
         if part.whole and request.started:  # preempted, and nobody said so before its blocks were given away
-            self._plan.stops.append(Stop(part.request_id, "preempted"))
+            self._plan.stops.append(Stop(part.request_id, Reason(Code.PREEMPTED)))
         request.started = True
         start = 0 if part.whole else part.start
         self._plan.chunks.append(Chunk(part.request_id, part.blocks, part.whole, start, end, request.num_tokens))
@@ -369,7 +370,7 @@ class RequestBook:
         sending = self._sending.get(request_id)
         if sending is not None:
             if not sending.complete:
-                self._plan.stops.append(Stop(request_id, "aborted"))
+                self._plan.stops.append(Stop(request_id, ABORTED))
             if loading:  # nothing of it was published
                 self.sent([request_id])
             return not loading
@@ -377,7 +378,7 @@ class RequestBook:
         if receiving is not None and receiving.leads:
             del self._in_use[receiving.transfer_id]
             if not receiving.over:
-                self._plan.stops.append(Stop(request_id, "aborted"))
+                self._plan.stops.append(Stop(request_id, ABORTED))
         return kept
 
     # -- what the workers report -------------------------------------------------------------------------------------

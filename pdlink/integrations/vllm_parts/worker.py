@@ -24,7 +24,7 @@ from pdlink.errors import InvalidRequest, PdlinkError
 from pdlink.events import TransferEnded, emit
 from pdlink.integrations.vllm_parts.requests import Stop, shown
 from pdlink.node.port import EnginePort
-from pdlink.protocol.reasons import NOT_NEEDED, code_of, in_words
+from pdlink.reasons import Code, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -49,7 +49,7 @@ class Results:
     failed_blocks: set[int] = field(default_factory=set)
     """Blocks of `failed` that hold nothing."""
     reasons: dict[str, str] = field(default_factory=dict)
-    """Why, as a code (`pdlink.protocol.reasons`), for each of `failed` that came from another server."""
+    """Why, as a `Reason.label`, for each of `failed` that came from another server."""
     looked: list[Looked] = field(default_factory=list)
     """What the store has."""
     loaded: list[tuple[str, int]] = field(default_factory=list)
@@ -75,7 +75,7 @@ class _Request:
     parked: tuple[int, ...] | None = None
     """Receives: blocks whose KV vLLM waits for; None while it does not."""
     reason: str = ""
-    """Code of why it failed."""
+    """`Reason.label` of why it failed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -174,7 +174,7 @@ class WorkerHalf:
         with self._lock:
             is_live = request_id in self._requests
         if end >= offer.end:
-            self._stop(Stop(request_id, NOT_NEEDED))
+            self._stop(Stop(request_id, Reason(Code.NOT_NEEDED)))
         elif is_live:
             self._offer(replace(offer, start=end))
             return offer.end - end
@@ -280,7 +280,7 @@ class WorkerHalf:
             if request is None or not request.num_open:
                 return
         if not self._adapters.has(request.adapter):
-            self._stop(Stop(chunk.request_id, f"refused: {OTHER_ADAPTER}"))
+            self._stop(Stop(chunk.request_id, Reason.refused("adapter", OTHER_ADAPTER)))
             return
         blocks = self._cache.kernel_blocks(chunk.blocks)
         for port in self._ports:
@@ -318,8 +318,9 @@ class WorkerHalf:
         try:
             transfer = begin()
         except PdlinkError as error:
-            reason = (port.node.why_stopped(request.transfer_id) if request.sends else "") or str(error)
-            if reason != NOT_NEEDED:
+            reason = port.node.why_stopped(request.transfer_id) if request.sends else None
+            reason = reason or error.reason
+            if reason.code is not Code.NOT_NEEDED:
                 self._count(request, reason)
             self._failed(request, reason)
             self._released(request, failed=True)
@@ -340,18 +341,18 @@ class WorkerHalf:
         transfer.done.then(done)
         transfer.released.then(released)
 
-    def _failed(self, request: _Request, reason: str) -> None:
+    def _failed(self, request: _Request, reason: Reason) -> None:
         """Say so, at the level that the reason deserves, in words, on one line."""
         with self._lock:
-            request.reason = code_of(reason)
+            request.reason = reason.label
         level = logging.WARNING
-        if reason == NOT_NEEDED:
+        if reason.code is Code.NOT_NEEDED:
             level = logging.DEBUG  # all is well
-        elif reason == "aborted" or reason.startswith("refused: "):
+        elif reason.code in (Code.ABORTED, Code.REFUSED):
             level = logging.INFO  # clients leave all the time; the endpoint has logged a refusal once
         what = "is not sent" if request.sends else "will not come"
         names = shown(request.transfer_id), shown(request.request_id)
-        log.log(level, "transfer %s: the KV of request %s %s: %s", *names, what, shown(in_words(reason)))
+        log.log(level, "transfer %s: the KV of request %s %s: %s", *names, what, shown(reason.sentence))
 
     def _released(self, request: _Request, *, failed: bool) -> None:
         with self._lock:
@@ -378,7 +379,7 @@ class WorkerHalf:
             del self._requests[request.request_id]
 
     @staticmethod
-    def _count(request: _Request, reason: str) -> None:
+    def _count(request: _Request, reason: Reason) -> None:
         """A transfer that failed before the endpoint knew it."""
         emit(
             TransferEnded(
@@ -386,7 +387,7 @@ class WorkerHalf:
                 side="sender" if request.sends else "receiver",
                 peer="",
                 state="FAILED",
-                reason=reason,
+                reason=str(reason),
                 nbytes=0,
                 transport="",
                 started_s=time.monotonic(),

@@ -1,0 +1,33 @@
+#!/bin/sh
+# Unpack the servers that tests start (Redis, Prometheus, Chromium) from Debian's packages into a directory, without
+# root: nothing is installed or started, and what this machine has already is left out. 240 MB where it has nothing.
+set -eu
+mkdir -p "$1/apt/lists/partial" "$1/apt/cache/archives/partial" "$1/bin"
+place="$(cd "$1" && pwd)"
+
+apt() {
+	apt-get -qq -o Dir::State::Lists="$place/apt/lists" -o Dir::Cache="$place/apt/cache" -o Debug::NoLocking=1 \
+		-o APT::Sandbox::User="$(id -un)" "$@"
+}
+
+apt update
+apt install --download-only -y --no-install-recommends redis-server prometheus chromium
+for package in "$place"/apt/cache/archives/*.deb; do
+	[ ! -e "$package" ] || dpkg-deb -x "$package" "$place/root"
+done
+rm -rf "$place/apt"
+
+# Each program finds the libraries and fonts of its package beside it.
+libraries="$(find "$place/root" -name '*.so.*' -printf '%h\n' 2>/dev/null | sort -u | tr '\n' ':')"
+for path in bin/redis-server bin/prometheus bin/promtool lib/chromium/chromium; do
+	[ -e "$place/root/usr/$path" ] || continue
+	program="$place/bin/$(basename "$path")"
+	cat > "$program" <<-SCRIPT
+		#!/bin/sh
+		export LD_LIBRARY_PATH="$libraries\$LD_LIBRARY_PATH"
+		export XDG_DATA_HOME="$place/root/usr/share"
+		[ -e /etc/fonts ] || export FONTCONFIG_PATH="$place/root/etc/fonts"
+		exec "$place/root/usr/$path" "\$@"
+	SCRIPT
+	chmod +x "$program"
+done
