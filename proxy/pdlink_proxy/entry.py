@@ -25,6 +25,8 @@ from .limits import RateLimits
 from .spans import TRACE_HEADERS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from multidict import CIMultiDictProxy
 
     from pdlink.config import ProxyConfig
@@ -66,12 +68,7 @@ class Entry:
     def taken(self, path: str, said: dict[str, str], body: bytes) -> Call | None:
         """A request that may be served, read from its head and body; None for one that is to be refused, or judged by
         `checked`."""
-        if self.draining or len(body) > self._config.max_body_nbytes:
-            return None
-        if self.api_keys:
-            if not may_enter(self.api_keys, said):
-                return None
-        elif refused_page(said, loopback=self._loopback):
+        if len(body) > self._config.max_body_nbytes or not self.admits(said):
             return None
         try:
             call = parse(path, body)
@@ -83,6 +80,14 @@ class Entry:
         if limits is not None and limits.take(key_of(said), wanted(call, None).total_tokens, time.monotonic()):
             return None
         return call
+
+    def admits(self, said: Mapping[str, str]) -> bool:
+        """Whether a request with this head may come in, whatever its body is: looked at before that is waited for."""
+        if self.draining:
+            return False
+        if self.api_keys:
+            return may_enter(self.api_keys, said)
+        return not refused_page(said, loopback=self._loopback)
 
     async def checked(self, request: web.Request) -> Call | web.Response:
         """The client's checked request, or the error response."""

@@ -5,6 +5,9 @@ It serves the plain kind alone: POST of completions and chats, HTTP/1.1, a body 
 changes how either is read. The first request of a connection that is anything else, or that is to be refused, goes to
 aiohttp with every byte, and the connection with it. So there is one place that reads what is unusual, and one that
 refuses.
+
+Strangers cost little: a head has `idle_timeout_s` to come, and so has a body; nothing of a body is held for a client
+without a key; bytes that come one by one are joined once.
 """
 
 from __future__ import annotations
@@ -28,9 +31,12 @@ if TYPE_CHECKING:
 
 MAX_HELD_NBYTES = 1 << 20
 """Of a body that comes in parts; aiohttp waits for longer ones."""
+MAX_HEAD_NBYTES = 16 * 1024
+"""Of a head that comes in parts."""
 SWEEP_S = 1.0
 """Between two looks for connections that have been idle for too long."""
 
+_HEAD_END = b"\r\n\r\n"
 MAX_START_NBYTES = 64
 """Of the first line of a request, as far as it is looked for."""
 
@@ -39,12 +45,14 @@ class Front(asyncio.Protocol):
     """One connection of a client. `ClientAnswer` writes to it."""
 
     __slots__ = (
+        "_awaited_nbytes",
         "_doors",
         "_drained",
-        "_exchange",
         "_held",
+        "_request",
         "_keeps",
         "_paused",
+        "_waits",
         "idle_since_s",
         "transport",
         "writing_paused",
@@ -55,10 +63,14 @@ class Front(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.writing_paused = False
         self.idle_since_s = doors.loop.time()
-        """Since its last request; while one runs, whenever it began."""
-        self._exchange: Request | None = None
-        self._held = b""
+        """Since its last request, or since the first bytes of the next one; while one runs, whenever it began."""
+        self._request: Request | None = None
+        self._held: bytearray | None = None
         """What has come and is not a whole request, or waits for the one that runs."""
+        self._awaited_nbytes = 0
+        """Of the request that is held, with its head; 0 until that is whole."""
+        self._waits = False
+        """For the rest of a request, since `idle_since_s`."""
         self._keeps = True
         self._paused = False
         self._drained: list[asyncio.Future[None]] | None = None
@@ -66,7 +78,7 @@ class Front(asyncio.Protocol):
     @property
     def busy(self) -> bool:
         """A request runs."""
-        return self._exchange is not None
+        return self._request is not None
 
     async def drain(self) -> None:
         """Wait until the client has read what it was sent. Raises ConnectionError if it leaves."""
@@ -80,13 +92,13 @@ class Front(asyncio.Protocol):
     def close(self) -> None:
         """Now if it is idle, else after the request that runs."""
         self._keeps = False
-        if self._exchange is None and self.transport is not None:
+        if self._request is None and self.transport is not None:
             self.transport.close()
 
     def break_off(self) -> None:
         """End the request that runs, and the connection."""
-        if self._exchange is not None:
-            self._exchange.leave()
+        if self._request is not None:
+            self._request.leave()
         if self.transport is not None:
             self.transport.close()
 
@@ -101,8 +113,8 @@ class Front(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.transport = None
         self._doors.closed(self)
-        if self._exchange is not None:
-            self._exchange.leave()
+        if self._request is not None:
+            self._request.leave()
         for waiter in self._drained or ():
             if not waiter.done():
                 waiter.set_exception(ConnectionResetError("the client has left"))
@@ -119,15 +131,21 @@ class Front(asyncio.Protocol):
         self._drained = None
 
     def data_received(self, data: bytes) -> None:
-        if self._exchange is not None:  # the next request waits for the end of this one
-            self._held += data
+        held = self._held
+        if self._request is not None:  # the next request waits for the end of this one
+            self._held = held + data if held is not None else bytearray(data)
             if not self._paused and self.transport is not None:
                 self._paused = True
                 self.transport.pause_reading()
             return
-        if self._held:
-            data = self._held + data
-            self._held = b""
+        if held is not None:
+            before = len(held)
+            held += data
+            if len(held) < self._awaited_nbytes:
+                return
+            if not self._awaited_nbytes and held.find(_HEAD_END, max(0, before - 3)) < 0 and self._may_grow(held):
+                return
+            data, self._held, self._awaited_nbytes = bytes(held), None, 0
         self._read(data)
 
     # ---- requests
@@ -136,32 +154,52 @@ class Front(asyncio.Protocol):
         """The next request begins with these bytes."""
         line = data.find(b"\r\n", 0, MAX_START_NBYTES) + 2
         path = self._doors.paths.get(data[:line])
-        end = data.find(b"\r\n\r\n", line - 2) + 4
+        end = data.find(_HEAD_END, max(0, line - 2)) + 4
+        if end < 4 and self._may_grow(data):
+            self._hold(data, 0)
+            return
         found = plain_request(data, line, end) if path is not None and end >= 4 else None
         if path is None or found is None:
             self._hand_over(data)
             return
         head, nbytes, keep = found
+        router = self._doors.router
         if end + nbytes > len(data):
-            if nbytes > MAX_HELD_NBYTES:
+            if nbytes > MAX_HELD_NBYTES or not router.services.entry.admits(head):
                 self._hand_over(data)
             else:
-                self._held, self.idle_since_s = data, self._doors.loop.time()
+                self._hold(data, end + nbytes)
             return
         client = ClientAnswer(self, keep=keep and self._keeps)
-        exchange = self._doors.router.taken(path, head, data[end : end + nbytes], client, self._ended)
-        if exchange is None:
+        request = router.taken(path, head, data[end : end + nbytes], client, self._ended)
+        if request is None:
             self._hand_over(data)
             return
-        self._exchange, self._held = exchange, data[end + nbytes :]
-        exchange.begin()
+        self._request, self._waits = request, False
+        if end + nbytes < len(data):
+            self._held = bytearray(data[end + nbytes :])
+        request.begin()
+
+    @staticmethod
+    def _may_grow(head: bytes | bytearray) -> bool:
+        """Whether the rest of a head is waited for: of one that begins as HTTP does, and is not too long."""
+        line = head.find(b"\r\n")
+        if len(head) > MAX_HEAD_NBYTES or not head[:1].isupper():
+            return False
+        return line < 0 or head[:line].endswith((b" HTTP/1.1", b" HTTP/1.0"))
+
+    def _hold(self, data: bytes, awaited_nbytes: int) -> None:
+        """The rest is waited for: of a head, or until there are so many bytes."""
+        if not self._waits:
+            self._waits, self.idle_since_s = True, self._doors.loop.time()
+        self._held, self._awaited_nbytes = bytearray(data), awaited_nbytes
 
     def _ended(self) -> None:
         """The answer is written."""
-        exchange, self._exchange = self._exchange, None
-        if exchange is None or self.transport is None:
+        request, self._request = self._request, None
+        if request is None or self.transport is None:
             return
-        client = exchange.client
+        client = request.client
         if not (self._keeps and client.keep and client.ended):
             self.transport.close()
             return
@@ -173,29 +211,35 @@ class Front(asyncio.Protocol):
             self._doors.loop.call_soon(self._read_on)
 
     def _read_on(self) -> None:
-        if self._exchange is None and self.transport is not None:
-            self.data_received(b"")
+        if (held := self._held) is not None and self._request is None and self.transport is not None:
+            self._held, self._awaited_nbytes = None, 0
+            self._read(bytes(held))
 
     def _hand_over(self, data: bytes) -> None:
         """aiohttp goes on with the connection, from these bytes."""
         transport = self.transport
         if transport is None:
             return
-        self.transport, self._held = None, b""
+        self.transport, self._held = None, None
         self._doors.closed(self)
         handler = self._doors.aiohttp()
         transport.set_protocol(handler)
         handler.connection_made(transport)
         handler.data_received(data)
 
-    def look(self, now_s: float, keepalive_s: float, body_s: float) -> None:
-        """Close it if it has been idle for too long. A body that does not come is aiohttp's."""
-        if self._exchange is not None or self.transport is None:
+    def look(self, now_s: float, keepalive_s: float, wait_s: float) -> None:
+        """Close it if it has been idle for too long, or if a head does not come. A body that does not come is
+        aiohttp's to refuse."""
+        if self._request is not None or self.transport is None:
             return
-        if self._held and now_s - self.idle_since_s > body_s:
-            self._hand_over(self._held)
-        elif not self._held and now_s - self.idle_since_s > keepalive_s:
-            self.transport.close()
+        if self._held is None:
+            if now_s - self.idle_since_s > keepalive_s:
+                self.transport.close()
+        elif now_s - self.idle_since_s > wait_s:
+            if self._awaited_nbytes:
+                self._hand_over(bytes(self._held))
+            else:
+                self.transport.close()
 
 
 class Doors(web.Server):

@@ -131,6 +131,73 @@ async def test_a_body_that_does_not_come_is_refused(
     assert (status, b"the body did not arrive" in body) == (408, True)
 
 
+async def test_a_body_that_comes_byte_by_byte_is_refused_when_its_time_is_over(
+    prefill: FakeWorker, decode: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte is no new beginning: a client could keep a connection open for ever."""
+    monkeypatch.setattr(front, "SWEEP_S", 0.02)
+    async with proxy_of([prefill], [decode], idle_timeout_s=0.2) as proxy, connected(proxy.url) as (reader, writer):
+        head, _, body = request(stream=False).partition(b"\r\n\r\n")
+        writer.write(head.replace(b"Content-Length: ", b"Content-Length: 9") + b"\r\n\r\n" + body)
+        answered = asyncio.create_task(answer_of(reader))
+        while not answered.done():
+            writer.write(b" ")
+            await asyncio.wait([answered], timeout=0.02)
+        assert (await answered)[0] == 408
+
+
+async def test_a_head_that_comes_byte_by_byte_is_served_or_its_connection_is_closed(
+    prefill: FakeWorker, decode: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "SWEEP_S", 0.02)
+    async with proxy_of([prefill], [decode], idle_timeout_s=2.0) as proxy, connected(proxy.url) as (reader, writer):
+        for at in range(len(ASKED)):
+            writer.write(ASKED[at : at + 1])
+            await asyncio.sleep(0)
+        assert (await answer_of(reader))[0] == 200
+    for begun in (ASKED[:10], ASKED[:30], HEALTH[:-2]):
+        async with (
+            proxy_of([prefill], [decode], idle_timeout_s=0.1) as proxy,
+            connected(proxy.url) as (reader, writer),
+        ):
+            writer.write(begun)
+            assert await reader.read() == b""
+
+
+async def test_a_body_is_not_waited_for_without_a_key(prefill: FakeWorker, decode: FakeWorker) -> None:
+    head = ASKED.partition(b"\r\n\r\n")[0].replace(b"Content-Length: ", b"Content-Length: 9999")
+    async with proxy_of([prefill], [decode], api_keys=("secret",)) as proxy:
+        async with connected(proxy.url) as (reader, writer):
+            writer.write(head + b"\r\n\r\n" + b" " * 1000)
+            assert (await answer_of(reader))[0] == 401
+        async with connected(proxy.url) as (reader, writer):
+            writer.write(head + b"\r\nAuthorization: Bearer secret\r\n\r\n")
+            await until(lambda: any(one._held for one in proxy.doors._fronts), "a body that is waited for")
+
+
+async def test_bytes_of_a_body_are_joined_once(prefill: FakeWorker, decode: FakeWorker) -> None:
+    """Joined for every read, a body of 1 MB in pieces of a byte takes seconds."""
+    async with proxy_of([prefill], [decode]) as proxy, connected(proxy.url) as (_, writer):
+        head = ASKED.partition(b"\r\n\r\n")[0].replace(b"Content-Length: ", b"Content-Length: 9999")
+        writer.write(head + b"\r\n\r\n")
+        await until(lambda: any(one._held for one in proxy.doors._fronts), "a body that is waited for")
+        (one,) = proxy.doors._fronts
+        held = one._held
+        for _ in range(100):
+            one.data_received(b" ")
+        assert one._held is held
+
+
+@pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH\r\n", b"\x16\x03\x01\x02", b"get / HTTP/1.1\r\n"])
+async def test_what_does_not_begin_as_http_is_not_waited_for(
+    prefill: FakeWorker, decode: FakeWorker, said: bytes
+) -> None:
+    async with proxy_of([prefill], [decode]) as proxy, connected(proxy.url) as (_, writer):
+        await until(lambda: len(proxy.doors._fronts) == 1, "the connection")
+        writer.write(said)
+        await until(lambda: not proxy.doors._fronts, "aiohttp has it")
+
+
 async def test_an_idle_connection_is_closed_and_a_used_one_is_not(
     prefill: FakeWorker, decode: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
