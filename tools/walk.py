@@ -3,6 +3,7 @@
     .venv/bin/python tools/walk.py layer            calls, functions and files of each role
     .venv/bin/python tools/walk.py layer --calls    and the calls in their order
     .venv/bin/python tools/walk.py request          a request through prefill and decode, HTTP to HTTP, by thread
+    .venv/bin/python tools/walk.py proxy            a vLLM request through the proxy, whole and as a stream
 
 A walk runs something real in this process, records every call of a function of pdlink by thread, and cuts one span
 out of each thread: from the call of a first function until a last one returns. A generator counts once for each
@@ -274,7 +275,84 @@ async def _requests(recorder: Recorder) -> tuple[set[Step], list[dict[str, list[
     return idle, walks
 
 
-WALKS: dict[str, Callable[[argparse.Namespace], list[Span]]] = {"layer": layer, "request": request}
+def proxy(_arguments: argparse.Namespace) -> list[Span]:
+    """A request of vLLM's dialect through the proxy, with two stand-ins for servers on each side, in one piece and
+    as a stream: from the first byte of the request to the last one of the answer. The stand-ins write as uvicorn
+    does: a head, then the body, or each event by itself.
+    """
+    return asyncio.run(_proxied(Recorder()))
+
+
+async def _proxied(recorder: Recorder) -> list[Span]:
+    from aiohttp import web  # noqa: PLC0415  the profile function comes first
+
+    from pdlink.config import ProxyConfig  # noqa: PLC0415
+    from pdlink_proxy import build_app  # noqa: PLC0415
+    from pdlink_proxy.front import FrontRunner  # noqa: PLC0415
+
+    thread = threading.current_thread().name
+    async with contextlib.AsyncExitStack() as stack:
+        urls = []
+        for _ in range(4):
+            server = await stack.enter_async_context(await asyncio.start_server(_stand_in, "127.0.0.1", 0))
+            urls.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        config = ProxyConfig(
+            prefill=urls[:2],
+            decode=urls[2:],
+            dialect="vllm",
+            control=dict.fromkeys(urls[:2], "tcp://127.0.0.1:1"),
+            health_interval_s=DEADLINE_S,
+        )
+        runner = FrontRunner(build_app(config), access_log=None)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        reader, writer = await asyncio.open_connection(*runner.addresses[0])
+        spans = []
+        for role, stream, last in (("whole", b"false", b'"usage":{}}'), ("stream", b"true", b"0\r\n\r\n")):
+            body = b'{"model":"m","prompt":"hello","max_tokens":8,"stream":%b}' % stream
+            asked = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            asked += b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+            walks = []
+            for number in range(-NUM_WALKS, NUM_WALKS):  # before the first ones nobody has a connection
+                recorder.start()
+                writer.write(asked)
+                answer = await reader.readuntil(last)
+                recorder.stop()
+                if number >= 0 and b" 200 OK" in answer:
+                    walks.append(Span(role, [step for step in recorder.steps[thread] if step.begins]))
+            if not walks:
+                raise LookupError(f"{role}: answered with {answer!r}")
+            spans.append(min(walks, key=lambda walk: len(walk.calls)))
+        writer.close()
+    return spans
+
+
+async def _stand_in(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answers as a vLLM server would, but for its words."""
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+        while head := (await reader.readuntil(b"\r\n\r\n")).lower():
+            length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
+            body = await reader.readexactly(length)
+            choice = b'{"choices":[{"index":0,"text":" word","finish_reason":%b}]'
+            pieces = [choice % b'"length"' + b',"kv_transfer_params":{"pdlink_kv":"transferred"},"usage":{}}']
+            kind = b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(pieces[0])
+            if b"/models" in head:
+                pieces = [b'{"data":[{"id":"m"}]}']
+                kind = b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(pieces[0])
+            if b'"stream":true' in body:
+                events = [b"data: %b}\n\n" % (choice % end) for end in [b"null"] * 8 + [b'"length"']]
+                pieces = [b"%x\r\n%b\r\n" % (len(event), event) for event in [*events, b"data: [DONE]\n\n"]]
+                pieces[-1] += b"0\r\n\r\n"
+                kind = b"content-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+            writer.write(b"HTTP/1.1 200 OK\r\nserver: uvicorn\r\n" + kind)
+            for piece in pieces:
+                await asyncio.sleep(0.002)  # or several are one read
+                writer.write(piece)
+    writer.close()
+
+
+WALKS: dict[str, Callable[[argparse.Namespace], list[Span]]] = {"layer": layer, "request": request, "proxy": proxy}
 
 
 def main() -> None:
