@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::string_view kErrorObject = "{\"error\"", kDoneMarker = "[DONE]";
 constexpr std::string_view kReason = "\"finish_reason\":", kNull = "null";
-constexpr std::string_view kDetails = "_tokens_details\":", kRead = "\"cache_read_input_tokens\":";
+constexpr std::string_view kDetails = "t_tokens_details\":", kRead = "\"cache_read_input_tokens\":";
 constexpr std::string_view kParamsField = "\"kv_transfer_params\":", kAbortWord = "\"abort\"", kName = "event: ";
 constexpr std::array<std::string_view, 5> kNames = {"response.completed", "response.incomplete", "response.failed",
                                                     "message_stop", "error"};

@@ -108,7 +108,7 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     def prompt(self) -> bytes:
         """What it begins with, in JSON: text, token ids, messages, or a list of prompts. Of embeddings a name, as
         long as a text of so many tokens: equal beginnings of their base64 say nothing."""
-        if self.has_embeds:
+        if EMBEDS in self.fields and self.has_embeds:
             return _stand_in([self.fields[name] for name in (EMBEDS, "prompt") if name in self.fields])
         if (plain := _PLAIN.get(self.path)) is not None:
             return bytes(self.fields[plain])

@@ -118,7 +118,7 @@ class Answer:
             return
         self.opened, self._opened_s = True, self._shared.loop.time()
         headers = self._headers
-        headers[timing.HEADER] = self._times("ttft")
+        headers[timing.HEADER] = self._times("ttft", self._opened_s)
         self._name_attempt()
         headers[kv_path.HEADER] = self.kv_value
         headers["Cache-Control"] = "no-cache"
@@ -139,14 +139,14 @@ class Answer:
             self.tally.add(data)
         self._tail += data
         self.open()
-        times = timing.comment(self._times("total"))
+        times = timing.comment(self._times("total", self._shared.loop.time()))
         self.client.end(before_done(data, times + kv_path.comment(self.kv_value)))
 
     # ---- an answer in one piece
 
     def respond(self, status: int, content_type: str, body: bytes) -> None:
-        headers, flow = self._headers, self._flow
-        headers[timing.HEADER] = self._times("total")
+        headers, flow, now_s = self._headers, self._flow, self._shared.loop.time()
+        headers[timing.HEADER] = self._times("total", now_s)
         self._name_attempt()
         if 200 <= status < 300:
             if self.tally is not None:
@@ -158,7 +158,9 @@ class Answer:
                 self._shared.metrics.ttft.observe(ttft_s, Leg.PREFILL.value, exemplar=self.exemplar)
         if status == 503:
             headers["Retry-After"] = str(self._shared.queue.retry_after_s())
-        self.client.respond(status, content_type, headers, error_for(self._call.path, status, body))
+        if status >= 400:
+            body = error_for(self._call.path, status, body)
+        self.client.respond(status, content_type, headers, body)
 
     def fail(self, body: bytes) -> None:
         """Our own code failed. body: an error, for a client that has heard nothing yet."""
@@ -190,7 +192,11 @@ class Answer:
         tries = [each.since(started_s) for each in flow.tries] if len(flow.tries) > 1 else [of.since(started_s)]
         times = tries[flow.tries.index(of)]
         ttft_s = None if first_s is None else first_s - started_s
-        total_s, (prompt_tokens, answer_tokens) = now_s - started_s, said_usage(self._tail)
+        total_s, usage = now_s - started_s, flow.usage
+        if usage is not None:
+            prompt_tokens, answer_tokens = usage.prompt_tokens, usage.completion_tokens
+        else:
+            prompt_tokens, answer_tokens = said_usage(self._tail)
         further = (answer_tokens or self._events) - 1
         per_token_s: float | None = None
         if outcome is Outcome.OK and ttft_s is not None and further > 0:
@@ -231,9 +237,9 @@ class Answer:
         for leg, worker in attempt.chosen.items():
             self._headers[_WORKER_HEADERS[leg]] = worker.label
 
-    def _times(self, last: str) -> str:
-        tries, admission, now_s = self._flow.tries, self._admission, self._shared.loop.time()
-        self.stages = timing.stages(tries, now_s, admission.placement_s)
+    def _times(self, last: str, now_s: float) -> str:
+        tries = self._flow.tries
+        self.stages = timing.stages(tries, now_s, self._admission.placement_s)
         decode_s, placed_s = tries[-1].decode_s, tries[-1].placed_s
         since_s = None if decode_s is None or placed_s is None else decode_s - placed_s
         return timing.server_timing(self.stages, since_s, last, now_s - self._started_s)

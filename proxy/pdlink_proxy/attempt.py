@@ -117,10 +117,10 @@ class Attempt:
         ends = {leg.value: running.fate or "let go" for leg, running in self.legs.items()}
         return logged_attempt(self.decision, self.transfer_id, ends)
 
-    def note_kv(self, headers: Mapping[str, str], body: bytes) -> None:
-        """Decode's answer, or the head of its stream, may say how the KV came."""
-        if self.kv is None:  # or there was no transfer
-            self.kv = kv_path.checked(self._shared.dialect.kv_path(headers, body))
+    def note_kv(self, said: str | None) -> None:
+        """What decode says of how the KV came."""
+        if self.kv is None and said is not None:  # or there was no transfer
+            self.kv = kv_path.checked(said)
 
     def _start(self, hears: Hears, leg: Leg, body: bytes, headers: Mapping[str, str] | None = None) -> None:
         shared, asked = self._shared, self._wanted

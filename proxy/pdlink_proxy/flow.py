@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdlink._http import ANYTHING, CACHED, DONE, ERROR, FINISH, NAMED, marks_of
-from pdlink.api.answers import problem_of_answer
+from pdlink.api.answers import read_answer
 from pdlink.api.errors import error_code, excerpt, is_rejection
 from pdlink.api.sse import (
     FAILURES,
@@ -76,6 +76,8 @@ from .steps import (
 from .tries import Try
 
 if TYPE_CHECKING:
+    from pdlink.api.answers import Usage
+
     from .recovery import Recovery
 
 _LOOK = ERROR | FINISH | DONE
@@ -127,6 +129,30 @@ class LegState:
 class Flow:
     """One client request from Started to over."""
 
+    attempts = 0
+    """Their number, which is that of the newest one."""
+    first_leg: Leg | None = None
+    """The leg of the newest attempt from which the client got the first event; None before that."""
+    outcome: Outcome | None = None
+    """None until over."""
+    said = b""
+    """Decode's newest events that may say how its KV came, as they came."""
+    look = _LOOK
+    """Marks of decode's events that are judged here. Others go to the client as they are."""
+    usage: Usage | None = None
+    """Of decode's answer in one piece."""
+    _begun = False
+    """The client has a part of the answer."""
+    _waits: Waits | None = None
+    """What it waits for, while it has no workers."""
+    _decode = ""
+    """Decode's worker of this attempt."""
+    _prefill_answer = b""
+    _may_resend = True
+    _avoid: frozenset[str] = frozenset()
+    _last_failure: Respond | None = None
+    _error_passed = False
+
     def __init__(
         self,
         limits: Limits,
@@ -141,38 +167,17 @@ class Flow:
         """request_id: for the client's errors, which do not name workers. keyed: the workers get the proxy's key, so
         a 401 is the proxy's fault; otherwise they get the client's. recovery: of a stream that may go on.
         last_events: of `openai.LAST_EVENTS`."""
-        self.attempts = 0
-        """Their number, which is that of the newest one."""
-        self.first_leg: Leg | None = None
-        """The leg of the newest attempt from which the client got the first event; None before that."""
-        self._begun = False
-        """The client has a part of the answer."""
         self._recovery = recovery
-        self.outcome: Outcome | None = None
-        """None until over."""
         self.tries = [Try(now)]
         """Times of its attempts; the newest one is last."""
         self._limits, self._rules = limits, rules or Rules()
         self._request_id, self._keyed = request_id, keyed
         self._last_events = last_events
         self._request_deadline_s = now + limits.request_s
-        self._waits: Waits | None = None
-        """What it waits for, while it has no workers."""
         self._legs: dict[Leg, LegState] = {}
-        self._decode = ""
-        """Decode's worker of this attempt."""
-        self._prefill_answer = b""
-        self.said = b""
-        """Decode's newest events that may say how its KV came, as they came."""
-        self.look = _LOOK
-        """Marks of decode's events that are judged here. Others go to the client as they are."""
         self._kept: list[Chunk | Ended | Answered] = []
         """Of decode legs whose prefill has not answered (`Rules.awaits_prefill`)."""
         self._retries_left = limits.retries
-        self._may_resend = True
-        self._avoid: frozenset[str] = frozenset()
-        self._last_failure: Respond | None = None
-        self._error_passed = False
         self._finished = bool(last_events)
         """The client has a finish_reason, or such streams have none."""
 
@@ -214,10 +219,11 @@ class Flow:
                 if not self._awaited(attempt, leg) or self._keeps(event):
                     return []
                 return self._on_ended(leg, now)
-            case Answered(attempt=attempt, leg=leg):
-                if not self._awaited(attempt, leg) or (self._rules.awaits_prefill and self._keeps(event)):
+            case Answered():
+                state = self._legs.get(event.leg) if event.attempt == self.attempts else None
+                if state is None or not state.running or (self._rules.awaits_prefill and self._keeps(event)):
                     return []
-                return self._on_answered(event, now)
+                return self._on_answered(event, state, now)
             case Lost(attempt=attempt, leg=leg):
                 if not self._awaited(attempt, leg):
                     return []
@@ -419,17 +425,17 @@ class Flow:
         detail = _NO_FINISH if self._is_last(rest) else "the stream ended early"
         return self._on_lost(leg, Loss.MALFORMED, detail, now)
 
-    def _on_answered(self, event: Answered, now: float) -> list[Action]:
-        state = self._legs[event.leg]
+    def _on_answered(self, event: Answered, state: LegState, now: float) -> list[Action]:
         state.running = False
         if 200 <= event.status < 300:
-            if problem := problem_of_answer(event.content_type, event.body):
-                return self._on_lost(event.leg, Loss.MALFORMED, f"{problem}: {excerpt(event.body)}", now)
+            found = read_answer(event.content_type, event.body)
+            if isinstance(found, str):
+                return self._on_lost(event.leg, Loss.MALFORMED, f"{found}: {excerpt(event.body)}", now)
             state.spoke = state.ended_well = True
             answer = Respond(event.status, event.body)
             if event.leg is Leg.PREFILL:
                 return self._on_prefilled(event.body, now)
-            self.tries[-1].decode_s = now
+            self.tries[-1].decode_s, self.usage = now, found
             if Leg.PREFILL in self._legs and (marks := marks_of(event.body, self.look)):
                 body = event.body
                 if marks & self._rules.marks:

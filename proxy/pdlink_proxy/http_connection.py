@@ -301,7 +301,12 @@ class Connection(asyncio.Protocol):
                 if self._parts:
                     self._parts.append(body)
                     body = self._joined()
-                self._end(where)
+                if where == END and self._unusual is None and not self._paused:  # nearly all
+                    uses, self._listener, self._uses = self._uses, None, None
+                    if uses is not None:
+                        uses.freed(self)
+                else:
+                    self._end(where)
                 listener.on_whole(self._status, self._headers, body)
             elif where & BAD:
                 self._fail(self._bad())

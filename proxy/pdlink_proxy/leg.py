@@ -113,7 +113,11 @@ class WorkerLeg(Listener):
         self.worker.legs.discard(self)
         if not self.account.ended:
             # Given up, a stream of decode says nothing of its pace: it may have waited for prefill.
-            pace = self._pace(now_s) if (well and self._streams) or self.leg is Leg.PREFILL else None
+            pace = None
+            if self.leg is Leg.PREFILL:
+                pace = self.account.pace(now_s)
+            elif well and self._streams:
+                pace = self._pace(now_s)
             self.account.end(now_s, well=well, pace=pace)
         if self._let_go:
             self._alarms.clear(self.cancel)
@@ -160,10 +164,8 @@ class WorkerLeg(Listener):
         )
 
     def _pace(self, now_s: float) -> float | None:
-        """Seconds for a unit of its work: a token to compute, its queue included; of a stream of decode, a byte. None
-        where it says nothing about the worker."""
-        if self.leg is Leg.PREFILL:
-            return self.account.pace(now_s)
+        """Seconds for a unit of its work, which is a byte of a stream; of a prompt see `LegAccount.pace`. None where
+        it says nothing about the worker."""
         if self._paused or self.nbytes < MIN_PACE_NBYTES or self.answered_s is None:
             return None
         return (now_s - self.answered_s) / self.nbytes
@@ -201,7 +203,7 @@ class WorkerLeg(Listener):
                 self._hears.sent(self, data)
             if self.leg is Leg.PREFILL and not self.account.ended:  # it has nothing to do after its first token
                 now_s = time.monotonic()
-                self.account.end(now_s, well=True, pace=self._pace(now_s))
+                self.account.end(now_s, well=True, pace=self.account.pace(now_s))
                 self.fate = self.fate or "served"
         except Exception as error:  # noqa: BLE001
             self._broke(error)

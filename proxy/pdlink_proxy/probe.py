@@ -158,7 +158,7 @@ class Prober:
             if Leg.PREFILL not in answers and not error:
                 await self._stop(prefill, transfer_id, "the other leg has ended")
         took_s = time.monotonic() - began_s
-        said = kv_path.checked(dialect.kv_path(*answers[Leg.DECODE])) if Leg.DECODE in answers else None
+        said = kv_path.checked(dialect.said(*answers[Leg.DECODE]).kv) if Leg.DECODE in answers else None
         found = Probed(
             prefill.label,
             decode.label,

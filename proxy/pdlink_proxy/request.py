@@ -63,11 +63,13 @@ if TYPE_CHECKING:
     from typing import Any
 
     from pdlink.api.openai import Call
+    from pdlink.observe.sources import Sourced
 
     from .client_answer import ClientAnswer
     from .http_connection import Headers
     from .leg import WorkerLeg
     from .shared import Shared
+    from .worker import Worker
 
 log = logging.getLogger("pdlink.proxy")
 
@@ -155,23 +157,20 @@ class Request:
         tokenizing, asked = self._shared.tokenizing, self._admission.wanted
         if tokenizing is not None and tokenizing.wanted(asked):
             self._preparing = self._shared.spawn(self._prepare(tokenizing.prepare(asked, self._call)))
-        else:
-            self._start()
-
-    async def _prepare(self, prepared: Coroutine[Any, Any, object]) -> None:
-        try:
-            await prepared
-        except Exception as error:  # noqa: BLE001 -- of any tokenizer
-            self.fail(error)
-        self._preparing = None
-        self._start()
-
-    def _start(self) -> None:
-        if self._closed:
             return
         try:
             self.happen(_STARTED)
         except Exception as error:  # noqa: BLE001 -- of any policy or dialect
+            self.fail(error)
+
+    async def _prepare(self, prepared: Coroutine[Any, Any, object]) -> None:
+        try:
+            await prepared
+            self._preparing = None
+            if not self._closed:
+                self.happen(_STARTED)
+        except Exception as error:  # noqa: BLE001 -- of any tokenizer, policy or dialect
+            self._preparing = None
             self.fail(error)
 
     def leave(self) -> None:
@@ -265,7 +264,8 @@ class Request:
         if flow.outcome is not None:
             self._end()
         elif isinstance(event, _BRING_DEADLINES) and (due_s := flow.deadline_s) < self._armed_s:
-            self._arm(due_s if self._behind_since_s is None else self._due_s())
+            self._armed_s = due_s if self._behind_since_s is None else self._due_s()
+            self._shared.alarms.set(self.tick, self._armed_s)
 
     # ---- deadlines
 
@@ -338,8 +338,9 @@ class Request:
         if leg.leg is not Leg.DECODE:
             return
         attempt = self._attempts[leg.attempt]
-        self._fits(attempt, leg)
-        attempt.note_kv(headers, b"")
+        if self._shared.pools.refusals.pairs:
+            self._fits(attempt, leg)
+        attempt.note_kv(self._shared.dialect.said(headers, b"").kv)
         attempt.decode_spoke = True
         if attempt is self._answer.attempt:
             self._answer.decode_spoke()
@@ -365,12 +366,16 @@ class Request:
         if status >= 300:
             self._failed(leg, status)
         else:
+            said = self._shared.dialect.said(headers, body)
             if leg.leg is Leg.DECODE:
                 attempt = self._attempts[leg.attempt]
-                self._fits(attempt, leg)
-                attempt.note_kv(headers, body)
-            self._tell_source(leg.worker.label, body)
-        self.happen(Answered(leg.attempt, leg.leg, status, body, headers.content_type))
+                if self._shared.pools.refusals.pairs:
+                    self._fits(attempt, leg)
+                attempt.note_kv(said.kv)
+            if said.source is not None:
+                self._tell_source(leg.worker, said.source)
+        kind = "application/json" if headers.is_json else headers.content_type
+        self.happen(Answered(leg.attempt, leg.leg, status, body, kind))
         leg.end(well=True)
 
     def lost(self, leg: WorkerLeg, loss: Loss, detail: str) -> None:
@@ -386,7 +391,7 @@ class Request:
     def _fits(self, attempt: Attempt, decode: WorkerLeg) -> None:
         """Decode takes KV of this prefill worker."""
         refusals = self._shared.pools.refusals
-        if refusals.pairs and (prefill := attempt.legs.get(Leg.PREFILL)) is not None:
+        if (prefill := attempt.legs.get(Leg.PREFILL)) is not None:
             refusals.fits(prefill.worker, decode.worker)
 
     # ---- a stream that passes natively
@@ -439,13 +444,14 @@ class Request:
         events, flow.said = flow.said, b""
         attempt = self._attempts[flow.attempts]
         for payload in payloads(events):
-            attempt.note_kv(_NO_HEADERS, payload)
-            self._tell_source(attempt.chosen[Leg.DECODE].label, payload)
+            said = self._shared.dialect.said(_NO_HEADERS, payload)
+            attempt.note_kv(said.kv)
+            if said.source is not None:
+                self._tell_source(attempt.chosen[Leg.DECODE], said.source)
 
-    def _tell_source(self, label: str, answer: bytes) -> None:
-        """For `explain`, where the KV of a leg's prompt came from, if its answer says it."""
-        if (told := self._shared.dialect.told) is not None and (said := told(answer)) is not None:
-            self._shared.decisions.told.append(Told(self._request_id, label, said))
+    def _tell_source(self, worker: Worker, said: Sourced) -> None:
+        """For `explain`, where the KV of a leg's prompt came from."""
+        self._shared.decisions.told.append(Told(self._request_id, worker.label, said))
 
     def broke(self, leg: WorkerLeg, error: Exception) -> None:
         """Our own code failed at what it said."""

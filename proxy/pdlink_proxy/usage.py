@@ -13,7 +13,7 @@ import msgspec
 from pdlink._http import CACHED, marks_of
 from pdlink.api.sse import payloads, rewritten
 
-_MARKS = (b'_tokens_details":{', b'_tokens_details": {', b'"cache_read_input_tokens":')
+_MARKS = (b't_tokens_details":{', b't_tokens_details": {', b'"cache_read_input_tokens":')
 """Of `CACHED`."""
 
 

@@ -7,7 +7,7 @@ sent, and how a worker is asked for its health.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -52,6 +52,18 @@ class Known:
     """Whether it has been healthy since."""
 
 
+class Said(NamedTuple):
+    """Of a leg's KV."""
+
+    kv: str | None = None
+    """How decode got it: a value of `pdlink.api.kv_path`; None if it does not say."""
+    source: Sourced | None = None
+    """Where that of the leg's prompt came from."""
+
+
+_NOTHING = Said()
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """One engine's HTTP interface for the two legs of a request."""
@@ -84,16 +96,14 @@ class Dialect:
     names (`engines.HEADER`): with such servers decode serves other paths alone. Empty: it takes no such header."""
     needs_control: bool = False
     """Prefill workers cannot be used without addresses in `ProxyConfig.control`."""
-    kv_path: Callable[[Mapping[str, str], bytes], str | None] = lambda _headers, _body: None
-    """How decode got the KV, from its answer's headers and body: a value of `pdlink.api.kv_path`, or None.
-    Called for a request with a prefill leg; for a stream with its headers and an empty body."""
+    said: Callable[[Mapping[str, str], bytes], Said] = lambda _headers, _body: _NOTHING
+    """What a leg's answer says of KV, by its headers and body: a whole answer, the head of a stream with an empty
+    body, or an event of it without headers."""
     resumes: Resumes | None = None
     """How a stream goes on when its worker dies; None if it cannot."""
     sources: Callable[[Asking, str], Awaitable[tuple[Sourced, ...]]] | None = None
     """Asks a worker where the KV of a request's prompt came from, by the request's id; None for an engine that does
     not say. Raises as `upstream.ask`, and ValueError for another answer."""
-    told: Callable[[bytes], Sourced | None] | None = None
-    """The same, of an engine that says it in a leg's whole answer; None if this one does not say."""
     key_as_bearer: bool = False
     """The secret shared by proxy and workers is the engine's API key."""
     key_setting: str = "worker_key_file must hold the secret of the worker's security.http_key_file"

@@ -15,7 +15,7 @@ from pdlink.observe.sources import Sourced  # noqa: TC001  (msgspec reads the an
 
 from ..recovery import Resumes
 from ..upstream import ask
-from .base import Dialect, Known, Transfer
+from .base import Dialect, Known, Said, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -67,8 +67,8 @@ async def _look(asking: Asking, known: Known) -> Health | str:
     return health
 
 
-def _kv_path(headers: Mapping[str, str], _body: bytes) -> str | None:
-    return headers.get(HEADER)
+def _said(headers: Mapping[str, str], _body: bytes) -> Said:
+    return Said(headers.get(HEADER))
 
 
 class _Sources(msgspec.Struct):
@@ -87,7 +87,7 @@ PDLINK = Dialect(
     _legs,
     _look,
     prefill_streams=True,
-    kv_path=_kv_path,
+    said=_said,
     resumes=Resumes(lambda _call, _links: "", _begun, _behind),
     sources=_sources,
 )

@@ -37,7 +37,7 @@ from ..http_connection import HttpError
 from ..recovery import Resumes
 from ..rules import Rules
 from ..upstream import ask, post
-from .base import Dialect, Known, Transfer
+from .base import Dialect, Known, Said, Transfer
 from .vllm import answers_in_turns, small_field
 
 if TYPE_CHECKING:
@@ -166,9 +166,9 @@ async def _look(asking: Asking, known: Known) -> Health | str:
     )
 
 
-def _kv_path(_headers: Mapping[str, str], body: bytes) -> str | None:
+def _said(_headers: Mapping[str, str], body: bytes) -> Said:
     """Decode computes no prompt, so an answer needed the KV; the head of a stream may come before it."""
-    return TRANSFERRED if body else None
+    return Said(TRANSFERRED if body else None)
 
 
 def _unless_repeatable(call: Call, links: Links) -> str:
@@ -291,7 +291,7 @@ SGLANG = Dialect(
     paths=_PATHS,
     whole=_whole,
     resumes=Resumes(_unless_repeatable),
-    kv_path=_kv_path,
+    said=_said,
     key_as_bearer=True,
     key_setting=_KEY_SETTING,
     decode_computes=False,

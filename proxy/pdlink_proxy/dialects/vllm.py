@@ -38,7 +38,7 @@ from pdlink.observe.sources import Sourced  # noqa: TC001  (msgspec reads the an
 from ..recovery import Resumes
 from ..rules import Rules
 from ..upstream import ask
-from .base import Dialect, Known, Transfer
+from .base import Dialect, Known, Said, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -91,7 +91,9 @@ _LIMITS = {COMPLETIONS: "max_tokens", CHAT: "max_completion_tokens"} | {
 
 def prefill_body(call: Call, params: object, without: frozenset[str], **more: object) -> bytes:
     """The same prompt, one token, in one piece."""
-    fields: dict[str, Any] = {name: raw for name, raw in call.fields.items() if name not in without}
+    fields: dict[str, Any] = dict(call.fields)
+    for name in without.intersection(fields):
+        del fields[name]
     if call.path == RESPONSES:
         more["store"] = False
     return msgspec.json.encode({**fields, **more, _LIMITS[call.path]: 1, KV_PARAMS: params})
@@ -113,10 +115,16 @@ def _legs(call: Call, transfer: Transfer) -> tuple[bytes, bytes]:
 
 def num_prompts(call: Call) -> int:
     """Number of prompts in this request, so that prefill knows when all have arrived."""
-    if not call.has_embeds:
-        return _count(call.prompt) if call.path == COMPLETIONS else 1
+    if call.path != COMPLETIONS:
+        return 1
+    if EMBEDS not in call.fields:
+        prompt = call.fields["prompt"]
+        return _count(bytes(prompt)) if memoryview(prompt)[0] == _LIST else 1
     given = (bytes(call.fields[name]) for name in ("prompt", EMBEDS) if name in call.fields)
     return sum(_count(raw) for raw in given if raw != b"null")
+
+
+_LIST = ord("[")
 
 
 def _count(prompts: bytes) -> int:
@@ -135,6 +143,15 @@ def small_field(call: Call, name: str) -> Any:
         return None
 
 
+_ALL_OF_IT = frozenset(
+    (
+        *("prompt_logprobs", "echo", "use_beam_search", "truncate_prompt_tokens"),
+        *("background", "truncation", "previous_response_id", "tools"),
+    )
+)
+"""Fields that `needs_all_of_it` looks at, beside `max_tokens`: a request without them needs no more questions."""
+
+
 def needs_all_of_it(call: Call) -> bool:
     """Whether the KV of this request's prompt is not enough for its answer, or cannot be moved.
 
@@ -142,9 +159,13 @@ def needs_all_of_it(call: Call) -> bool:
     is asked for nothing else; beams make requests of their own; a truncated prompt may be cut differently for a leg
     with another `max_tokens`.
     """
+    if small_field(call, "max_tokens") == 0:
+        return True
+    if _ALL_OF_IT.isdisjoint(call.fields):
+        return False
     if call.path == RESPONSES and answers_in_turns(call):
         return True
-    if small_field(call, "prompt_logprobs") is not None or small_field(call, "max_tokens") == 0:
+    if small_field(call, "prompt_logprobs") is not None:
         return True
     if small_field(call, "echo") and small_field(call, "logprobs") is not None:
         return True
@@ -181,7 +202,7 @@ def for_one_reader(call: Call) -> bool:
 def may_misread(call: Call) -> bool:
     """Whether a tool must be called: one token of that is no JSON, and vLLM answers 400 or 500 after computing it.
     The field stays in prefill's leg: without it vLLM may leave the tools out of the prompt, or refuse the request."""
-    return bytes(call.fields.get("tool_choice", b"null")) not in (b"null", b'"auto"', b'"none"')
+    return "tool_choice" in call.fields and bytes(call.fields["tool_choice"]) not in (b"null", b'"auto"', b'"none"')
 
 
 def params_of(answer: bytes) -> bytes | None:
@@ -196,6 +217,7 @@ def params_of(answer: bytes) -> bytes | None:
 # ---- answers
 
 
+_NOTHING = Said()
 _PARAMS_MARK = b'"kv_transfer_params":{'
 """Found as a field only: quotes in generated text are escaped, and vLLM writes no spaces here."""
 
@@ -222,26 +244,15 @@ class _WithParams(msgspec.Struct):
     kv_transfer_params: _Params | None = None
 
 
-def _kv_path(_headers: Mapping[str, str], body: bytes) -> str | None:
-    """The KV path that decode's connector writes into the answer; in a stream into the last event (vLLM 0.33), or
-    nowhere (0.32)."""
-    params = _params(body)
-    return params.pdlink_kv if params is not None else None
-
-
-def _told(body: bytes) -> Sourced | None:
-    """Where the KV of a leg's prompt came from, as the connector writes it beside the KV path."""
-    params = _params(body)
-    return params.pdlink_source if params is not None else None
-
-
-def _params(body: bytes) -> _Params | None:
+def _said(_headers: Mapping[str, str], body: bytes) -> Said:
+    """What the connector writes into the answer; in a stream into the last event (vLLM 0.33), or nowhere (0.32)."""
     if _PARAMS_MARK not in body:
-        return None
+        return _NOTHING
     try:
-        return msgspec.json.decode(body, type=_WithParams).kv_transfer_params
+        params = msgspec.json.decode(body, type=_WithParams).kv_transfer_params
     except (ValueError, RecursionError):
-        return None
+        return _NOTHING
+    return Said(params.pdlink_kv, params.pdlink_source) if params is not None else _NOTHING
 
 
 def _merge_answer(_prefill_answer: bytes, answer: bytes) -> bytes:
@@ -323,8 +334,7 @@ VLLM = Dialect(
     paths=_PATHS,
     whole=needs_all_of_it,
     resumes=Resumes(unless_repeatable),
-    kv_path=_kv_path,
-    told=_told,
+    said=_said,
     key_as_bearer=True,
     key_setting=_KEY_SETTING,
     engine_paths=(COMPLETIONS, CHAT, MESSAGES),

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from .base import Said
 from .vllm import NOT_FOR_PREFILL, VLLM, for_one_reader, params_of, prefill_body, rules_for
 
 if TYPE_CHECKING:
@@ -44,6 +45,6 @@ VLLM_NIXL = replace(
     rules=_RULES,
     rules_of=rules_for(_RULES),
     whole=for_one_reader,
-    kv_path=lambda _headers, _body: None,
+    said=lambda _headers, _body: Said(),
     needs_control=False,
 )
