@@ -123,7 +123,15 @@ class Admission:
             self.note("refused", found.reason)
             return Unplaced(found.reason)
         since_s = self.started_s if first else now
-        self._waiting = Waiting(self._tenant, wanted.model, wanted.total_tokens, since_s, self, wanted.priority)
+        self._waiting = Waiting(
+            self._tenant,
+            wanted.model,
+            wanted.total_tokens,
+            since_s,
+            self,
+            wanted.priority,
+            kind=(wanted.whole, wanted.plain, first),
+        )
         if not shared.queue.put(self._waiting):
             self.note("refused", "the queue is full")
             return Unplaced(f"queue_size: {config.queue_size} requests wait already; try again later", full=True)

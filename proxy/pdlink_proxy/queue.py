@@ -1,5 +1,8 @@
 """Requests that wait for a worker: bounded, in fair shares, without starvation. No I/O and no clock.
 
+A request that finds no room is passed by later ones that do, until they have taken as many tokens as it asks for, or
+for `PATIENCE_S`. Then the requests of its model wait behind it, and room gathers.
+
 A *share* is all that one API key asks of one model. Shares that wait get tokens in proportion to their weights
 (start-time fair queueing, Goyal et al. 1996). Within a share a request of priority p stands as if it had come p times
 `PRIORITY_S` later: lower is earlier, as in vLLM, and the oldest request is first in the end.
@@ -7,7 +10,7 @@ A *share* is all that one API key asks of one model. Shares that wait get tokens
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import itertools
 import math
 from collections import Counter
@@ -19,9 +22,11 @@ if TYPE_CHECKING:
 
 PRIORITY_S = 10.0
 MAX_PRIORITY = 8
-PATIENCE_S = 1.0
-"""A request that has been passed over for this long lets no other one of its model pass: else many small requests
-take the room that a large one waits for."""
+PATIENCE_S = 20.0
+"""A request that has been passed for so long lets no other one of its model pass. Long enough that small requests
+need not stand still for each long answer that a large one waits for; a third of the default `queue_timeout_s`."""
+LOOK = 128
+"""Requests of a share that may pass: further ones are not looked at."""
 MAX_RETRY_AFTER_S = 60
 _SMOOTH = 0.1
 _FEW_SHARES = 64
@@ -39,13 +44,23 @@ class Waiting:
     item: Any = None
     """The caller's."""
     priority: int = 0
+    kind: object = None
+    """Where one of this kind and model found no worker, one with as many tokens or more finds none."""
     passed_s: float | None = None
-    """When it was first passed over."""
-    queued: bool = False
+    """When it was first passed by another one."""
+    passed_tokens: int = 0
+    """Of those that passed it."""
+    place: tuple[float, int] | None = None
+    """In its share, while it waits: lower is earlier."""
 
     @property
     def share(self) -> tuple[str, str]:
         return self.tenant, self.model
+
+    def lets_pass(self, now: float) -> bool:
+        """Whether others may go before it."""
+        late = self.passed_s is not None and now - self.passed_s >= PATIENCE_S
+        return not late and self.passed_tokens < self.tokens
 
 
 @dataclass(slots=True)
@@ -61,8 +76,8 @@ class Queue:
     finish: dict[tuple[str, str], float] = field(default_factory=dict)
     """By share, the virtual time at which it has had its due."""
     virtual: float = 0.0
-    _heads: dict[tuple[str, str], list[tuple[float, int, Waiting]]] = field(default_factory=dict)
-    """By share, its requests: a heap."""
+    _shares: dict[tuple[str, str], list[Waiting]] = field(default_factory=dict)
+    """By share, its requests, the first one first; none is empty."""
     _of_tenant: Counter[str] = field(default_factory=Counter)
     """How many wait."""
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
@@ -78,7 +93,7 @@ class Queue:
     def passes(self, model: str) -> bool:
         """Whether a request of this model may try for workers before it waits: nobody waits, or the queue is full of
         requests of others."""
-        return not self.num or (self.num >= self.size and all(share[1] != model for share in self._heads))
+        return not self.num or (self.num >= self.size and all(share[1] != model for share in self._shares))
 
     def put(self, waiting: Waiting) -> bool:
         """Let a request wait; False if the queue is full."""
@@ -91,33 +106,27 @@ class Queue:
             self.virtual = 0.0
             self._served_s = None
         priority = max(-MAX_PRIORITY, min(MAX_PRIORITY, waiting.priority))
-        entry = (waiting.since_s + priority * PRIORITY_S, next(self._numbers), waiting)
-        if waiting.share not in self._heads:
+        waiting.place = waiting.since_s + priority * PRIORITY_S, next(self._numbers)
+        if waiting.share not in self._shares:
             self.finish[waiting.share] = max(self.virtual, self.finish.get(waiting.share, 0.0))
-        heap = self._heads.setdefault(waiting.share, [])
-        if len(heap) > self.size:  # most of them have left
-            heap[:] = [each for each in heap if each[2].queued]
-            heapq.heapify(heap)
-        heapq.heappush(heap, entry)
-        waiting.queued = True
+        bisect.insort(self._shares.setdefault(waiting.share, []), waiting, key=_place)
         self.num += 1
         self._of_tenant[waiting.tenant] += 1
         return True
 
     def remove(self, waiting: Waiting) -> None:
         """It waits no more. Nothing if it did not."""
-        if not waiting.queued:
+        if waiting.place is None:
             return
-        waiting.queued = False
+        share = self._shares[waiting.share]
+        del share[bisect.bisect_left(share, waiting.place, key=_place)]
+        if not share:
+            del self._shares[waiting.share]
+        waiting.place = None
         self.num -= 1
         self._of_tenant[waiting.tenant] -= 1
         if not self._of_tenant[waiting.tenant]:
             del self._of_tenant[waiting.tenant]
-        heap = self._heads[waiting.share]
-        while heap and not heap[0][2].queued:
-            heapq.heappop(heap)
-        if not heap:
-            del self._heads[waiting.share]
 
     def serve(self, take: Callable[[Waiting], bool], now: float) -> bool:
         """Offer workers to those who wait, the most deserving first, until one takes; False if nobody did.
@@ -125,17 +134,26 @@ class Queue:
         take: whether there is a worker for this request, which then leaves the queue.
         """
         closed: set[str] = set()
-        for share in sorted(self._heads, key=self.finish.__getitem__):
-            waiting = self._heads[share][0][2]
-            if waiting.model in closed:
-                continue
-            if take(waiting):
-                self._serve(waiting, now)
-                return True
-            if waiting.passed_s is None:
-                waiting.passed_s = now
-            if now - waiting.passed_s >= PATIENCE_S:
-                closed.add(waiting.model)
+        passed: dict[str, list[Waiting]] = {}
+        """By model."""
+        least: dict[tuple[str, object], int] = {}
+        """By model and kind, tokens for which there is no worker."""
+        for share in sorted(self._shares, key=self.finish.__getitem__):
+            model = share[1]
+            for waiting in self._shares[share][:LOOK]:
+                if model in closed:
+                    break
+                if waiting.tokens < least.get((model, waiting.kind), math.inf):
+                    if take(waiting):
+                        for other in passed.get(model, ()):
+                            other.passed_s = now if other.passed_s is None else other.passed_s
+                            other.passed_tokens += waiting.tokens
+                        self._serve(waiting, now)
+                        return True
+                    least[model, waiting.kind] = waiting.tokens
+                if not waiting.lets_pass(now):
+                    closed.add(model)
+                passed.setdefault(model, []).append(waiting)
         return False
 
     def retry_after_s(self) -> int:
@@ -143,7 +161,7 @@ class Queue:
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil(self.num * self._pace_s)))
 
     def _serve(self, waiting: Waiting, now: float) -> None:
-        share, weights = waiting.share, sum(map(self._weight, self._heads))
+        share, weights = waiting.share, sum(map(self._weight, self._shares))
         start = self.finish[share]
         self.finish[share] = start + waiting.tokens / self._weight(share)
         # Time goes on although each request may come under a new key: else the others would starve.
@@ -156,9 +174,14 @@ class Queue:
             self.finish = {
                 share: finish
                 for share, finish in self.finish.items()
-                if finish > self.virtual or share in self._heads
+                if finish > self.virtual or share in self._shares
             }
 
     def _weight(self, share: tuple[str, str]) -> float:
         tenant, model = share
         return self.weights.get(tenant, 1.0) * self.weights.get(model, 1.0)
+
+
+def _place(waiting: Waiting) -> tuple[float, int]:
+    assert waiting.place is not None
+    return waiting.place

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from pdlink_proxy.queue import PATIENCE_S, Queue, Waiting
+from pdlink_proxy.queue import PATIENCE_S, PRIORITY_S, Queue, Waiting
 
 
 def waiting(
@@ -110,20 +110,81 @@ def test_who_has_no_worker_does_not_keep_other_models_waiting() -> None:
     assert len(queue) == 1
 
 
-def test_small_requests_do_not_take_the_room_that_a_large_one_waits_for() -> None:
-    queue, large, smalls = Queue(100), waiting("large", tokens=1000), 0
+def test_small_requests_pass_a_large_one_that_finds_no_room() -> None:
+    """In its own share, and in others."""
+    queue, large = Queue(100), waiting(tokens=1000, since_s=0)
+    small = [waiting(tokens=100, since_s=1), waiting("other", tokens=100, since_s=2), waiting(tokens=50, since_s=3)]
+    for each in (large, *small):
+        queue.put(each)
+    assert {taken(queue, 4.0, 500) for _ in small} == set(small)
+    assert taken(queue, 4.0, 500) is None
+    assert taken(queue, 4.0, 1000) is large
+
+
+def test_who_has_let_as_many_tokens_pass_as_it_asks_for_lets_no_more_pass() -> None:
+    queue, large = Queue(100), waiting(tokens=1000)
     queue.put(large)
-    room, now = 500, 0.0
-    while True:
-        queue.put(waiting("small", tokens=100, since_s=now))
-        while (each := taken(queue, now, room)) is not None and each is not large:
-            room -= each.tokens
-            smalls += 1
-        if each is large:
-            break
-        room, now = room + 100, now + 0.1  # a small one ends
-        assert now < PATIENCE_S + 2, f"starved by {smalls}"
-    assert smalls > 5
+    for number in range(12):
+        queue.put(waiting("other", tokens=100, since_s=1.0 + number))
+    elsewhere = waiting(model="n", tokens=100)
+    assert [taken(queue, 2.0, 500) is not None for _ in range(12)] == [True] * 10 + [False] * 2
+    queue.put(elsewhere)
+    assert taken(queue, 2.0, 500) is elsewhere, "of another model"
+    assert taken(queue, 2.0, 1000) is large
+    assert taken(queue, 2.0, 500) is not None
+
+
+def test_who_has_been_passed_for_long_lets_no_more_pass() -> None:
+    queue, large = Queue(100), waiting(tokens=10_000)
+    for each in (large, *(waiting(tokens=100, since_s=1.0 + number) for number in range(3))):
+        queue.put(each)
+    assert taken(queue, 1000.0, 500) is not None, "none had passed it before"
+    assert taken(queue, 1000.0 + PATIENCE_S / 2, 500) is not None
+    assert taken(queue, 1000.0 + PATIENCE_S, 500) is None
+    assert taken(queue, 1000.0 + PATIENCE_S, 10_000) is large
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_request_that_fits_an_idle_worker_waits_for_bounded_work(seed: int) -> None:
+    """One worker with room for `pool` tokens, and always more that waits than it has room for."""
+    rng = random.Random(seed)
+    pool = rng.randint(500, 5000)
+    queue, now, room = Queue(10_000), 0.0, pool
+    running: list[tuple[float, int]] = []
+    passed: Counter[Waiting] = Counter()
+    """Tokens that began before each one that waits."""
+    longest_s, inside = 3.0, set[Waiting]()
+    for _ in range(1500):
+        while len(queue) < 30:
+            tokens = rng.randint(pool // 2, pool) if rng.random() < 0.1 else rng.randint(1, pool // 20)
+            each = waiting(rng.choice("ab"), tokens=tokens, since_s=now)
+            queue.put(each)
+            inside.add(each)
+        while (found := taken(queue, now, room)) is not None:
+            inside.remove(found)
+            for other in inside:
+                if other.since_s < found.since_s and other.tenant == found.tenant:
+                    passed[other] += found.tokens
+            room -= found.tokens
+            running.append((now + rng.uniform(0.1, longest_s), found.tokens))
+        now, tokens = min(running)
+        running.remove((now, tokens))
+        room += tokens
+    for each, tokens in passed.items():
+        assert tokens <= each.tokens + pool, f"of {each.tokens}"
+    assert max(now - each.since_s for each in inside) < 30 * longest_s + PATIENCE_S
+
+
+def test_a_larger_request_is_not_tried_where_a_smaller_one_found_no_room() -> None:
+    queue, tried = Queue(100), list[int]()
+    for number, tokens in enumerate((500, 700, 300, 300, 400, 200)):
+        queue.put(waiting(tokens=tokens, since_s=number))
+    assert not queue.serve(lambda each: bool(tried.append(each.tokens)), 0.0)
+    assert tried == [500, 300, 200]
+    other = waiting(tokens=900, since_s=9)
+    other.kind = "whole"
+    queue.put(other)
+    assert queue.serve(lambda each: each is other, 0.0), "another kind may fit another worker"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -136,7 +197,7 @@ def test_nobody_is_lost_and_nobody_is_served_twice(seed: int) -> None:
             case 0:
                 each = waiting(rng.choice("ab"), rng.choice("mn"), rng.randint(1, 50), now, rng.randint(-99, 99))
                 assert queue.put(each) == (len(inside) < 30)
-                if each.queued:
+                if each.place is not None:
                     inside.add(each)
             case 1 if inside:
                 each = rng.choice(sorted(inside, key=id))
@@ -195,15 +256,15 @@ def test_one_key_holds_at_most_as_many_places_as_are_free_and_others_find_some()
     assert queue.put(waiting("d"))
 
 
-def test_requests_of_a_share_keep_their_order_when_those_that_have_left_are_cleared_away() -> None:
-    queue = Queue(8)
-    stay = [waiting(since_s=float(number)) for number in (5, 1, 3)]
-    for each in stay:
+@pytest.mark.parametrize("seed", range(10))
+def test_a_share_is_served_by_age_and_priority_whoever_leaves_in_between(seed: int) -> None:
+    rng = random.Random(seed)
+    queue, inside = Queue(1000), list[Waiting]()
+    for _ in range(300):
+        each = waiting(since_s=rng.uniform(0, 100), priority=rng.randint(-3, 3))
         assert queue.put(each)
-    for number in range(10):
-        gone = waiting(since_s=100.0 - number)
-        assert queue.put(gone)
-        queue.remove(gone)
-    last = waiting(since_s=2.0)
-    assert queue.put(last)
-    assert [served(queue).since_s for _ in range(4)] == [1.0, 2.0, 3.0, 5.0]
+        inside.append(each)
+        if rng.random() < 0.3:
+            queue.remove(inside.pop(rng.randrange(len(inside))))
+    order = [served(queue) for _ in inside]
+    assert order == sorted(inside, key=lambda each: each.since_s + PRIORITY_S * each.priority)

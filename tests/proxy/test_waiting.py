@@ -101,6 +101,21 @@ async def test_a_full_pool_gets_the_next_request_when_one_ends(prefill: FakeWork
         assert await asyncio.gather(*asked) == [200] * 3
 
 
+async def test_a_large_request_that_waits_for_room_does_not_hold_up_small_ones(
+    prefill: FakeWorker, decode: FakeWorker
+) -> None:
+    decode.free_blocks, decode.running = 78, 20
+    async with proxy_of([prefill], [decode]) as proxy:
+        (worker,) = proxy.router.services.pools.workers[Leg.DECODE]
+        await until(lambda: worker.work.room_tokens == 78 * 16, "the proxy to hear it")
+        large = asyncio.create_task(status_of(proxy, max_tokens=90 * 16))
+        await waits(proxy, 1)
+        assert await asyncio.gather(*[status_of(proxy, max_tokens=16) for _ in range(8)]) == [200] * 8
+        assert len(proxy.queue) == 1
+        decode.free_blocks, decode.running = 100, 0
+        assert await large == 200
+
+
 async def test_shares_count_where_prefill_is_full(prefill: FakeWorker, decode: FakeWorker) -> None:
     """One tenant asks for much, then another for a little: without a limit its prompts wait behind all the others."""
     for limit, behind in ((0, 12), (1, 2)):
