@@ -16,7 +16,8 @@ class Prefixes:
     def stored(self, holder: int, medium: int, ids: bytes, parent: bytes | None, root: int, tokens: bytes) -> int:
         """The holder has these blocks, which follow the one named `parent`, or `root`; how many were noted.
 
-        medium: 0 to 2. A holder has a block until it was removed from each medium it was stored in.
+        medium: 0 to 3, the quickest first. A holder has a block until each copy of it was removed from each medium it
+        was stored in. A block that is stored again is another copy, unless no parent is given: see `prefixes.h`.
         ids, parent, tokens: in MessagePack: a list of the blocks' names (integers or bytes), one name, a list
         of token ids. None are noted where the parent is unknown, as after missed events. Raises ValueError for other
         bytes.
@@ -28,8 +29,9 @@ class Prefixes:
     def cleared(self, holder: int) -> None:
         """The holder has nothing."""
 
-    def lookup(self, root: int, tokens: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> list[tuple[int, int]]:
-        """Each holder of the first block, with the number of leading tokens that it has. tokens: uint32."""
+    def lookup(self, root: int, tokens: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> list[tuple[int, list[int]]]:
+        """Each holder of the first block, with the number of leading tokens that it has, by medium: each counts in
+        the quickest one only. tokens: uint32."""
 
     @property
     def block_tokens(self) -> int: ...

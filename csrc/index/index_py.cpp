@@ -1,6 +1,7 @@
 // Python's view of the index; `pdlink/_index.pyi` is its manual.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
@@ -27,7 +28,7 @@ std::span<const std::uint8_t> bytes_of(const nb::bytes& packed) {
 
 // A bit of kMedia.
 Key bit(unsigned medium) {
-    if (medium > 2) throw std::invalid_argument("medium: limit 2");
+    if (medium >= kNumMedia) throw std::invalid_argument("medium: expected 0 to 3");
     return Key{1} << medium;
 }
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <array>
-#include <iterator>
+#include <bit>
 
 namespace pdlink::index {
 namespace {
@@ -16,6 +16,20 @@ std::uint64_t fold(std::uint64_t a, std::uint64_t b) {
 }
 
 Id nonzero(Id id) { return id ? id : 1; }
+
+Key prefix_of(Key known) { return known & ~kMedia; }
+
+// Where `Held::more` counts the copies of a block in a medium, and the blocks of a prefix there.
+std::uint64_t copies_of(Id id, Key medium) { return nonzero(fold(id ^ kOdd, medium ^ kStep)); }
+std::uint64_t blocks_of(Key prefix, Key medium) { return nonzero(fold(prefix ^ kStep, medium ^ kOdd)); }
+
+// Whether there was one more.
+bool take(Table<std::uint32_t>& more, std::uint64_t what) {
+    std::uint32_t* const num = more.find(what);
+    if (!num) return false;
+    if (--*num == 0) more.erase(what);
+    return true;
+}
 
 }  // namespace
 
@@ -32,56 +46,60 @@ Key follow(Key parent, std::span<const std::uint32_t> tokens) {
 std::size_t Prefixes::stored(Holder holder, Key medium, std::span<const Id> ids, const Id* parent, Key root,
                              std::span<const std::uint32_t> tokens) {
     if (holder >= held_.size()) held_.resize(holder + 1);
-    Table<Key>& held = held_[holder];
+    Held& held = held_[holder];
     Key key = root;
     if (parent) {
-        const Key* found = held.find(nonzero(*parent));
+        const Key* found = held.blocks.find(nonzero(*parent));
         if (!found) return 0;
-        key = *found & ~kMedia;
+        key = prefix_of(*found);
     }
     std::size_t taken = 0;
     for (; taken < ids.size() && (taken + 1) * block_tokens_ <= tokens.size(); ++taken) {
         if (num_blocks_ >= max_blocks_) break;
         key = follow(key, tokens.subspan(taken * block_tokens_, block_tokens_));
-        const auto [known, fresh] = held.put(nonzero(ids[taken]), key | medium);
+        const Id id = nonzero(ids[taken]);
+        const auto [known, fresh] = held.blocks.put(id, key | medium);
         if (fresh) {
             ++num_blocks_;
-        } else if ((*known & ~kMedia) == key) {
-            *known |= medium;
+        } else if (prefix_of(*known) != key) {  // the name has been given to another block
+            for (Key bit = 1; bit & kMedia; bit <<= 1) held.more.erase(copies_of(id, bit));
+            drop(prefix_of(*known), holder, *known & kMedia);
+            *known = key | medium;
+        } else if (*known & medium) {
+            if (parent) ++*held.more.put(copies_of(id, medium), 0).first;
             continue;
         } else {
-            drop(*known & ~kMedia, holder);
-            *known = key | medium;
+            *known |= medium;
         }
-        add(key, holder);
+        add(key, holder, medium);
     }
     return taken;
 }
 
 void Prefixes::removed(Holder holder, Key medium, std::span<const Id> ids) {
     if (holder >= held_.size()) return;
-    Table<Key>& held = held_[holder];
-    for (const Id id : ids) {
-        Key* known = held.find(nonzero(id));
-        if (!known) continue;
+    Held& held = held_[holder];
+    for (const Id each : ids) {
+        const Id id = nonzero(each);
+        Key* const known = held.blocks.find(id);
+        if (!known || !(*known & medium) || take(held.more, copies_of(id, medium))) continue;
         *known &= ~medium;
+        drop(prefix_of(*known), holder, medium);
         if (*known & kMedia) continue;
-        drop(*known, holder);
-        held.erase(nonzero(id));
+        held.blocks.erase(id);
         --num_blocks_;
     }
 }
 
 void Prefixes::cleared(Holder holder) {
     if (holder >= held_.size()) return;
-    num_blocks_ -= held_[holder].size();
-    held_[holder].each([&](Id, Key known) { drop(known & ~kMedia, holder); });
+    num_blocks_ -= held_[holder].blocks.size();
+    held_[holder].blocks.each([&](Id, Key known) { leave(prefix_of(known), holder, kMedia); });
     held_[holder] = {};
 }
 
-std::vector<std::pair<Holder, std::size_t>> Prefixes::lookup(Key root, std::span<const std::uint32_t> tokens) {
-    std::vector<std::pair<Holder, std::size_t>> found;
-    std::vector<Holder> active, still;
+std::vector<Prefixes::Found> Prefixes::lookup(Key root, std::span<const std::uint32_t> tokens) {
+    std::vector<Found> found, active;
     std::array<Key, kBatch> keys;
     const std::size_t num_blocks = tokens.size() / block_tokens_;
     Key key = root;
@@ -91,70 +109,94 @@ std::vector<std::pair<Holder, std::size_t>> Prefixes::lookup(Key root, std::span
                 keys[next - block] = key = follow(key, tokens.subspan(next * block_tokens_, block_tokens_));
                 prefixes_.prefetch(key);
             }
-        const Owners* of = prefixes_.find(keys[block % kBatch]);
-        const std::span<const Holder> have = of ? owners(*of) : std::span<const Holder>{};
-        if (block == 0) {
-            active.assign(have.begin(), have.end());
-        } else if (active.size() != have.size() || !std::equal(active.begin(), active.end(), have.begin())) {
-            still.clear();
-            std::set_intersection(active.begin(), active.end(), have.begin(), have.end(), std::back_inserter(still));
-            auto stays = still.begin();
-            for (const Holder holder : active) {
-                if (stays != still.end() && *stays == holder)
-                    ++stays;
-                else
-                    found.emplace_back(holder, block * block_tokens_);
+        const Holding* of = prefixes_.find(keys[block % kBatch]);
+        std::span<const Holding> have;
+        if (of) have = of->media ? std::span(of, 1) : std::span<const Holding>(shared_[of->holder]);
+        if (block == 0)
+            for (const Holding& each : have) active.push_back({each.holder, {}});
+        // Both are by holder, ascending: those that have this block, too, stay.
+        auto at = have.begin();
+        std::size_t still = 0;
+        for (Found& each : active) {
+            while (at != have.end() && at->holder < each.first) ++at;
+            if (at == have.end() || at->holder != each.first) {
+                found.push_back(each);
+                continue;
             }
-            active.swap(still);
+            each.second[std::countr_zero(at->media)] += block_tokens_;
+            active[still++] = each;
         }
+        active.resize(still);
         if (active.empty()) return found;
     }
-    for (const Holder holder : active) found.emplace_back(holder, num_blocks * block_tokens_);
+    found.insert(found.end(), active.begin(), active.end());
     return found;
 }
 
 std::size_t Prefixes::nbytes() const {
     std::size_t sum = prefixes_.nbytes();
-    for (const Table<Key>& held : held_) sum += held.nbytes();
-    for (const std::vector<Holder>& list : shared_) sum += sizeof list + list.capacity() * sizeof(Holder);
+    for (const Held& held : held_) sum += held.blocks.nbytes() + held.more.nbytes();
+    for (const std::vector<Holding>& list : shared_) sum += sizeof list + list.capacity() * sizeof(Holding);
     return sum;
 }
 
-void Prefixes::add(Key key, Holder holder) {
-    const auto [of, fresh] = prefixes_.put(key, {holder, false});
-    if (fresh || (!of->many && of->value == holder)) return;
-    if (!of->many) {
-        std::uint32_t list = static_cast<std::uint32_t>(shared_.size());
+// What `holder` has of the prefix; null if it has nothing.
+Prefixes::Holding* Prefixes::holding(Key key, Holder holder) {
+    Holding* const of = prefixes_.find(key);
+    if (!of) return nullptr;
+    if (of->media) return of->holder == holder ? of : nullptr;
+    std::vector<Holding>& list = shared_[of->holder];
+    const auto at = std::ranges::lower_bound(list, holder, {}, &Holding::holder);
+    return at != list.end() && at->holder == holder ? &*at : nullptr;
+}
+
+// Another block of the holder is this prefix.
+void Prefixes::add(Key key, Holder holder, Key medium) {
+    if (Holding* const mine = holding(key, holder)) {
+        if (mine->media & medium) ++*held_[holder].more.put(blocks_of(key, medium), 0).first;
+        mine->media |= medium;
+        return;
+    }
+    const Holding fresh{holder, static_cast<std::uint8_t>(medium)};
+    const auto [of, alone] = prefixes_.put(key, fresh);
+    if (alone) return;
+    if (of->media) {
+        Holder list = static_cast<Holder>(shared_.size());
         if (spare_.empty()) {
             shared_.emplace_back();
         } else {
             list = spare_.back();
             spare_.pop_back();
         }
-        shared_[list] = {of->value};
-        *of = {list, true};
+        shared_[list] = {*of};
+        *of = {list, 0};
     }
-    std::vector<Holder>& list = shared_[of->value];
-    const auto at = std::lower_bound(list.begin(), list.end(), holder);
-    if (at == list.end() || *at != holder) list.insert(at, holder);
+    std::vector<Holding>& list = shared_[of->holder];
+    list.insert(std::ranges::lower_bound(list, holder, {}, &Holding::holder), fresh);
 }
 
-void Prefixes::drop(Key key, Holder holder) {
-    Owners* of = prefixes_.find(key);
-    if (!of) return;
-    if (!of->many) {
-        if (of->value == holder) prefixes_.erase(key);
+// A block of the holder is not this prefix any more, in these media. Others of it may be.
+void Prefixes::drop(Key key, Holder holder, Key media) {
+    for (Key bit = 1; bit & kMedia; bit <<= 1)
+        if ((media & bit) && !take(held_[holder].more, blocks_of(key, bit))) leave(key, holder, bit);
+}
+
+// The holder has the prefix in these media no more.
+void Prefixes::leave(Key key, Holder holder, Key media) {
+    Holding* const mine = holding(key, holder);
+    if (!mine || (mine->media &= ~media)) return;
+    Holding* const of = prefixes_.find(key);
+    if (of == mine) {
+        prefixes_.erase(key);
         return;
     }
-    std::vector<Holder>& list = shared_[of->value];
-    const auto at = std::lower_bound(list.begin(), list.end(), holder);
-    if (at != list.end() && *at == holder) list.erase(at);
-    if (list.size() == 1) {
-        spare_.push_back(of->value);
-        const Holder last = list.front();
-        list = {};
-        *of = {last, false};
-    }
+    const Holder number = of->holder;
+    std::vector<Holding>& list = shared_[number];
+    list.erase(list.begin() + (mine - list.data()));
+    if (list.size() > 1) return;
+    *of = list.front();
+    list = {};
+    spare_.push_back(number);
 }
 
 }  // namespace pdlink::index

@@ -1,6 +1,7 @@
 // Which holder has the KV of which prefix: for a router that hears of stored and removed blocks.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -13,9 +14,10 @@ using Key = std::uint64_t;     // names a prefix: the fold of all its tokens. Th
 using Id = std::uint64_t;      // names a block in the words of its publisher
 using Holder = std::uint32_t;  // a worker
 
-constexpr Key kMedia = 7;  // one bit for each kind of memory that a holder may have a block in
+constexpr unsigned kNumMedia = 4;  // kinds of memory that a holder may have a block in, the quickest first
+constexpr Key kMedia = (1 << kNumMedia) - 1;
 
-// The key of `parent` followed by these tokens. Two prompts meet by chance with 2^-64; that misleads a placement, no
+// The key of `parent` followed by these tokens. Two prompts meet by chance with 2^-60; that misleads a placement, no
 // more.
 Key follow(Key parent, std::span<const std::uint32_t> tokens);
 
@@ -91,36 +93,45 @@ class Prefixes {
 
     // The holder has these blocks in `medium`, a bit of kMedia. They follow the one named `parent`, or `root` if
     // there is none. Returns how many were taken: none where the parent is unknown, as after missed events.
+    //
+    // A block that is told again is another copy of it, which stays when the first one is removed. Only blocks without
+    // a parent are not counted again: vLLM tells the hits of a request so (kv_cache_report_mode "full"), which add no
+    // copy, and a copy too many would never go.
     std::size_t stored(Holder holder, Key medium, std::span<const Id> ids, const Id* parent, Key root,
                        std::span<const std::uint32_t> tokens);
     void removed(Holder holder, Key medium, std::span<const Id> ids);
     // The holder has nothing.
     void cleared(Holder holder);
 
-    // Each holder of the first block, with the number of leading tokens that it has.
-    std::vector<std::pair<Holder, std::size_t>> lookup(Key root, std::span<const std::uint32_t> tokens);
+    // A holder of the first block, and how many leading tokens it has, each counted in its quickest medium.
+    using Found = std::pair<Holder, std::array<std::size_t, kNumMedia>>;
+    std::vector<Found> lookup(Key root, std::span<const std::uint32_t> tokens);
 
     std::size_t block_tokens() const { return block_tokens_; }
     std::size_t num_blocks() const { return num_blocks_; }  // of all holders
     std::size_t nbytes() const;
 
   private:
-    // Who has a prefix: one holder, or the number of a list in `shared_`.
-    struct Owners {
-        std::uint32_t value = 0;
-        bool many = false;
+    // One holder of a prefix, and the media in which it has it. Without media `holder` is the number of a list of
+    // several in `shared_`.
+    struct Holding {
+        Holder holder = 0;
+        std::uint8_t media = 0;
     };
-    std::span<const Holder> owners(const Owners& of) const {
-        return of.many ? std::span<const Holder>(shared_[of.value]) : std::span<const Holder>(&of.value, 1);
-    }
-    void add(Key key, Holder holder);
-    void drop(Key key, Holder holder);
+    struct Held {
+        Table<Key> blocks;          // prefix | media of each block, by its id
+        Table<std::uint32_t> more;  // copies of a block beyond the first, and blocks of a prefix beyond the first
+    };
+    void add(Key key, Holder holder, Key medium);
+    void drop(Key key, Holder holder, Key media);
+    void leave(Key key, Holder holder, Key media);
+    Holding* holding(Key key, Holder holder);
 
     std::size_t block_tokens_, max_blocks_, num_blocks_ = 0;
-    Table<Owners> prefixes_;
-    std::vector<std::vector<Holder>> shared_;  // ascending
-    std::vector<std::uint32_t> spare_;         // free places in it
-    std::vector<Table<Key>> held_;             // by holder: prefix | media of its blocks, by their ids
+    Table<Holding> prefixes_;
+    std::vector<std::vector<Holding>> shared_;  // by holder, ascending
+    std::vector<Holder> spare_;                 // free places in it
+    std::vector<Held> held_;                    // by holder
 };
 
 }  // namespace pdlink::index

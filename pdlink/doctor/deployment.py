@@ -99,6 +99,10 @@ def _of_worker(worker: Mapping[str, Any]) -> list[Finding]:
     elif worker.get("fails"):
         text = f"{url} answers GET /health, but its requests failed lately; the proxy leaves it alone for a while"
         found.append(Finding("warn", label, text, "read its log"))
+    if worker.get("no_kv_events"):
+        text = f"{url}: {worker['no_kv_events']}; placement guesses what KV it has"
+        remedy = "compare the proxy's kv_events with the worker's (--kv-events-config of vLLM and SGLang)"
+        found.append(Finding("warn", label, text, remedy))
     control = (worker.get("health") or {}).get("control") or ()
     for address in (control,) if isinstance(control, str) else control:
         host = urlsplit(address).hostname or ""

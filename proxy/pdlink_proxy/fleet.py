@@ -59,6 +59,8 @@ class PlacementRequest:
     """Of a text, its first token ids, as far as they are known; see `Tokenizing`."""
     held: Mapping[str, int] = MappingProxyType({})
     """By key of a worker that `publishes`, tokens of the prompt whose KV it says it has."""
+    loading: Mapping[str, float] = MappingProxyType({})
+    """Of the same workers, what bringing that KV to the device costs, in tokens computed."""
     behind: Mapping[str, float] | None = None
     """Of decode's worker, once it is chosen: see `pair_times.Behind`."""
 

@@ -11,7 +11,10 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import operator
 import re
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
@@ -20,11 +23,11 @@ import zmq.asyncio
 
 from pdlink.errors import ConfigError
 
-from .kv_index import KVIndex, Publisher, events_in
+from .kv_index import SHARED, KVIndex, Publisher, events_in
 from .upstream import printable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
     from .fleet import PlacementRequest, WorkerState
 
@@ -35,6 +38,12 @@ MAX_WAITING = 1000
 """Batches that wait to be read; further ones are missed, and asked for again."""
 REPLAY_S = 5.0
 """Longest silence of a publisher that was asked for old batches."""
+LOADING = (0.0, 0.1, 0.5, 0.3)
+"""By medium, from DEVICE to SHARED: time to bring a token's KV to the device, relative to computing the token.
+Source: an 8B model with 128 KB of KV a token that computes 20,000 tokens a second (2.6 GB/s of KV), beside 25 GB/s
+from host memory, 5 from an NVMe disk and 8 over a network."""
+SILENT_S = 10.0
+"""A worker that computes prompts and publishes nothing for so long is told of."""
 TURN_S = 0.002
 """Events are read for so long, then whatever else waits in the loop has its turn."""
 _END = (-1).to_bytes(8, "big", signed=True)
@@ -74,19 +83,24 @@ def _reached(endpoint: str, url: str) -> str:
     )
 
 
-class _Told(NamedTuple):
+@dataclass(slots=True)
+class _Told:
     """Where one worker says that its KV is told."""
 
-    key: str
+    work: WorkerState
     said: tuple[str, ...]
     listeners: tuple[tuple[Source, str], ...]
     """Of `KVEvents._listening`."""
+    owes_s: float | None = None
+    """When it was sent the first prompt after its last batch."""
+    silence: str = ""
+    """`WorkerState.silence`."""
 
 
 class _Listening(NamedTuple):
     """To one publisher, about one model."""
 
-    publisher: Publisher
+    listener: Listener
     task: asyncio.Task[None]
     workers: set[str]
     """URLs of those whose KV it is."""
@@ -110,44 +124,83 @@ class KVEvents:
         """A worker is well; listen to this incarnation from now on. said: where it says that it publishes."""
         said = tuple(self.sources.get(url) or said)
         told = self._told.get(url)
-        if told is None or (told.key, told.said) != (work.key, said):
-            if told is not None and told.key != work.key:  # what its former life had counts no more
+        if told is None or (told.work.key, told.said) != (work.key, said):
+            if told is not None and told.work.key != work.key:  # what its former life had counts no more
                 self._end(url)
-            told = _Told(work.key, said, _listeners(url, model, said))
+            told = _Told(work, said, _listeners(url, model, said))
             self._end(url, but=told.listeners)
             for each in told.listeners:
                 self._begin(*each).workers.add(url)
             self._told[url] = told
-        work.publishes = bool(told.listeners)
+        work.silence = told.silence
+        work.publishes = not told.silence and any(self._listening[each].listener.speaks for each in told.listeners)
+
+    def sent(self, url: str, now_s: float) -> None:
+        """The worker computes KV from now on that it has to tell."""
+        told = self._told.get(url)
+        if told is not None and told.listeners and told.owes_s is None:
+            told.owes_s = now_s
+
+    def look(self, now_s: float) -> None:
+        """Tell of workers that publish nothing although they should."""
+        for url, told in self._told.items():
+            late = told.owes_s is not None and now_s - told.owes_s >= SILENT_S
+            if not late or told.silence or told.work.requests:
+                continue
+            places = ", ".join(where.endpoint for where, _ in told.listeners)
+            told.silence = told.work.silence = f"it computed prompts, and no KV events came from {places}"
+            told.work.publishes = False
+            for each in told.listeners:
+                if len(self._listening[each].workers) == 1:
+                    self._listening[each].listener.begin_anew()
+            log.warning("%s: %s; its KV is guessed from the prompts that it was sent", url, told.silence)
+
+    def _spoke(self, listening: _Listening) -> None:
+        """A batch has come."""
+        for url in listening.workers:
+            told = self._told[url]
+            told.work.publishes, told.owes_s = True, None
+            if told.silence:
+                told.silence = told.work.silence = ""
+                log.warning("%s: its KV events come", url)
 
     def _begin(self, where: Source, model: str) -> _Listening:
         listening = self._listening.get((where, model))
         if listening is None:
             publisher = Publisher(where.endpoint, next(self._numbers))
             listener = Listener(self.index, publisher, where.replay, where.scope)
-            listening = _Listening(publisher, asyncio.create_task(listener.listen(model)), set())
+            listening = _Listening(listener, asyncio.create_task(listener.listen(model)), set())
+            listener.spoke = partial(self._spoke, listening)
             self._listening[where, model] = self._of[publisher] = listening
         return listening
 
-    def held(self, request: PlacementRequest, model: str) -> dict[str, int]:
-        """By key of a worker, tokens of the prompt whose KV it says it has. model: the workers', of which
-        `request.model` may be a LoRA or another name."""
+    def held(self, request: PlacementRequest, model: str) -> tuple[dict[str, int], dict[str, float]]:
+        """By key of a worker, tokens of the prompt whose KV it says it has, and what bringing them to its device
+        costs, in tokens computed. model: the workers', of which `request.model` may be a LoRA or another name."""
         found: dict[str, int] = {}
-        if not self.index:
-            return found
+        loading: dict[str, float] = {}
         ids = request.known_ids if request.ids is None else request.ids
-        if ids is None:
-            return found
+        if ids is None or not self.index:
+            return found, loading
         salt = (request.salt,) if request.salt else ()
         for extra in [salt] if request.model == model else [(request.model, *salt), salt]:
-            for publisher, tokens in self.index.lookup(model, extra, ids).items():
-                listening = self._of.get(publisher)
-                for url in listening.workers if listening is not None else ():
-                    key = self._told[url].key
-                    found[key] = max(tokens, found.get(key, 0))
+            told = self.index.lookup(model, extra, ids)
+            for publisher in sorted(told, key=lambda each: sum(told[each])):
+                listening, by_medium = self._of.get(publisher), told[publisher]
+                if listening is None:
+                    continue
+                tokens = sum(by_medium)
+                cost = sum(map(operator.mul, by_medium, LOADING))
+                if len(listening.workers) > 1:  # a store's: it is near none of them
+                    cost = max(cost, tokens * LOADING[SHARED])
+                for url in listening.workers:
+                    key = self._told[url].work.key
+                    beyond = tokens - found.get(key, 0)  # of what it has from this publisher only
+                    loading[key] = min(cost, loading.get(key, 0.0) + beyond * cost / tokens)
+                    found[key] = tokens
             if found:
                 break
-        return found
+        return found, loading
 
     def follow(self, sources: Mapping[str, Sequence[str]]) -> None:
         """These are the workers: `sources`."""
@@ -168,7 +221,7 @@ class KVEvents:
             listening = self._listening[each]
             listening.workers.discard(url)
             if not listening.workers:
-                del self._listening[each], self._of[listening.publisher]
+                del self._listening[each], self._of[listening.listener.publisher]
                 listening.task.cancel()
 
 
@@ -189,6 +242,12 @@ class Listener:
         """Number of the batch that is to come."""
         self.gaps = 0
         """Times that batches were missed for good."""
+        self.speaks = False
+        """Batches have come."""
+        self.spoke: Callable[[], None] = lambda: None
+        """Called with each."""
+        self._malformed = False
+        """The last batch was."""
         self._turn_s = 0.0
         """When this turn began."""
 
@@ -243,6 +302,11 @@ class Listener:
         finally:
             socket.close(linger=0)
 
+    def begin_anew(self) -> None:
+        """What is known of the publisher is not true any more."""
+        self._next, self.speaks = 0, False
+        self._index.forget(self.publisher)
+
     async def _apply(self, model: str, number: int, batch: bytes) -> None:
         self._next = number + 1
         try:
@@ -250,7 +314,11 @@ class Listener:
                 self._index.apply(self.publisher, model, event, self._scope)
                 await self._give_way()
         except (ValueError, RecursionError) as error:
-            self._forget(f"batch {number} is not one: {error}")
+            level, self._malformed = logging.INFO if self._malformed else logging.WARNING, True
+            self._forget(f"batch {number} is not one: {error}", level)
+            return
+        self._malformed, self.speaks = False, True
+        self.spoke()
 
     async def _give_way(self) -> None:
         """ZeroMQ's `recv` does not wait, and so lets nobody else run, where there is a message."""
@@ -259,10 +327,10 @@ class Listener:
             await asyncio.sleep(0)
             self._turn_s = asyncio.get_running_loop().time()
 
-    def _forget(self, why: str) -> None:
+    def _forget(self, why: str, level: int = logging.INFO) -> None:
         if self._next:
             self.gaps += 1
-            log.info("KV events from %s: %s; what was known is dropped", self.publisher.endpoint, why)
+            log.log(level, "KV events from %s: %s; what was known is dropped", self.publisher.endpoint, why)
         self._index.forget(self.publisher)
 
 

@@ -25,8 +25,9 @@ MAX_BLOCKS = 20_000_000
 MAX_SIZES = 8
 """Block sizes that are told apart; events about others are ignored."""
 
-_MEDIA = {None: 0, "GPU": 0, "CPU": 1, "CPU_PINNED": 1}  # the last one is SGLang's
-_DISK = 2
+_MEDIA = {None: 0, "GPU": 0, "CPU": 1, "CPU_PINNED": 1, "cpu": 1, "EXTERNAL": 3}
+"""DEVICE, HOST and SHARED, as vLLM, SGLang and their connectors call them; others are disks."""
+DEVICE, HOST, DISK, SHARED = range(4)
 _NULL = msgspec.Raw(b"\xc0")
 _WHOLE = (None, "full_attention", "mla_attention")
 """Kinds of KV of which a prefix needs all blocks. Those of sliding windows and recurrent states say little."""
@@ -48,12 +49,15 @@ class _Stored(msgspec.Struct, tag="BlockStored"):
     scope: str | None = None
     cache_salt: str | None = None
     """Of SGLang, which has no `extra_keys`."""
+    locality: str | None = None
+    """"REMOTE": not of this host."""
 
 
 class _Removed(msgspec.Struct, tag="BlockRemoved"):
     block_hashes: msgspec.Raw
     medium: str | None = None
     group_idx: int | None = None
+    locality: str | None = None
 
 
 class _Cleared(msgspec.Struct, tag="AllBlocksCleared"):
@@ -134,8 +138,7 @@ class KVIndex:
             self.forget(publisher)
         elif event.group_idx == self._group.get(publisher, event.group_idx):
             for prefixes in self._by_size.values():
-                medium = _MEDIA.get(event.medium, _DISK)
-                prefixes.removed(self._holder(publisher), medium, bytes(event.block_hashes))
+                prefixes.removed(self._holder(publisher), _medium(event), bytes(event.block_hashes))
 
     def forget(self, publisher: Publisher) -> None:
         """It has nothing, or nobody knows what."""
@@ -147,14 +150,16 @@ class KVIndex:
                 prefixes.cleared(holder)
             self._by_size = {size: prefixes for size, prefixes in self._by_size.items() if prefixes.num_blocks}
 
-    def lookup(self, model: str, extra: Sequence[str], tokens: Tokens) -> dict[Publisher, int]:
-        """By publisher, how many leading tokens it has; none of them 0. extra: name of a LoRA, salt."""
+    def lookup(self, model: str, extra: Sequence[str], tokens: Tokens) -> dict[Publisher, list[int]]:
+        """By publisher, how many leading tokens it has in each medium, from DEVICE to SHARED, each token counted in
+        the quickest one; never none. extra: name of a LoRA, salt."""
         root = _root(model, extra)
-        found: dict[Publisher, int] = {}
+        found: dict[Publisher, list[int]] = {}
         for prefixes in self._by_size.values():
-            for holder, num_tokens in prefixes.lookup(root, tokens):
+            for holder, by_medium in prefixes.lookup(root, tokens):
                 publisher = self._publishers[holder]
-                found[publisher] = max(num_tokens, found.get(publisher, 0))
+                if sum(by_medium) > sum(found.get(publisher, ())):
+                    found[publisher] = by_medium
         return found
 
     def _stored(self, publisher: Publisher, model: str, event: _Stored) -> None:
@@ -177,9 +182,8 @@ class KVIndex:
         if event.extra_keys is None:
             named = [name for name in (event.lora_name, event.cache_salt) if name]
         root = _root(model, named)
-        medium = _MEDIA.get(event.medium, _DISK)
-        holder = self._holder(publisher)
-        prefixes.stored(holder, medium, bytes(event.block_hashes), parent, root, _plain(event.token_ids))
+        names, tokens = bytes(event.block_hashes), _plain(event.token_ids)
+        prefixes.stored(self._holder(publisher), _medium(event), names, parent, root, tokens)
 
     def _holder(self, publisher: Publisher) -> int:
         holder = self._holders.get(publisher)
@@ -188,6 +192,10 @@ class KVIndex:
             self._holders[publisher] = holder
             self._publishers[holder] = publisher
         return holder
+
+
+def _medium(event: _Stored | _Removed) -> int:
+    return SHARED if event.locality == "REMOTE" else _MEDIA.get(event.medium, DISK)
 
 
 def _plain(token_ids: msgspec.Raw) -> bytes:

@@ -124,6 +124,14 @@ class Metrics(Registry):
                 leg=(),
             )
         )
+        self.without_events = add(
+            Gauge(
+                "pdlink_proxy_worker_without_kv_events",
+                "1 if it computed prompts and its KV events, which are listened to, did not come.",
+                worker=(),
+                leg=(),
+            )
+        )
         self.healthy = add(
             Gauge("pdlink_proxy_worker_healthy", "1 if it may get requests.", of_all=True, worker=(), leg=())
         )

@@ -192,10 +192,11 @@ class Placer:
             request.considered[leg] = name, workers, scores
         return pick
 
-    def sent(self, request: PlacementRequest, leg: str, worker: WorkerState) -> None:
-        """A leg of the request leaves for the worker."""
-        if (policy := self.noting[leg]) is not None:
-            policy.placed(request, worker)
+    def sent(self, request: PlacementRequest, leg: str, worker: WorkerState) -> int:
+        """A leg of the request leaves for the worker. Returns how many tokens of the prompt that one lacks; 0 if
+        nobody knows."""
+        policy = self.noting[leg]
+        return policy.placed(request, worker) if policy is not None else 0
 
     def forget(self, key: str) -> None:
         """The process of this worker is gone."""

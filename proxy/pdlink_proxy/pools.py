@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from .engines import id_of, workers_of
-from .fleet import Fleet, PlacementRequest, WorkerState, compare, mean_speed
+from .fleet import KEY_TOKENS, Fleet, PlacementRequest, WorkerState, compare, mean_speed
 from .kv_events import KVEvents, source
 from .mismatches import mismatched
 from .outliers import leave_out
@@ -247,6 +247,7 @@ class Pools:
             self._compared_s = time.monotonic()
             self._groups = {each.work.group for each in self.all if each.health and not each.plain}
             self._look_for_mismatches()
+            self.kv_events.look(self._compared_s)
             for side in Leg:
                 compare([each.work for each in self.workers[side]])
                 self._look_for_outliers(side)
@@ -292,7 +293,7 @@ class Pools:
         now, prefill_side, decode_side = time.monotonic(), self._sides[Leg.PREFILL], self._sides[Leg.DECODE]
         prefill, decode = prefill_side.usable(request.model, now), decode_side.usable(request.model, now)
         if self.kv_events.index and prefill.pair.num:
-            request.held = self.kv_events.held(request, prefill.model or request.model)
+            request.held, request.loading = self.kv_events.held(request, prefill.model or request.model)
         refused_pairs = self.refusals.pairs
         fleet = Fleet(
             prefill.pair,
@@ -342,7 +343,8 @@ class Pools:
     def sent(self, request: PlacementRequest, worker: Worker, tokens: int, now: float) -> WorkerState:
         """A leg with so many tokens to do leaves for the worker; the caller says when it is `finished`."""
         work = worker.work
-        self._placer.sent(request, worker.side.value, work)
+        if self._placer.sent(request, worker.side.value, work) >= KEY_TOKENS:  # a block at least, whatever its size
+            self.kv_events.sent(worker.id, time.monotonic())
         work.sent(tokens, now)
         return work
 

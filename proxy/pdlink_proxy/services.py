@@ -234,6 +234,7 @@ class Services:
         self.metrics.healthy.replace({leg: worker.state is State.OK for leg, worker in legs.items()})
         self.metrics.in_flight.replace({leg: worker.in_flight for leg, worker in legs.items()})
         self.metrics.left_out.replace({leg: worker.outlier.out for leg, worker in legs.items()})
+        self.metrics.without_events.replace({leg: bool(worker.work.silence) for leg, worker in legs.items()})
         self.metrics.queued.set(self.num_queued)
         if self.decision_log is not None:
             self.metrics.log_dropped.set(self.decision_log.num_dropped)

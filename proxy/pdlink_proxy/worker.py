@@ -299,6 +299,7 @@ class Worker:
             "in_flight": self.in_flight,
             "fails": self.breaker.keeps_away(now),
             "left_out": self.outlier.why,
+            "no_kv_events": self.work.silence,
             "incarnations": self.incarnations,
             "health": health,
         }

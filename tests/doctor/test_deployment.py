@@ -42,6 +42,14 @@ def test_two_workers_of_one_name_are_found() -> None:
     assert of_proxy({"prefill": [one], "decode": [one]}) == [], "a worker of both roles is on both sides"
 
 
+def test_a_worker_whose_kv_events_do_not_come_is_found() -> None:
+    prefill = {**worker("p", "http://a:1"), "no_kv_events": "it computed prompts, and none came from tcp://a:5557"}
+    [found] = of_proxy({"prefill": [prefill], "decode": [worker("d", "http://c:1")]})
+    assert (found.level, found.about) == ("warn", "p")
+    assert "tcp://a:5557" in found.text
+    assert "kv_events" in found.remedy
+
+
 def test_a_side_without_workers_and_one_that_is_away_are_found() -> None:
     found = of_proxy({"prefill": [], "decode": [worker("d", "http://c:1", state="refuses our key")]})
     assert [each.about for each in found] == ["proxy", "d"]

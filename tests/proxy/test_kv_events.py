@@ -15,7 +15,8 @@ from pdlink.kv.hashing import Preimage
 from pdlink.observe.kv_ledger import Place
 from pdlink.observe.kv_publisher import KVPublisher
 from pdlink_proxy.fleet import PlacementRequest, WorkerState
-from pdlink_proxy.kv_events import KVEvents
+from pdlink_proxy.kv_events import LOADING, SILENT_S, KVEvents
+from pdlink_proxy.kv_index import events_in
 from tests.proxy.fakes import until
 from tests.proxy.test_kv_index import batch, stored
 
@@ -84,7 +85,7 @@ async def has(events: KVEvents, tokens: int) -> None:
 
     with mock.patch.multiple(index, apply=then_set(index.apply), forget=then_set(index.forget)):
         async with asyncio.timeout(10):
-            while sum(events.held(request, "m").values()) != tokens:
+            while sum(events.held(request, "m")[0].values()) != tokens:
                 changed.clear()
                 await changed.wait()
 
@@ -99,8 +100,9 @@ async def test_what_was_published_before_anybody_listened_is_asked_for(publisher
     await publisher.publish(1, SECOND)
     events, work = KVEvents(), WorkerState("http://w#1")
     events.heard("http://w", work, "m", [f"{publisher.endpoint},{publisher.replay}"])
-    assert work.publishes
+    assert not work.publishes, "nothing has come"
     await has(events, 4)
+    await until(lambda: work.publishes)
     events.close()
 
 
@@ -208,6 +210,93 @@ async def test_a_worker_that_publishes_elsewhere_from_now_on_is_listened_to_ther
     events.heard("http://w", work, "m", [])
     await has(events, 0)
     assert not work.publishes
+    events.close()
+
+
+async def test_a_worker_whose_events_never_come_is_told_of_until_they_do(
+    publisher: FakePublisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    events, work = KVEvents(), WorkerState("http://w#1")
+    events.heard("http://w", work, "m", [publisher.endpoint])
+    events.look(1e6)
+    events.sent("http://w", 1e6)
+    events.sent("http://w", 1e6 + SILENT_S - 1)
+    events.look(1e6 + SILENT_S - 1)
+    work.requests = 1
+    events.look(1e6 + SILENT_S)
+    assert not caplog.records, "it still computes"
+    work.requests = 0
+    for _ in range(3):
+        events.look(1e6 + SILENT_S)
+    (told,) = caplog.records
+    assert told.levelname == "WARNING"
+    assert publisher.endpoint in told.getMessage()
+    assert publisher.endpoint in work.silence
+    assert not work.publishes, "so all that is sent to it is noted"
+    await publisher.subscribed()
+    await publisher.publish(0, FIRST)
+    await has(events, 2)
+    await until(lambda: work.publishes)
+    assert work.silence == ""
+    assert caplog.records[-1].levelname == "WARNING"
+    events.close()
+
+
+async def test_a_worker_whose_events_stop_is_told_of_and_believed_no_more(
+    publisher: FakePublisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    events, work = KVEvents(), WorkerState("http://w#1")
+    events.heard("http://w", work, "m", [publisher.endpoint])
+    await publisher.subscribed()
+    await publisher.publish(0, FIRST)
+    await until(lambda: work.publishes)
+    events.sent("http://w", 1e6)
+    events.look(1e6 + SILENT_S)
+    assert len(events.index) == 0
+    events.heard("http://w", work, "m", [publisher.endpoint])
+    assert (work.publishes, bool(work.silence)) == (False, True)
+    assert "WARNING" in [record.levelname for record in caplog.records]
+    events.close()
+
+
+async def test_events_that_are_malformed_are_told_of_once(
+    publisher: FakePublisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    events, work = KVEvents(), WorkerState("http://w#1")
+    events.heard("http://w", work, "m", [publisher.endpoint])
+    await publisher.subscribed()
+    for number in range(3):
+        await publisher.publish(number, b"\xc1")
+    await publisher.publish(3, FIRST)
+    await has(events, 2)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "INFO"]
+    events.close()
+
+
+async def test_kv_below_the_device_costs_what_bringing_it_up_does(publisher: FakePublisher) -> None:
+    """A worker's own, and that of a store which others use, too."""
+    events, prompt = KVEvents(), PlacementRequest("m", 8, prompt=b"[1,2,3,4,5,6,7,8]")
+    own, other = WorkerState("http://w#1"), WorkerState("http://v#1")
+    events.heard("http://w", own, "m", [publisher.endpoint, "tcp://127.0.0.1:1"])
+    events.heard("http://v", other, "m", ["tcp://127.0.0.1:1"])
+    of_own, of_store = events._of
+    index = events.index
+    chain = stored([1], None, [1, 2]), stored([2], 1, [3, 4], medium="CPU"), stored([3], 2, [5, 6], medium="STORAGE")
+    for event in events_in(batch(*chain)):
+        index.apply(of_own, "m", event)
+    device, host, disk, shared = LOADING
+    assert device < host < shared < disk < 1
+    held, loading = events.held(prompt, "m")
+    assert held == {own.key: 6}
+    assert loading[own.key] == pytest.approx(2 * host + 2 * disk)
+    whole = stored([1, 2, 3, 4], None, [1, 2, 3, 4, 5, 6, 7, 8], medium="CPU")
+    for event in events_in(batch(whole)):
+        index.apply(of_store, "m", event)
+    held, loading = events.held(prompt, "m")
+    assert held == {own.key: 8, other.key: 8}
+    assert loading[other.key] == pytest.approx(8 * shared)
+    assert loading[own.key] == pytest.approx(2 * host + 2 * disk + 2 * shared)
     events.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,6 +14,8 @@ from pdlink._index import Prefixes, words_of_json
 from pdlink_proxy.kv_index import MAX_SIZES, KVIndex, Publisher, events_in
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pdlink_proxy.fleet import Tokens
 
 ONE, TWO = Publisher("tcp://one:1", 1), Publisher("tcp://two:1", 2)
@@ -51,18 +54,23 @@ def ids(*tokens: int) -> Tokens:
     return np.array(tokens, np.uint32)
 
 
+def tokens_in(index: KVIndex, model: str, extra: Sequence[str], tokens: Tokens) -> dict[Publisher, int]:
+    """Leading tokens by publisher, whatever the medium."""
+    return {publisher: sum(by_medium) for publisher, by_medium in index.lookup(model, extra, tokens).items()}
+
+
 def test_a_prefix_is_found_at_each_worker_as_far_as_it_has_it() -> None:
     index = KVIndex()
     apply(index, ONE, "m", batch(stored([10, 11], None, [1, 2, 3, 4]), stored([12], 11, [5, 6])))
     apply(index, TWO, "m", batch(stored([b"x" * 32], None, [1, 2])))
-    assert index.lookup("m", (), ids(1, 2, 3, 4, 5, 6, 7)) == {ONE: 6, TWO: 2}
-    assert index.lookup("m", (), ids(1, 2, 9, 9)) == {ONE: 2, TWO: 2}
-    assert index.lookup("m", (), ids(9, 2, 3, 4)) == {}
-    assert index.lookup("other", (), ids(1, 2, 3, 4)) == {}
+    assert tokens_in(index, "m", (), ids(1, 2, 3, 4, 5, 6, 7)) == {ONE: 6, TWO: 2}
+    assert tokens_in(index, "m", (), ids(1, 2, 9, 9)) == {ONE: 2, TWO: 2}
+    assert tokens_in(index, "m", (), ids(9, 2, 3, 4)) == {}
+    assert tokens_in(index, "other", (), ids(1, 2, 3, 4)) == {}
     apply(index, ONE, "m", batch(removed(11)))
-    assert index.lookup("m", (), ids(1, 2, 3, 4, 5, 6)) == {ONE: 2, TWO: 2}
+    assert tokens_in(index, "m", (), ids(1, 2, 3, 4, 5, 6)) == {ONE: 2, TWO: 2}
     index.forget(ONE)
-    assert index.lookup("m", (), ids(1, 2, 3, 4)) == {TWO: 2}
+    assert tokens_in(index, "m", (), ids(1, 2, 3, 4)) == {TWO: 2}
     apply(index, TWO, "m", batch({"type": "AllBlocksCleared"}))
     assert len(index) == 0
 
@@ -80,25 +88,25 @@ def test_of_a_publisher_with_several_models_only_blocks_of_this_one_are_taken() 
     for event in events_in(both):
         index.apply(ONE, "m", event, "a")
         index.apply(TWO, "m", event)  # nobody said what it calls the model: its name tells
-    assert index.lookup("m", (), ids(1, 2, 3, 4)) == {ONE: 4, TWO: 4}
-    assert index.lookup("m", (), ids(5, 6, 7, 8)) == {TWO: 4}
+    assert tokens_in(index, "m", (), ids(1, 2, 3, 4)) == {ONE: 4, TWO: 4}
+    assert tokens_in(index, "m", (), ids(5, 6, 7, 8)) == {TWO: 4}
     apply(index, TWO, "n", batch(stored([9], None, [9, 9], **mine)))
-    assert index.lookup("n", (), ids(9, 9)) == {}
+    assert tokens_in(index, "n", (), ids(9, 9)) == {}
 
 
 def test_blocks_of_other_sizes_are_compared_with_one_prompt() -> None:
     index = KVIndex()
     apply(index, ONE, "m", batch(stored([1], None, [1, 2, 3])))
     apply(index, TWO, "m", batch(stored([1, 2], None, [1, 2, 3, 4])))
-    assert index.lookup("m", (), ids(1, 2, 3, 4)) == {ONE: 3, TWO: 4}
+    assert tokens_in(index, "m", (), ids(1, 2, 3, 4)) == {ONE: 3, TWO: 4}
 
 
 def test_events_of_older_sglang_are_arrays() -> None:
     index = KVIndex()
     apply(index, ONE, "m", batch(["BlockStored", [7, -9], None, [1, 2, 3, 4], 2, None, "GPU"]))
-    assert index.lookup("m", (), ids(1, 2, 3, 4)) == {ONE: 4}
+    assert tokens_in(index, "m", (), ids(1, 2, 3, 4)) == {ONE: 4}
     apply(index, ONE, "m", batch(["BlockRemoved", [-9], "GPU"]))
-    assert index.lookup("m", (), ids(1, 2, 3, 4)) == {ONE: 2}
+    assert tokens_in(index, "m", (), ids(1, 2, 3, 4)) == {ONE: 2}
     apply(index, ONE, "m", batch(["AllBlocksCleared"]))
     assert len(index) == 0
 
@@ -106,9 +114,59 @@ def test_events_of_older_sglang_are_arrays() -> None:
 def test_a_block_in_two_media_is_there_until_both_have_dropped_it() -> None:
     index = KVIndex()
     apply(index, ONE, "m", batch(stored([1], None, [1, 2]), stored([1], None, [1, 2], medium="CPU"), removed(1)))
-    assert index.lookup("m", (), ids(1, 2)) == {ONE: 2}
+    assert tokens_in(index, "m", (), ids(1, 2)) == {ONE: 2}
     apply(index, ONE, "m", batch(removed(1, medium="CPU")))
+    assert tokens_in(index, "m", (), ids(1, 2)) == {}
+
+
+def test_a_block_counts_until_its_last_copy_goes() -> None:
+    """vLLM computes the last block of a prompt again although it has it, and drops each copy by itself."""
+    index = KVIndex()
+    chain = stored([1, 2], None, [1, 2, 3, 4]), stored([2], 1, [3, 4])
+    apply(index, ONE, "m", batch(*chain, stored([3], 2, [5, 6]), removed(2)))
+    assert tokens_in(index, "m", (), ids(1, 2, 3, 4, 5, 6)) == {ONE: 6}
+    apply(index, ONE, "m", batch(removed(2)))
+    assert tokens_in(index, "m", (), ids(1, 2, 3, 4, 5, 6)) == {ONE: 2}
+
+
+def test_hits_that_vllm_tells_again_add_no_copy() -> None:
+    """As it does for requests with kv_cache_report_mode "full": always from the prompt's first block on."""
+    index = KVIndex()
+    apply(index, ONE, "m", batch(*[stored([1, 2], None, [1, 2, 3, 4])] * 3, removed(2)))
+    assert tokens_in(index, "m", (), ids(1, 2, 3, 4)) == {ONE: 2}
+    apply(index, ONE, "m", batch(removed(1)))
+    assert len(index) == 0
+
+
+def test_a_prefix_that_two_names_mean_is_there_until_both_have_gone() -> None:
+    index = KVIndex()
+    apply(index, ONE, "m", batch(stored([1], None, [1, 2]), stored([2], None, [1, 2]), removed(1)))
+    assert tokens_in(index, "m", (), ids(1, 2)) == {ONE: 2}
+    apply(index, ONE, "m", batch(removed(2)))
     assert index.lookup("m", (), ids(1, 2)) == {}
+    assert len(index) == 0
+
+
+def test_each_token_counts_in_its_quickest_medium() -> None:
+    index = KVIndex()
+    names = ("GPU", "CPU", "CPU_PINNED", "STORAGE", "DISK", "EXTERNAL")
+    media: list[dict[str, object]] = [{"medium": name} for name in names]
+    media.append({"medium": "STORAGE", "locality": "REMOTE"})
+    for at, more in enumerate(media):
+        apply(index, ONE, "m", batch(stored([at + 1], at or None, [at, at], **more)))
+    prompt = ids(*[at for at in range(len(media)) for _ in range(2)])
+    assert index.lookup("m", (), prompt) == {ONE: [2, 4, 4, 4]}
+    apply(index, ONE, "m", batch(stored([4], 3, [3, 3]), stored([1], None, [0, 0], medium="CPU"), removed(1)))
+    assert index.lookup("m", (), prompt) == {ONE: [2, 6, 2, 4]}
+
+
+def test_a_publisher_that_comes_gets_no_number_of_one_that_stays() -> None:
+    index, three = KVIndex(), Publisher("tcp://three:1", 3)
+    for publisher, token in ((ONE, 1), (TWO, 2)):
+        apply(index, publisher, "m", batch(stored([token], None, [token])))
+    index.forget(ONE)
+    apply(index, three, "m", batch(stored([3], None, [3])))
+    assert [tokens_in(index, "m", (), ids(token)) for token in (1, 2, 3)] == [{}, {TWO: 1}, {three: 1}]
 
 
 def test_blocks_after_an_unknown_one_are_not_noted() -> None:
@@ -122,15 +180,15 @@ def test_salts_and_adapters_share_no_prefix_with_others() -> None:
     apply(index, ONE, "m", batch(stored([1, 2], None, [1, 2, 3, 4], extra_keys=[["salt"], None])))
     adapted = {"lora_name": "a", "extra_keys": [["a"], ["a"]]}
     apply(index, TWO, "m", batch(stored([1, 2], None, [1, 2, 3, 4], **adapted), stored([3], 2, [5, 6], **adapted)))
-    assert index.lookup("m", (), ids(1, 2, 3, 4)) == {}
-    assert index.lookup("m", ("salt",), ids(1, 2, 3, 4)) == {ONE: 4}
-    assert index.lookup("m", ("a",), ids(1, 2, 3, 4)) == {TWO: 4}
+    assert tokens_in(index, "m", (), ids(1, 2, 3, 4)) == {}
+    assert tokens_in(index, "m", ("salt",), ids(1, 2, 3, 4)) == {ONE: 4}
+    assert tokens_in(index, "m", ("a",), ids(1, 2, 3, 4)) == {TWO: 4}
 
 
 def test_blocks_with_images_are_not_noted() -> None:
     index = KVIndex()
     apply(index, ONE, "m", batch(stored([1], None, [1, 2]), stored([2], 1, [3, 4], extra_keys=[[["image", 0]]])))
-    assert index.lookup("m", (), ids(1, 2, 3, 4)) == {ONE: 2}
+    assert tokens_in(index, "m", (), ids(1, 2, 3, 4)) == {ONE: 2}
 
 
 def test_of_several_groups_of_layers_the_first_with_whole_prefixes_counts() -> None:
@@ -138,8 +196,8 @@ def test_of_several_groups_of_layers_the_first_with_whole_prefixes_counts() -> N
     window = stored([1], None, [9, 9], group_idx=0, kv_cache_spec_kind="sliding_window")
     whole = stored([1], None, [1, 2], group_idx=1, kv_cache_spec_kind="full_attention")
     apply(index, ONE, "m", batch(window, whole, removed(1) | {"group_idx": 0}))
-    assert index.lookup("m", (), ids(1, 2)) == {ONE: 2}
-    assert index.lookup("m", (), ids(9, 9)) == {}
+    assert tokens_in(index, "m", (), ids(1, 2)) == {ONE: 2}
+    assert tokens_in(index, "m", (), ids(9, 9)) == {}
 
 
 @pytest.mark.parametrize(
@@ -165,7 +223,7 @@ def test_other_bytes_are_refused(data: bytes) -> None:
 def test_more_blocks_than_the_limit_are_not_noted() -> None:
     index = KVIndex(max_blocks=2)
     apply(index, ONE, "m", batch(stored([1, 2, 3], None, [1, 2, 3])))
-    assert index.lookup("m", (), ids(1, 2, 3)) == {ONE: 2}
+    assert tokens_in(index, "m", (), ids(1, 2, 3)) == {ONE: 2}
 
 
 def test_ids_are_read_from_json_as_a_parser_would() -> None:
@@ -192,10 +250,10 @@ def test_ids_are_read_from_json_as_a_parser_would() -> None:
 
 
 class _Slow:
-    """The same by definition: which tokens each holder has, from the first on."""
+    """The same by definition: which tokens each holder has, from the first on, and in how many copies a medium."""
 
     def __init__(self) -> None:
-        self.held: dict[int, dict[int, tuple[tuple[int, ...], set[int]]]] = {}
+        self.held: dict[int, dict[int, tuple[tuple[int, ...], Counter[int]]]] = {}
 
     def stored(
         self, holder: int, medium: int, ids: list[int], parent: int | None, tokens: list[int], size: int
@@ -206,26 +264,33 @@ class _Slow:
         before = held[parent][0] if parent is not None else ()
         for at, name in enumerate(ids):
             before += tuple(tokens[at * size : (at + 1) * size])
-            media = held[name][1] if name in held and held[name][0] == before else set()
-            held[name] = before, media | {medium}
+            media = held[name][1] if name in held and held[name][0] == before else Counter()
+            if parent is not None or not media[medium]:
+                media[medium] += 1
+            held[name] = before, media
 
     def removed(self, holder: int, medium: int, ids: list[int]) -> None:
         held = self.held.get(holder, {})
         for name in ids:
             if name in held:
-                held[name][1].discard(medium)
+                held[name][1][medium] -= 1
+                held[name] = held[name][0], +held[name][1]
                 if not held[name][1]:
                     del held[name]
 
-    def lookup(self, tokens: list[int], size: int) -> dict[int, int]:
+    def lookup(self, tokens: list[int], size: int) -> dict[int, list[int]]:
         found = {}
         for holder, held in self.held.items():
-            prefixes = {prefix for prefix, _ in held.values()}
-            end = 0
-            while end + size <= len(tokens) and tuple(tokens[: end + size]) in prefixes:
-                end += size
-            if end:
-                found[holder] = end
+            quickest: dict[tuple[int, ...], int] = {}
+            for prefix, media in held.values():
+                quickest[prefix] = min(*media, quickest.get(prefix, 3), 3)
+            by_medium = [0] * 4
+            for end in range(size, len(tokens) + 1, size):
+                if (medium := quickest.get(tuple(tokens[:end]))) is None:
+                    break
+                by_medium[medium] += size
+            if any(by_medium):
+                found[holder] = by_medium
         return found
 
 
@@ -234,12 +299,15 @@ def test_the_native_index_agrees_with_a_slow_one(seed: int) -> None:
     rng = random.Random(seed)
     size, pack = rng.choice([1, 2, 3, 4]), msgspec.msgpack.encode
     fast, slow = Prefixes(size, 100_000), _Slow()
-    # A holder's name of a block is that of its prefix, as in the engines; so one name never means two prefixes.
-    names: dict[tuple[int, ...], int] = {}
+    # A holder's name of a block is that of its prefix, as in the engines; so one name never means two prefixes. A
+    # prefix may have two names.
+    names: dict[tuple[object, ...], int] = {}
     for _ in range(400):
-        holder, medium = rng.randrange(5), rng.randrange(3)
+        holder, medium = rng.randrange(5), rng.randrange(4)
         tokens = [rng.randrange(2) for _ in range(size * rng.randrange(1, 6))]
-        blocks = [names.setdefault(tuple(tokens[:end]), len(names) + 1) for end in range(size, len(tokens) + 1, size)]
+        which = rng.choice("aaab")
+        ends = range(size, len(tokens) + 1, size)
+        blocks = [names.setdefault((which, *tokens[:end]), len(names) + 1) for end in ends]
         skip = rng.randrange(len(blocks))
         parent = blocks[skip - 1] if skip else None
         match rng.random():
@@ -268,4 +336,4 @@ def test_block_sizes_of_workers_that_are_gone_leave_room_for_others() -> None:
     index.forget(ONE)
     assert index.nbytes == 0
     apply(index, TWO, "m", batch(stored([1], None, [7] * (MAX_SIZES + 1))))
-    assert index.lookup("m", (), ids(*[7] * 20)) == {TWO: MAX_SIZES + 1}
+    assert tokens_in(index, "m", (), ids(*[7] * 20)) == {TWO: MAX_SIZES + 1}

@@ -179,7 +179,12 @@ def test_a_larger_request_is_not_tried_where_a_smaller_one_found_no_room() -> No
     queue, tried = Queue(100), list[int]()
     for number, tokens in enumerate((500, 700, 300, 300, 400, 200)):
         queue.put(waiting(tokens=tokens, since_s=number))
-    assert not queue.serve(lambda each: bool(tried.append(each.tokens)), 0.0)
+
+    def none(each: Waiting) -> bool:
+        tried.append(each.tokens)
+        return False
+
+    assert not queue.serve(none, 0.0)
     assert tried == [500, 300, 200]
     other = waiting(tokens=900, since_s=9)
     other.kind = "whole"

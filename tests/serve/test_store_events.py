@@ -60,7 +60,7 @@ class Index:
             assert isinstance(sources, list)
             self._events.heard(f"http://{name}", self._states[name], model, sources)
         request = PlacementRequest(model, len(prompt), prompt=str(list(prompt)).encode())
-        held = self._events.held(request, model)
+        held, _ = self._events.held(request, model)
         return {key.removeprefix("http://").removesuffix("#1"): tokens for key, tokens in held.items()}
 
     def until(self, prompt: tuple[int, ...], held: dict[str, int]) -> None:

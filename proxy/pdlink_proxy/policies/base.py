@@ -37,8 +37,10 @@ class Policy:
         every placement. `Workers.of` them gives columns, where a loop over thousands would take too long."""
         raise NotImplementedError
 
-    def placed(self, request: PlacementRequest, worker: WorkerState) -> None:
-        """The request goes to `worker`: the policy's pick, or the only candidate."""
+    def placed(self, request: PlacementRequest, worker: WorkerState) -> int:
+        """The request goes to `worker`: the policy's pick, or the only candidate. Returns how many tokens of the
+        prompt the worker lacks; 0 from a policy that does not know."""
+        return 0
 
     def forget(self, key: str) -> None:
         """What the worker of this key held is gone with its process."""

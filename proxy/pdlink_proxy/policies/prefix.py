@@ -33,9 +33,12 @@ class Prefix(Policy):
             return Pick(least(Workers.of(workers), turn))
         return Pick(least(allowed.only(cached == most), turn), most)
 
-    def placed(self, request: PlacementRequest, worker: WorkerState) -> None:
-        if request.chain is not None:  # else it was never looked up
-            self.index.note(request, worker)
+    def placed(self, request: PlacementRequest, worker: WorkerState) -> int:
+        if request.chain is None:  # it was never looked up
+            return 0
+        lacking = request.num_tokens - self.index.cached_by(request, worker.key)
+        self.index.note(request, worker)
+        return lacking
 
     def forget(self, key: str) -> None:
         self.index.forget(key)

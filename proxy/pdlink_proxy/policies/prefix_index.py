@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
@@ -70,6 +71,12 @@ class PrefixIndex:
             if (row := rows.get(key)) is not None and tokens > found[row]:
                 found[row] = tokens
         return found
+
+    def cached_by(self, request: PlacementRequest, worker: str) -> int:
+        """The same of one worker, by its key."""
+        keys, held = request.keys, self._of.get(worker, ())
+        num = bisect.bisect_left(range(len(keys)), True, key=lambda at: keys[at] not in held)
+        return max(min(num * request.key_tokens, request.num_tokens), request.held.get(worker, 0))
 
     def _sent(self, request: PlacementRequest) -> list[tuple[str | _Holders, int]]:
         """Who was sent how many tokens of the prompt, the fewest first: a worker may be named more than once."""
