@@ -183,9 +183,13 @@ class WorkerState:
     tokens_per_s: float | None = None
     """Finished per second in which there was something to do; None if not measured."""
     publishes: bool = False
-    """It says what KV it has, in events."""
+    """It says what KV it has, in events; some have come."""
+    silence: str = ""
+    """Why it does not although it should, for people."""
     group: tuple[str, str] = ("", "")
     """Its cell and the fingerprint of its KV: KV moves within a group only. Unknown parts fit everything."""
+    taken: float = 0.0
+    """KV that it has computed of late, in shares of its pool: see `policies.cost`."""
     slowness: float = 1.0
     """Time for a token, relative to the mean of its pool. 1 for differences that may be chance."""
     allowed: bool = False
@@ -271,6 +275,11 @@ class WorkerState:
             self.slowness = slowness
             if self.table is not None:
                 self.table.tell(self, self.row)
+
+    def took(self, taken: float) -> None:
+        self.taken = taken
+        if self.table is not None:
+            self.table.taken[self.row] = taken
 
     def _weigh(self) -> None:
         foreign = self.foreign_tokens

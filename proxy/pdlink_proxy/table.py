@@ -39,6 +39,8 @@ class Table:
         self.load: Column = np.zeros(num)
         """Tokens to do."""
         self.slowness: Column = np.ones(num)
+        self.taken: Column = np.zeros(num)
+        """`WorkerState.taken`."""
         self.room: Column = np.zeros(num)
         """Tokens that fit in; infinite where nobody knows, and into an idle worker: what does not fit into that will
         never fit, and the worker says so."""
@@ -73,7 +75,7 @@ class Table:
 
     def tell(self, state: WorkerState, row: int) -> None:
         """What the state of this row has to do, or its pace, has changed."""
-        self.load[row], self.slowness[row] = state.load, state.slowness
+        self.load[row], self.slowness[row], self.taken[row] = state.load, state.slowness, state.taken
         self.tell_room(state, row)
 
     def tell_room(self, state: WorkerState, row: int) -> None:

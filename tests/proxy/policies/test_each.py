@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, OrderedDict
 
 import pytest
 
 from pdlink_proxy.fleet import PlacementRequest, compare, count_tokens
 from pdlink_proxy.policies.prefix_index import MAX_UNHEARD_KEYS, PrefixIndex
 from pdlink_proxy.policies.registry import make_policy
-from pdlink_proxy.table import Workers
+from pdlink_proxy.table import FEW, Workers
 from tests.proxy.policies.fleets import pool, request, worker
 
 
@@ -99,6 +99,105 @@ def test_cost_leaves_a_cached_prefix_when_waiting_takes_longer_than_computing() 
     assert policy.pick(request(1, 2, 3), workers, 0).worker is workers[0]
     workers[0].sent(100, 0.0)
     assert policy.pick(request(1, 2, 3), workers, 0)[:2] == (workers[1], 0)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_cost_weighs_kv_below_the_device_by_what_loading_it_takes(many: bool) -> None:
+    policy, workers = make_policy("cost"), pool(*[0] * (FEW + 4 if many else 3))
+    below, device, *_ = workers
+    asked = request(1, 2, 3, held={below.key: 300, device.key: 250}, loading={below.key: 60.0})
+    assert policy.pick(asked, workers, 0)[:2] == (device, 250)
+    asked.loading = {below.key: 40.0}
+    assert policy.pick(asked, workers, 0)[:2] == (below, 300)
+
+
+class _Cache:
+    """Of one worker: blocks of 16 tokens, the least recent goes first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._blocks: OrderedDict[object, None] = OrderedDict()
+        self.pushed_out = self.computed = 0
+
+    def held(self, blocks: list[object]) -> int:
+        """Leading blocks that are there."""
+        return next((at for at, block in enumerate(blocks) if block not in self._blocks), len(blocks))
+
+    def use(self, blocks: list[object]) -> None:
+        self.computed += len(blocks) - self.held(blocks)
+        for block in reversed(blocks):
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        while len(self._blocks) > self._num_blocks:
+            self._blocks.popitem(last=False)
+            self.pushed_out += 1
+
+
+@pytest.mark.parametrize(("num_workers", "system"), [(2, 0), (2, 10), (2, 32), (3, 32), (FEW + 4, 10)])
+@pytest.mark.parametrize("seed", range(4))
+def test_cost_spreads_sessions_that_come_one_after_the_other_so_that_nothing_is_pushed_out(
+    num_workers: int, system: int, seed: int
+) -> None:
+    """Each worker has room for its equal part of the sessions, and for one more."""
+    rng = random.Random(seed)
+    policy, workers = make_policy("cost"), pool(*[0] * num_workers)
+    first, more, turns, per_worker = rng.randint(8, 20), rng.randint(1, 4), 5, rng.randint(3, 5)
+    num_blocks = system + (per_worker + 1) * (first + turns * more)
+    caches = {each.key: _Cache(num_blocks) for each in workers}
+    states = Workers.of(workers)
+    states.table.follow()
+    for each in workers:
+        each.pool_tokens = 16 * num_blocks
+    sessions: list[list[object]] = [
+        [*(("system", at) for at in range(system)), *((number, at) for at in range(first))]
+        for number in range(num_workers * per_worker)
+    ]
+    turn = 0
+    for _ in range(turns):
+        for number, blocks in enumerate(sessions):
+            held = {key: 16 * num for key, cache in caches.items() if (num := cache.held(blocks))}
+            asked = PlacementRequest("m", 16 * len(blocks), held=held, chain=())
+            picked = policy.pick(asked, states, turn).worker
+            policy.placed(asked, picked)
+            caches[picked.key].use(blocks)
+            blocks += [(number, len(blocks) + at) for at in range(more)]
+            turn += 1
+    assert sum(cache.pushed_out for cache in caches.values()) == 0
+    least = num_workers * (system + per_worker * (first + (turns - 1) * more))
+    assert sum(cache.computed for cache in caches.values()) <= least
+
+
+def test_cost_leaves_a_worker_that_computed_much_only_for_one_with_no_more_to_do() -> None:
+    policy, workers = make_policy("cost"), pool(0, 0)
+    full, other = workers
+    Workers.of(workers).table.follow()
+    full.pool_tokens = other.pool_tokens = 1000
+    for number in range(10):
+        policy.placed(request(number), full)
+    fresh = request(1000, 5001, 5002, 5003)
+    policy.placed(request(1000), full)
+    assert policy.pick(fresh, workers, 0).worker is other, "although it has none of it"
+    other.sent(1, 0.0)
+    assert policy.pick(fresh, workers, 0).worker is full
+    other.finished(1, 1.0, served=True)
+    long = request(*range(2000, 2030), held={full.key: 2900})
+    assert policy.pick(long, workers, 0).worker is full, "most of a long session is there"
+
+
+def test_what_was_computed_long_ago_counts_no_more() -> None:
+    policy, workers = make_policy("cost"), pool(0, 0)
+    one, other = workers
+    Workers.of(workers).table.follow()
+    for each in workers:
+        each.pool_tokens = 1000
+    for number in range(10):
+        policy.placed(request(number), one)
+    for number in range(5000):
+        policy.placed(request(100 + number), workers[number % 2])
+    assert one.taken == pytest.approx(other.taken, rel=0.2)
+    policy._unit = 1e101  # type: ignore[attr-defined]
+    policy.placed(request(1), one)
+    assert max(one.taken, other.taken, policy._unit) < 10  # type: ignore[attr-defined]
 
 
 def test_cost_gives_a_slow_worker_less() -> None:
