@@ -7,10 +7,6 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The compiler of the GPU kernels comes as a wheel (115 MB) where there is none; nothing else of CUDA is needed to build.
 NVCC := $(if $(shell PATH="$$PATH:/usr/local/cuda/bin" command -v nvcc),,nvidia-cuda-nvcc)
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
-# Tests want a real Valkey or Redis, a real browser and a real Prometheus; they skip without. RUNLEVEL keeps Debian from starting a service.
-SERVERS := $(if $(shell which valkey-server redis-server 2>/dev/null),,redis-server) \
-	$(if $(shell which chromium chromium-browser 2>/dev/null),,chromium) \
-	$(if $(shell which prometheus 2>/dev/null),,prometheus)
 # What `make up` needs, and what everything else here does.
 UP_STAMP := $(VENV)/.usable
 STAMP := $(VENV)/.installed
@@ -95,10 +91,9 @@ $(UP_STAMP): pyproject.toml constraints.txt proxy/pdlink_proxy/page/package-lock
 	touch $@
 
 $(STAMP): $(UP_STAMP) benchmarks/pyproject.toml
-	@echo 'what tests and benchmarks need; servers for tests (as root)'
+	@echo 'what tests and benchmarks need; servers for tests, which skip without'
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]' -e './benchmarks[pictures,peers]'
-	-$(if $(strip $(SERVERS)),[ "$$(id -u)" != 0 ] || { apt-get update -qq && \
-		RUNLEVEL=1 apt-get install -y -qq --no-install-recommends $(SERVERS); })
+	-sh tools/servers.sh $(VENV)/servers
 	touch $@
 
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt tools/vllm_cpu.py $(NATIVE)

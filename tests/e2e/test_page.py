@@ -30,7 +30,7 @@ LATER = (1800, 300, 1000, 80)
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium to show the page in"),
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium: make test unpacks one"),
 ]
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(240),
-    pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus: apt-get install prometheus"),
+    pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus: make test unpacks one"),
 ]
 
 ROOT = Path(__file__).parents[2]

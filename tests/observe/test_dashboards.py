@@ -15,7 +15,7 @@ RULES = ROOT / "deploy/prometheus/pdlink.rules.yml"
 ALERTS: list[dict[str, Any]] = [
     rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]
 ]
-with_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool: apt-get install prometheus")
+with_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool: make test unpacks one")
 
 
 @with_promtool

@@ -30,7 +30,7 @@ TABS = 40
 """More than the page has stops."""
 
 pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium to show the page in"),
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium: make test unpacks one"),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 

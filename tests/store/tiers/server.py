@@ -19,7 +19,7 @@ class RealServer:
 
     def __init__(self, *options: str) -> None:
         if PROGRAM is None:
-            pytest.skip("no valkey-server or redis-server; apt-get install redis-server")
+            pytest.skip("no valkey-server or redis-server; make test unpacks one")
         self._directory = tempfile.TemporaryDirectory(prefix="pdlink-valkey-")
         self.path = f"{self._directory.name}/socket"
         self.url = f"unix://{self.path}"
