@@ -214,7 +214,7 @@ def listen(listener: Listener) -> Callable[[], None]:
 _Change = TypeVar("_Change")
 
 
-class Announcer(Generic[_Change]):
+class ChangeTeller(Generic[_Change]):
     """Tells the listeners of one object what changed in it: one change after the other, with no lock held.
 
     The thread that changes the object tells of it, unless another thread is telling: then that one tells this, too.

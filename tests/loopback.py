@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import numpy as np
 
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
-from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Probe, Status, Transport
+from pdlink.transport.base import BatchDone, BatchStatus, Occurrence, PeerClosed, PeerFailed, Probe, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,11 +120,11 @@ class LoopbackHub:
             end = len(flight.runs) if num_runs is None else min(len(flight.runs), flight.num_landed + num_runs)
             while flight.num_landed < end:
                 if not self._store(flight, flight.num_landed):
-                    self.fail_peer(flight.link, "peer closed", Status.CANCELLED)
+                    self.fail_peer(flight.link, "peer closed", BatchStatus.CANCELLED)
                     return
                 flight.num_landed += 1
             if report and flight.num_landed == len(flight.runs):
-                self._finish(flight, Status.OK, "")
+                self._finish(flight, BatchStatus.OK, "")
 
     def report(self, flight: Flight) -> None:
         """Report a flight whose bytes have landed (see `land(report=False)`)."""
@@ -135,7 +135,7 @@ class LoopbackHub:
             self.land(flight, min(num_runs, len(flight.runs)), report=False)
             self.fail_peer(flight.link, reason)
 
-    def fail_peer(self, link: Link, reason: str, status: Status = Status.PEER_FAILED) -> None:
+    def fail_peer(self, link: Link, reason: str, status: BatchStatus = BatchStatus.PEER_FAILED) -> None:
         """Break a connection, as its writer sees it."""
         with self._lock:
             writer = link.writer
@@ -146,8 +146,8 @@ class LoopbackHub:
             writer._failed[link.writer_peer] = reason
             writer._tell(PeerFailed(link.writer_peer, reason))
             for flight in [flight for flight in self.flights if flight.link is link]:
-                late = status is Status.TIMEOUT and flight.deadline_s > self.now_s
-                self._finish(flight, Status.PEER_FAILED if late else status, reason)
+                late = status is BatchStatus.TIMEOUT and flight.deadline_s > self.now_s
+                self._finish(flight, BatchStatus.PEER_FAILED if late else status, reason)
 
     def advance(self, seconds: float) -> None:
         """Let time pass and deadlines with it."""
@@ -155,7 +155,7 @@ class LoopbackHub:
             self.now_s += seconds
             for flight in list(self.flights):
                 if flight.deadline_s <= self.now_s and self._moves(flight):
-                    self.fail_peer(flight.link, "batch deadline passed", Status.TIMEOUT)
+                    self.fail_peer(flight.link, "batch deadline passed", BatchStatus.TIMEOUT)
 
     def stop(self, transport: LoopbackTransport) -> None:
         with self._lock:
@@ -180,7 +180,7 @@ class LoopbackHub:
                 link.busy = False
                 self._settle(link.owner, link.owner_peer)
                 if link.shut:
-                    self.fail_peer(link, "peer closed", Status.CANCELLED)
+                    self.fail_peer(link, "peer closed", BatchStatus.CANCELLED)
             self.advance(0.0)
             for peer in list(transport._closing):
                 transport._end_outgoing(peer)
@@ -226,7 +226,7 @@ class LoopbackHub:
         destination, source = flight.runs[run]
         destination[:] = source
 
-    def _finish(self, flight: Flight, status: Status, detail: str) -> None:
+    def _finish(self, flight: Flight, status: BatchStatus, detail: str) -> None:
         """Report a flight, once."""
         if flight.reported:
             return
@@ -387,7 +387,7 @@ class LoopbackTransport(Transport):
 
     def _end_outgoing(self, peer: str) -> None:
         for flight in [flight for flight in self.hub.flights if flight.link is self._out.get(peer)]:
-            self.hub._finish(flight, Status.CANCELLED, "closed by this side")
+            self.hub._finish(flight, BatchStatus.CANCELLED, "closed by this side")
 
     def _tell(self, occurrence: Occurrence) -> None:
         if not self._happened and self._event_fd is not None:

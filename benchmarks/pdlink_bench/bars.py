@@ -13,7 +13,7 @@ from .workload import BLOCK_16_TO_128, DEFAULT, NHD_TO_HND
 
 if TYPE_CHECKING:
     from .measure import Measured
-    from .rounds import Results
+    from .rounds import RoundResults
 
 CEILING = "ceiling"
 
@@ -24,7 +24,7 @@ class Figure:
     name: str = "whole"
     case: str = DEFAULT
 
-    def find(self, results: Results) -> Measured | None:
+    def find(self, results: RoundResults) -> Measured | None:
         case = results.cases.get(self.case)
         if case is None:
             return None
@@ -65,7 +65,7 @@ BARS: tuple[Bar, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class BarVerdict:
     what: str
     required: float
     ratio: float | None
@@ -77,9 +77,9 @@ class Verdict:
         return self.ratio is not None and self.ratio >= self.required
 
 
-def judge(results: Results) -> list[Verdict]:
+def judge(results: RoundResults) -> list[BarVerdict]:
     return [
-        Verdict(
+        BarVerdict(
             bar.what,
             bar.required,
             _ratio(bar.ours, bar.theirs, results),
@@ -89,7 +89,7 @@ def judge(results: Results) -> list[Verdict]:
     ]
 
 
-def _ratio(ours: Figure, theirs: Figure, results: Results) -> float | None:
+def _ratio(ours: Figure, theirs: Figure, results: RoundResults) -> float | None:
     """Of speeds: the times' the other way round. All cases of a bar move the same number of bytes."""
     measured, other = ours.find(results), theirs.find(results)
     return None if measured is None or other is None else other.share(theirs.name, measured, ours.name)

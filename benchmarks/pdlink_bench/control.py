@@ -18,10 +18,10 @@ from pdlink.commands.parser import positive
 
 from . import harness, plot
 from .ends import ReceivingEnd, SendingEnd
-from .harness import SETUP_TIMEOUT_S, Report, Table, in_turns, opened
+from .harness import SETUP_TIMEOUT_S, BenchReport, TextTable, in_turns, opened
 from .measure import Measured, summarise
 from .transfer import TRANSPORTS
-from .workers import Worker
+from .workers import WorkerProcess
 
 if TYPE_CHECKING:
     import argparse
@@ -36,7 +36,7 @@ TIMEOUT_S = 90.0
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ControlSettings:
     num_layers: int = 2
     rounds: int = 5
     alone: int = 200
@@ -47,11 +47,11 @@ class Settings:
     idle_s: float = 5.0
 
 
-class Lane(harness.Lane):
-    def __init__(self, name: str, make_transport: Callable[[], Transport], settings: Settings) -> None:
+class ControlLane(harness.Lane):
+    def __init__(self, name: str, make_transport: Callable[[], Transport], settings: ControlSettings) -> None:
         self._settings = settings
-        self._sender = Worker(f"{name} sender", SendingEnd, settings.num_layers, make_transport)
-        self._receiver = Worker(f"{name} receiver", ReceivingEnd, settings.num_layers, make_transport)
+        self._sender = WorkerProcess(f"{name} sender", SendingEnd, settings.num_layers, make_transport)
+        self._receiver = WorkerProcess(f"{name} receiver", ReceivingEnd, settings.num_layers, make_transport)
         super().__init__(self._sender, self._receiver)
         self._address = ""
         self._num_runs = 0
@@ -106,9 +106,9 @@ class Lane(harness.Lane):
         return f"run-{self._num_runs}"
 
 
-def measure(names: Sequence[str], settings: Settings, progress: Progress) -> dict[str, Measured]:
+def measure(names: Sequence[str], settings: ControlSettings, progress: Progress) -> dict[str, Measured]:
     """Let every transport take turns. One that cannot work or fails is reported; the others go on."""
-    lanes = {name: Lane(name, TRANSPORTS[name], settings) for name in names}
+    lanes = {name: ControlLane(name, TRANSPORTS[name], settings) for name in names}
     task = progress.add_task("measuring", total=(1 + settings.rounds) * len(lanes))
     with opened(list(lanes.values())):
         for number, lane in in_turns(list(lanes.values()), 1 + settings.rounds):  # the first one warms up
@@ -124,7 +124,7 @@ def measure(names: Sequence[str], settings: Settings, progress: Progress) -> dic
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    how = Settings()
+    how = ControlSettings()
     parser.add_argument(
         "--transport",
         action="append",
@@ -145,11 +145,11 @@ def run(args: argparse.Namespace) -> int:
     return harness.run("control", args, _report)
 
 
-def _report(args: argparse.Namespace, progress: Progress) -> Report:
-    settings = Settings(args.layers, args.rounds, args.alone, args.count, tuple(args.windows), args.idle_s)
+def _report(args: argparse.Namespace, progress: Progress) -> BenchReport:
+    settings = ControlSettings(args.layers, args.rounds, args.alone, args.count, tuple(args.windows), args.idle_s)
     results = measure(args.transport or list(TRANSPORTS), settings, progress)
     working = {name: measured for name, measured in results.items() if not measured.problem}
-    return Report(
+    return BenchReport(
         {"settings": settings, "transports": results},
         [_table(working, settings)],
         _panels(working, settings),
@@ -158,8 +158,8 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
     )
 
 
-def _table(results: dict[str, Measured], settings: Settings) -> Table:
-    table = Table(
+def _table(results: dict[str, Measured], settings: ControlSettings) -> TextTable:
+    table = TextTable(
         ("transport", "lane", "ZeroMQ round\ntrip µs", "offer to\nready µs", "round\ntrips")
         + tuple(f"per second,\n{window} at once" for window in settings.windows)
         + ("CPU µs each,\nsender + receiver", "idle CPU"),
@@ -181,10 +181,12 @@ def _table(results: dict[str, Measured], settings: Settings) -> Table:
     return table
 
 
-def _panels(results: dict[str, Measured], settings: Settings) -> list[plot.Panel]:
-    def groups(names: Sequence[str], factor: float) -> dict[str, list[plot.Bar]]:
+def _panels(results: dict[str, Measured], settings: ControlSettings) -> list[plot.Panel]:
+    def groups(names: Sequence[str], factor: float) -> dict[str, list[plot.PlottedBar]]:
         return {
-            lane: [plot.Bar.of(name, summarise(measured.samples[name]), lambda v: v * factor) for name in names]
+            lane: [
+                plot.PlottedBar.of(name, summarise(measured.samples[name]), lambda v: v * factor) for name in names
+            ]
             for lane, measured in results.items()
         }
 

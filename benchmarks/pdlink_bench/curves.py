@@ -28,8 +28,8 @@ from pdlink.plan.fitting import errors, fit_decode, fit_prefill
 from pdlink_proxy.probe import MAX_TOKENS
 
 from . import harness
-from .harness import Report, Table
-from .http_load import BadAnswer, once, once_and_cached, stream
+from .harness import BenchReport, TextTable
+from .http_load import WrongAnswer, once, once_and_cached, stream
 
 if TYPE_CHECKING:
     import argparse
@@ -76,14 +76,14 @@ def run(args: argparse.Namespace) -> int:
     return harness.run("curves", args, _report)
 
 
-def _report(args: argparse.Namespace, progress: Progress) -> Report:
+def _report(args: argparse.Namespace, progress: Progress) -> BenchReport:
     try:
         return _of_server(args, progress)
     except CannotFetch as error:
-        return Report({}, [f"[red]{error}[/]"], ok=False)
+        return BenchReport({}, [f"[red]{error}[/]"], ok=False)
 
 
-def _of_server(args: argparse.Namespace, progress: Progress) -> Report:
+def _of_server(args: argparse.Namespace, progress: Progress) -> BenchReport:
     if len(set(args.tokens)) < 2:
         raise ConfigError(f"tokens: got {args.tokens}; expected two lengths at least; name more")
     if args.url:
@@ -156,7 +156,7 @@ def _moved(url: str, key: str | None, num_tokens: int) -> Moved:
     return Moved(nbytes / num_tokens, median(speeds), said)
 
 
-def _measured(args: argparse.Namespace, url: str, moved: Moved | None, progress: Progress) -> Report:
+def _measured(args: argparse.Namespace, url: str, moved: Moved | None, progress: Progress) -> BenchReport:
     draw = random.Random(args.seed)
     base = url.rstrip("/") + "/v1/completions"
 
@@ -203,11 +203,11 @@ def _measured(args: argparse.Namespace, url: str, moved: Moved | None, progress:
                     ]
                 gaps = [gap for answer in answers for gap in answer.gaps_s[1:-1]]
                 if not gaps:
-                    raise BadAnswer(f"{base} streamed fewer than 4 tokens; set --steps to more")
+                    raise WrongAnswer(f"{base} streamed fewer than 4 tokens; set --steps to more")
                 decode.append((batch, batch * (tokens + args.steps / 2), median(gaps)))
                 progress.advance(task)
-    except (BadAnswer, OSError) as error:
-        return Report({}, [f"[red]{url}: {error}[/]"], ok=False)
+    except (WrongAnswer, OSError) as error:
+        return BenchReport({}, [f"[red]{url}: {error}[/]"], ok=False)
     prefill = [
         (new, held, median(seconds for one, other, seconds in prefill if (one, other) == (new, held)))
         for new, held in dict.fromkeys((new, held) for new, held, _ in prefill)
@@ -225,7 +225,7 @@ def _measured(args: argparse.Namespace, url: str, moved: Moved | None, progress:
     asked = len(args.tokens) * args.rounds
     shown = [*_shown(curves, prefill, decode), _said_of_cached(asked, unsaid, missed)]
     shown.append(moved.said if moved else "link: not measured; name a --proxy, or --link and --kv-bytes")
-    return Report({"curves": curves.model_dump(), "prefill": prefill, "decode": decode, "missed": missed}, shown)
+    return BenchReport({"curves": curves.model_dump(), "prefill": prefill, "decode": decode, "missed": missed}, shown)
 
 
 def _said_of_cached(asked: int, unsaid: int, missed: int) -> str:
@@ -244,13 +244,13 @@ def _shown(
     curves: Curves,
     prefill: Sequence[tuple[float, float, float]],
     decode: Sequence[tuple[float, float, float]],
-) -> list[str | Table]:
+) -> list[str | TextTable]:
     fitted = [curves.prefill_s(int(new), int(held)) for new, held, _ in prefill]
     steps = [curves.decode_step_s(batch, tokens) for batch, tokens, _ in decode]
-    prompts = Table(("new tokens", "cached", "ms", "fitted"), "prompts, median of the rounds", num_left=0)
+    prompts = TextTable(("new tokens", "cached", "ms", "fitted"), "prompts, median of the rounds", num_left=0)
     for (new, held, seconds), each in zip(prefill, fitted, strict=True):
         prompts.add(f"{new:g}", f"{held:g}", f"{seconds * 1e3:.1f}", f"{each * 1e3:.1f}")
-    batches = Table(("sequences", "tokens of KV", "ms", "fitted"), "decode steps, median", num_left=0)
+    batches = TextTable(("sequences", "tokens of KV", "ms", "fitted"), "decode steps, median", num_left=0)
     for (batch, tokens, seconds), each in zip(decode, steps, strict=True):
         batches.add(f"{batch:g}", f"{tokens:g}", f"{seconds * 1e3:.2f}", f"{each * 1e3:.2f}")
     shares = [errors(fitted, [row[2] for row in prefill]), errors(steps, [row[2] for row in decode])]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from pdlink.errors import TransportFailure
-from pdlink.transport.base import BatchDone, Occurrence, Status, Transport
+from pdlink.transport.base import BatchDone, BatchStatus, Occurrence, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -66,7 +66,7 @@ class ForeignTransport(Transport):
 
     def done(self, ticket: int, peer: str, nbytes: int, started_s: float) -> None:
         self._occurrences.append(
-            BatchDone(ticket, peer, Status.OK, nbytes, submitted_s=started_s, done_s=time.monotonic())
+            BatchDone(ticket, peer, BatchStatus.OK, nbytes, submitted_s=started_s, done_s=time.monotonic())
         )
 
     def poll(self) -> list[Occurrence]:

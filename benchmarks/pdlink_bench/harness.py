@@ -21,7 +21,7 @@ from pdlink.memory.buffers import available_nbytes
 
 from . import plot
 from .measure import Facts, Measured, machine_facts, machine_line, summarise
-from .workers import Worker, WorkerFailed
+from .workers import WorkerFailed, WorkerProcess
 
 if TYPE_CHECKING:
     import argparse
@@ -37,7 +37,7 @@ Thing = TypeVar("Thing")
 
 
 @dataclass(slots=True)
-class Table:
+class TextTable:
     """Rows of rich's markup. A line break in a title or a cell saves width on a terminal."""
 
     columns: Sequence[str]
@@ -71,10 +71,10 @@ class Table:
 
 
 @dataclass(slots=True)
-class Report:
+class BenchReport:
     kept: Mapping[str, Any]
     """For the JSON: dataclasses and `Measured` at any depth."""
-    shown: list[str | Table] = field(default_factory=list)
+    shown: list[str | TextTable] = field(default_factory=list)
     panels: Sequence[plot.Panel] = ()
     notes: str = ""
     """Below the picture: what a reader must know of the workload."""
@@ -94,7 +94,7 @@ def add_output_arguments(parser: argparse.ArgumentParser, *, draws: bool = False
         parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
 
 
-def run(name: str, args: argparse.Namespace, measure: Callable[[argparse.Namespace, Progress], Report]) -> int:
+def run(name: str, args: argparse.Namespace, measure: Callable[[argparse.Namespace, Progress], BenchReport]) -> int:
     """Measure, print, write what was asked for. 1 if something failed, 2 for options that cannot be."""
     errors = Console(stderr=True)
     progress = Progress(
@@ -127,7 +127,7 @@ def run(name: str, args: argparse.Namespace, measure: Callable[[argparse.Namespa
     return 0 if report.ok and not any(measured.failed for measured in problems.values()) else 1
 
 
-def _show(report: Report, problems: Mapping[str, Measured], machine: Facts) -> None:
+def _show(report: BenchReport, problems: Mapping[str, Measured], machine: Facts) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH_NOT_A_TTY)
     console.print(machine_line(machine), highlight=False)
     for part in report.shown:
@@ -139,7 +139,7 @@ def _show(report: Report, problems: Mapping[str, Measured], machine: Facts) -> N
         console.print(f"[{'red' if measured.failed else 'yellow'}]{who}: {escape(measured.problem)}[/]")
 
 
-def _markdown(report: Report, problems: Mapping[str, Measured], machine: Facts) -> str:
+def _markdown(report: BenchReport, problems: Mapping[str, Measured], machine: Facts) -> str:
     tables = [part for part in report.shown if isinstance(part, str) or part.rows]
     parts = [Text.from_markup(part).plain if isinstance(part, str) else part.as_markdown() for part in tables]
     reasons = [f"{who}: {measured.problem}" for who, measured in problems.items()]
@@ -168,7 +168,7 @@ def check_memory(needed: int, remedy: str) -> None:
 class Lane:
     """Whatever has turns: its processes, and what came of them."""
 
-    def __init__(self, *workers: Worker) -> None:
+    def __init__(self, *workers: WorkerProcess) -> None:
         self.workers = workers
         self.measured = Measured()
 
@@ -203,7 +203,7 @@ class Lane:
                 return
 
 
-def check(owner: Worker, what: str = "") -> None:
+def check(owner: WorkerProcess, what: str = "") -> None:
     """Have the process look at every byte that was moved to it. Raises WorkerFailed."""
     if wrong := owner.ask("check_and_clear", timeout_s=SETUP_TIMEOUT_S):
         raise WorkerFailed(f"wrong bytes{f' ({what})' if what else ''}: {wrong}")
@@ -218,7 +218,7 @@ def opened(lanes: Sequence[Lane]) -> Iterator[None]:
     """
     workers = [worker for lane in lanes for worker in lane.workers]
     with ExitStack() as stack:
-        for end in (Worker.close, Worker.hang_up):  # the last ones in the stack come first
+        for end in (WorkerProcess.close, WorkerProcess.hang_up):  # the last ones in the stack come first
             for worker in workers:
                 stack.callback(end, worker)
         for lane in lanes:

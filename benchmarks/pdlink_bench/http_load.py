@@ -19,12 +19,12 @@ TIMEOUT_S = 300.0
 _PREFILL = re.compile(r"\bprefill;dur=([0-9.]+)")
 
 
-class BadAnswer(Exception):
+class WrongAnswer(Exception):
     """A server answered something that is no good answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Streamed:
+class StreamedAnswer:
     first_s: float
     """From the request to the first token."""
     gaps_s: tuple[float, ...]
@@ -38,7 +38,7 @@ class Streamed:
 
 
 def once(url: str, body: dict[str, Any]) -> float:
-    """Seconds that a request in one piece takes. Raises BadAnswer, OSError, http.client.HTTPException."""
+    """Seconds that a request in one piece takes. Raises WrongAnswer, OSError, http.client.HTTPException."""
     started_s = time.perf_counter()
     connection, response = _post(url, body)
     try:
@@ -65,8 +65,8 @@ def once_and_cached(url: str, body: dict[str, Any]) -> tuple[float, int | None]:
     return took_s, cached if isinstance(cached, int) else None
 
 
-def stream(url: str, body: dict[str, Any], request_id: str = "") -> Streamed:
-    """request_id: what the server is to call it. Raises BadAnswer, OSError, http.client.HTTPException."""
+def stream(url: str, body: dict[str, Any], request_id: str = "") -> StreamedAnswer:
+    """request_id: what the server is to call it. Raises WrongAnswer, OSError, http.client.HTTPException."""
     started_s = time.perf_counter()
     connection, response = _post(url, body, request_id)
     arrivals, text, done = [], [], False
@@ -81,7 +81,7 @@ def stream(url: str, body: dict[str, Any], request_id: str = "") -> Streamed:
                 continue
             event = json.loads(payload)
             if "error" in event:
-                raise BadAnswer(f"{url} ended a stream with {event['error']}")
+                raise WrongAnswer(f"{url} ended a stream with {event['error']}")
             if event["choices"]:
                 arrivals.append(arrived_s)
                 text.append(event["choices"][0].get("text", ""))
@@ -90,11 +90,11 @@ def stream(url: str, body: dict[str, Any], request_id: str = "") -> Streamed:
     finally:
         connection.close()
     if not arrivals or not done:
-        raise BadAnswer(f"{url} ended a stream early")
+        raise WrongAnswer(f"{url} ended a stream early")
     gaps = tuple(later - earlier for earlier, later in zip(arrivals, arrivals[1:], strict=False))
     first_s = arrivals[0] - started_s
     prefill_s = float(timing.group(1)) / 1e3 if timing else first_s
-    return Streamed(first_s, gaps, arrivals[-1] - started_s, prefill_s, disaggregated, "".join(text))
+    return StreamedAnswer(first_s, gaps, arrivals[-1] - started_s, prefill_s, disaggregated, "".join(text))
 
 
 def in_parallel(url: str, bodies: Sequence[dict[str, Any]], parallel: int) -> float:
@@ -115,5 +115,5 @@ def _post(
     if response.status != 200:
         text = response.read()[:500].decode(errors="replace")
         connection.close()
-        raise BadAnswer(f"{url} answered {response.status}: {text}")
+        raise WrongAnswer(f"{url} answered {response.status}: {text}")
     return connection, response

@@ -1,7 +1,7 @@
 """The two processes a transport connects, and the one that measures what a single core could do at best.
 
-`Sender` and `Receiver` play the roles of a prefill and a decode worker; `Ceiling` copies the same runs between two
-buffers of its own. All times are taken in the process that waits for the bytes to have landed.
+`LaneSender` and `LaneReceiver` play the roles of a prefill and a decode worker; `Ceiling` copies the same runs
+between two buffers of its own. All times are taken in the process that waits for the bytes to have landed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from pdlink.errors import DeadlineExceeded, TransportFailure
 from pdlink.kv.groups import KVGroups
 from pdlink.memory.buffers import Buffer
-from pdlink.transport.base import BatchDone, PeerFailed, Status
+from pdlink.transport.base import BatchDone, BatchStatus, PeerFailed
 
 from .workload import check_and_clear, fill_source
 
@@ -60,7 +60,7 @@ class _End:
             self.buffer.close()
 
 
-class Receiver(_End):
+class LaneReceiver(_End):
     def invite(self) -> bytes:
         self.array(max(workload.dst.extent(0) for workload in self.cases.values()))
         layouts = {workload.dst for workload in self.cases.values()}
@@ -82,7 +82,7 @@ class Receiver(_End):
         return check_and_clear(self.buffer.array, self.workload)
 
 
-class Sender(_End):
+class LaneSender(_End):
     def connect(self, invitation: bytes) -> None:
         from pdlink.kv.plan import warm_up
 
@@ -152,7 +152,7 @@ class Sender(_End):
             if isinstance(occurrence, PeerFailed):
                 raise TransportFailure(occurrence.reason)
             if isinstance(occurrence, BatchDone):
-                if occurrence.status is not Status.OK:
+                if occurrence.status is not BatchStatus.OK:
                     raise TransportFailure(f"batch ended as {occurrence.status.value}: {occurrence.detail}")
                 tickets.discard(occurrence.ticket)
 

@@ -36,8 +36,8 @@ from pdlink.plan.sweep import percentiles
 from pdlink.plan.traffic import Traffic, from_quantiles, read_trace
 
 from . import harness, plot
-from .harness import Report, Table
-from .http_load import BadAnswer, Streamed, stream
+from .harness import BenchReport, TextTable
+from .http_load import StreamedAnswer, WrongAnswer, stream
 
 if TYPE_CHECKING:
     import argparse
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asked:
+class FleetRequests:
     """Requests of one fleet."""
 
     at_s: Seconds
@@ -110,7 +110,7 @@ class Asked:
     answer: Tokens
 
 
-def _report(args: argparse.Namespace, progress: Progress) -> Report:
+def _report(args: argparse.Namespace, progress: Progress) -> BenchReport:
     if args.computes and not args.curves:
         raise ConfigError("computes: got no --curves; expected those of this machine; make them with `bench curves`")
     curves = read_curves(args.curves) if args.curves else SLEEPY
@@ -119,12 +119,12 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
         if args.trace
         else from_quantiles({5: 100, 50: 600, 99: 3000}, {5: 6, 50: 20, 99: 60}, args.requests, args.seed)
     )
-    shown: list[str | Table] = [
+    shown: list[str | TextTable] = [
         f"{traffic.name}: {args.requests} requests for each fleet, load {args.load:g}, seed {args.seed};"
         f" engines {'compute' if args.computes else 'sleep'}; curves: {curves.source}"
     ]
     kept: dict[str, Any] = {}
-    groups: dict[str, list[plot.Bar]] = {}
+    groups: dict[str, list[plot.PlottedBar]] = {}
     try:
         for num_prefill, num_decode in args.fleet or [(2, 2), (4, 4)]:
             name = f"{num_prefill}P{num_decode}D"
@@ -136,26 +136,30 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
             shown += [_table(name, row), row["said"]]
             for what in ("ttft", "per_token"):
                 groups[f"{name} {what}"] = [
-                    plot.Bar(f"{who} {quantile}", value, value, value)
+                    plot.PlottedBar(f"{who} {quantile}", value, value, value)
                     for who in ("measured", "predicted")
                     for quantile, value in zip(QUANTILES, row[what][who], strict=True)
                 ]
-    except (BadAnswer, PdlinkError, OSError, http.client.HTTPException) as error:
-        return Report(kept, [*shown, f"[red]{error}[/]"], ok=False)
+    except (WrongAnswer, PdlinkError, OSError, http.client.HTTPException) as error:
+        return BenchReport(kept, [*shown, f"[red]{error}[/]"], ok=False)
     panels = [plot.Bars("seconds, measured and predicted", "s", groups)]
-    return Report({"curves": curves.model_dump(), "fleets": kept}, shown, panels, str(shown[0]))
+    return BenchReport({"curves": curves.model_dump(), "fleets": kept}, shown, panels, str(shown[0]))
 
 
-def _asked(traffic: Traffic, curves: Curves, num_prefill: int, num_decode: int, args: argparse.Namespace) -> Asked:
+def _asked(
+    traffic: Traffic, curves: Curves, num_prefill: int, num_decode: int, args: argparse.Namespace
+) -> FleetRequests:
     prompt, answer = traffic.repeated(args.requests)
     per_s = args.load * closed_form(curves, prompt, answer, None, 10.0).rate(num_prefill, num_decode)
-    return Asked(traffic.poisson(args.requests, args.seed) / per_s, prompt, answer)
+    return FleetRequests(traffic.poisson(args.requests, args.seed) / per_s, prompt, answer)
 
 
 class _Fleet:
     """Real processes."""
 
-    def __init__(self, num_prefill: int, num_decode: int, curves: Curves, asked: Asked, *, computes: bool) -> None:
+    def __init__(
+        self, num_prefill: int, num_decode: int, curves: Curves, asked: FleetRequests, *, computes: bool
+    ) -> None:
         self._children: list[Child] = []
         self._nums = {"prefill": num_prefill, "decode": num_decode}
         longest = int((asked.prompt + asked.answer).max())
@@ -204,7 +208,7 @@ class _Fleet:
             os.environ.pop(name, None)
         stop(self._children, 10.0)
 
-    def _ask(self, draw: random.Random, prompt: int, answer: int) -> Streamed:
+    def _ask(self, draw: random.Random, prompt: int, answer: int) -> StreamedAnswer:
         body = {
             "model": "pdlink-tiny",
             "prompt": [draw.randrange(1, _WORDS) for _ in range(prompt)],
@@ -230,10 +234,10 @@ class _Fleet:
         overhead_s = max(0.0, median(each.first_s for each in taken) - alone_s - held_s)
         return curves.model_copy(update={"overhead_s": overhead_s, "handoff_s": handoff_s, "grace_s": GRACE_S})
 
-    def play(self, asked: Asked, seed: int, progress: Progress) -> list[Streamed]:
-        """Each request at its time. Raises BadAnswer."""
+    def play(self, asked: FleetRequests, seed: int, progress: Progress) -> list[StreamedAnswer]:
+        """Each request at its time. Raises WrongAnswer."""
         num = len(asked.at_s)
-        found: list[Streamed | Exception | None] = [None] * num
+        found: list[StreamedAnswer | Exception | None] = [None] * num
         task = progress.add_task(f"{self._nums['prefill']}P{self._nums['decode']}D", total=num)
         begin_s = time.monotonic() + 0.5
 
@@ -251,15 +255,15 @@ class _Fleet:
             thread.start()
         for thread in threads:
             thread.join(PATIENT.request_s)
-        answers = [each for each in found if isinstance(each, Streamed)]
+        answers = [each for each in found if isinstance(each, StreamedAnswer)]
         if len(answers) < num:
             why = next((str(each) for each in found if isinstance(each, Exception)), "no answer in time")
-            raise BadAnswer(f"{num - len(answers)} of {num} requests were not answered: {why}")
+            raise WrongAnswer(f"{num - len(answers)} of {num} requests were not answered: {why}")
         return answers
 
 
 def _compared(
-    curves: Curves, num_prefill: int, num_decode: int, asked: Asked, answers: Sequence[Streamed]
+    curves: Curves, num_prefill: int, num_decode: int, asked: FleetRequests, answers: Sequence[StreamedAnswer]
 ) -> dict[str, Any]:
     policies = DEFAULT_POLICIES["prefill"], DEFAULT_POLICIES["decode"]
     fleet = Simulation(policies, num_prefill, num_decode, curves=curves, cache_tokens=(0, 0))
@@ -289,9 +293,9 @@ def _row(measured: Seconds, routed: Seconds) -> dict[str, tuple[float, float, fl
     return {"measured": percentiles(measured), "predicted": percentiles(routed)}
 
 
-def _table(name: str, row: dict[str, Any]) -> Table:
+def _table(name: str, row: dict[str, Any]) -> TextTable:
     heads = ("", "measured", "predicted", "error", "bar")
-    table = Table(heads, f"{name}: clients beside pdlink plan, by the proxy's policies")
+    table = TextTable(heads, f"{name}: clients beside pdlink plan, by the proxy's policies")
     for what, label in (("ttft", "first token"), ("per_token", "per token")):
         of = row[what]
         for quantile, bar, measured, predicted in zip(QUANTILES, BARS, of["measured"], of["predicted"], strict=True):

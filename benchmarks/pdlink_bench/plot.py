@@ -40,7 +40,7 @@ _COLOURS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class PlottedBar:
     """One measured value, with the range of its middle 80 %."""
 
     name: str
@@ -49,7 +49,7 @@ class Bar:
     high: float
 
     @classmethod
-    def of(cls, name: str, summary: Summary, convert: Callable[[float], float] = float) -> Bar:
+    def of(cls, name: str, summary: Summary, convert: Callable[[float], float] = float) -> PlottedBar:
         """Median, p10 and p90 of a summary; `convert` may turn times into speeds, which swaps low and high."""
         low, high = sorted((convert(summary.p10), convert(summary.p90)))
         return cls(name, convert(summary.median), low, high)
@@ -61,7 +61,7 @@ class Bars:
 
     title: str
     y_label: str
-    groups: Mapping[str, Sequence[Bar]]
+    groups: Mapping[str, Sequence[PlottedBar]]
     """Group, below the axis, to its bars. A bar's name is its colour; one group needs no name."""
     limits: Mapping[str, float] = field(default_factory=dict)
     """Dashed lines across: name to value."""
@@ -72,7 +72,7 @@ class Bars:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PlottedLine:
     name: str
     x: Sequence[float]
     y: Sequence[float]
@@ -82,7 +82,7 @@ class Line:
     """For theory and limits: no markers."""
 
     @classmethod
-    def of(cls, name: str, points: Mapping[float, Summary], factor: float = 1.0) -> Line:
+    def of(cls, name: str, points: Mapping[float, Summary], factor: float = 1.0) -> PlottedLine:
         values = [[one.median * factor, one.p10 * factor, one.p90 * factor] for one in points.values()]
         median, low, high = zip(*values, strict=True) if values else ((), (), ())
         return cls(name, list(points), median, low, high)
@@ -95,7 +95,7 @@ class Lines:
     title: str
     x_label: str
     y_label: str
-    lines: Sequence[Line]
+    lines: Sequence[PlottedLine]
     log_x: bool = False
     log_y: bool = False
     x_ticks: Mapping[float, str] = field(default_factory=dict)

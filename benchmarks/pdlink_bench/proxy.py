@@ -25,7 +25,7 @@ from pdlink.commands.parser import positive, positive_float
 from pdlink.fleet.ports import free_ports
 
 from . import harness, plot
-from .harness import Report, Table, in_turns
+from .harness import BenchReport, TextTable, in_turns
 from .measure import Measured, spread
 from .proxy_stub import CHUNKS
 
@@ -71,7 +71,7 @@ http {{
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ProxyLoad:
     """Clients that each send one request after the other."""
 
     name: str
@@ -87,10 +87,10 @@ def _body(prompt: str, *, stream: bool) -> bytes:
 
 
 LOADS = (
-    Load("small request", _body("hello", stream=False), 64, "request"),
-    Load("prompt of 4k tokens (16 KB of text)", _body("word" * 4096, stream=False), 32, "request"),
-    Load(f"stream of {CHUNKS} events at once", _body("hello", stream=True), 16, "request"),
-    Load("64 paced streams", _body("paced", stream=True), 64, "event", CHUNKS),
+    ProxyLoad("small request", _body("hello", stream=False), 64, "request"),
+    ProxyLoad("prompt of 4k tokens (16 KB of text)", _body("word" * 4096, stream=False), 32, "request"),
+    ProxyLoad(f"stream of {CHUNKS} events at once", _body("hello", stream=True), 16, "request"),
+    ProxyLoad("64 paced streams", _body("paced", stream=True), 64, "event", CHUNKS),
 )
 _MEMORY = "open stream"
 
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     return harness.run("proxy", args, _report)
 
 
-def _report(args: argparse.Namespace, progress: Progress) -> Report:
+def _report(args: argparse.Namespace, progress: Progress) -> BenchReport:
     cores = sorted(os.sched_getaffinity(0))
     mine = cores[1:] or cores
     task = progress.add_task("start", total=1 + args.rounds * (len(_ROUTERS) + 2))
@@ -128,11 +128,11 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
     try:
         with ExitStack() as stack:
             workers = {
-                role: tuple(stack.enter_context(Stub(role)).url for _ in range(args.workers))
+                role: tuple(stack.enter_context(StubProcess(role)).url for _ in range(args.workers))
                 for role in ("prefill", "decode")
             }
             routers = [
-                stack.enter_context(Router(name, args.routers, workers, cores[0]))
+                stack.enter_context(RouterProcess(name, args.routers, workers, cores[0]))
                 for name in (OURS, *_ROUTERS, NGINX)
             ]
             for router in routers:
@@ -146,7 +146,7 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
     finally:
         os.sched_setaffinity(0, cores)
     measured = {router.name: router.measured for router in routers}
-    return Report(
+    return BenchReport(
         {"rounds": args.rounds, "workers": args.workers, "routers": measured},
         [_table(measured)],
         [_panel(measured)],
@@ -154,9 +154,9 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
     )
 
 
-def _table(measured: dict[str, Measured]) -> Table:
+def _table(measured: dict[str, Measured]) -> TextTable:
     columns = [*(f"{load.name}\nus/{load.unit}" for load in LOADS), f"{_MEMORY}\nKB of {_HELD}"]
-    table = Table(("CPU: median (p10..p90)", *columns))
+    table = TextTable(("CPU: median (p10..p90)", *columns))
     for name, found in measured.items():
         if not found.problem:
             cells = [spread(summary, 1e6, 0) for load in LOADS if (summary := found.summary(load.name))]
@@ -172,7 +172,7 @@ def _table(measured: dict[str, Measured]) -> Table:
 def _panel(measured: dict[str, Measured]) -> plot.Panel:
     groups = {
         f"{load.name}\n(us/{load.unit})": [
-            plot.Bar.of(name, summary, lambda seconds: seconds * 1e6)
+            plot.PlottedBar.of(name, summary, lambda seconds: seconds * 1e6)
             for name, found in measured.items()
             if (summary := found.summary(load.name))
         ]
@@ -181,7 +181,7 @@ def _panel(measured: dict[str, Measured]) -> plot.Panel:
     return plot.Bars("CPU of the router", "us (p10 to p90)", groups)
 
 
-class Process:
+class BenchProcess:
     def __init__(self, command: Sequence[str], core: int | None = None, *, stdout: int = subprocess.DEVNULL) -> None:
         """stdout: read by the caller, or a talkative process waits for ever."""
 
@@ -199,7 +199,7 @@ class Process:
             preexec_fn=pin,  # noqa: PLW1509 -- before any thread of ours
         )
 
-    def __enter__(self) -> Process:
+    def __enter__(self) -> BenchProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -207,17 +207,17 @@ class Process:
         self._process.communicate()
 
 
-class Stub(Process):
+class StubProcess(BenchProcess):
     def __init__(self, role: str) -> None:
         super().__init__([sys.executable, "-m", "pdlink_bench.proxy_stub", role], stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         self.url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
 
-    def __enter__(self) -> Stub:
+    def __enter__(self) -> StubProcess:
         return self
 
 
-class Router(Process):
+class RouterProcess(BenchProcess):
     def __init__(self, name: str, python: str, workers: Mapping[str, Sequence[str]], core: int) -> None:
         """workers: URLs by role."""
         self.name, self.measured = name, Measured()
@@ -243,7 +243,7 @@ class Router(Process):
             command += ["--prometheus-port", str(metrics_port)]
         super().__init__(command, core)
 
-    def __enter__(self) -> Router:
+    def __enter__(self) -> RouterProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -375,7 +375,7 @@ class _Client(asyncio.Protocol):
             self.ended.set_result(None)
 
 
-async def _drive(port: int, load: Load, seconds: float) -> tuple[int, int]:
+async def _drive(port: int, load: ProxyLoad, seconds: float) -> tuple[int, int]:
     """Answers that came whole, and how many were wrong; `seconds` long, and until the last one has ended."""
     loop = asyncio.get_running_loop()
     clients = [

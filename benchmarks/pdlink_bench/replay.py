@@ -23,7 +23,7 @@ from pdlink.store.ingestion import INGESTIONS, make_ingestion
 from pdlink.store.policies.registry import DEFAULT_POLICY, POLICIES, make_policy
 
 from . import harness, plot
-from .harness import Report, Table
+from .harness import BenchReport, TextTable
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
@@ -40,7 +40,7 @@ ADAPTIVE_AT_LEAST = 0.97
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ReplayedRequest:
     """One prompt."""
 
     num_tokens: int
@@ -51,7 +51,7 @@ class Request:
         return min(num_blocks * BLOCK_TOKENS, self.num_tokens)
 
 
-def read_trace(path: Path) -> list[Request]:
+def read_trace(path: Path) -> list[ReplayedRequest]:
     """Raises ConfigError with the number of the line that is wrong."""
     requests = []
     try:
@@ -59,7 +59,7 @@ def read_trace(path: Path) -> list[Request]:
             for number, line in enumerate(lines, start=1):
                 try:
                     row = json.loads(line)
-                    requests.append(Request(int(row["input_length"]), tuple(map(_key, row["hash_ids"]))))
+                    requests.append(ReplayedRequest(int(row["input_length"]), tuple(map(_key, row["hash_ids"]))))
                 except (ValueError, TypeError, KeyError) as error:
                     raise ConfigError(
                         f"{path}:{number}: got {line.strip()[:80]!r} ({error!r}); expected an object with "
@@ -72,7 +72,7 @@ def read_trace(path: Path) -> list[Request]:
     return requests
 
 
-def made_up_trace(seed: int, num_requests: int = 3_000) -> list[Request]:
+def made_up_trace(seed: int, num_requests: int = 3_000) -> list[ReplayedRequest]:
     """Conversations that come back with a longer prompt, some over a shared system prompt, and prompts asked once."""
     draw = random.Random(seed)
     shared = [[f"system {number}.{block}" for block in range(4)] for number in range(8)]
@@ -85,7 +85,9 @@ def made_up_trace(seed: int, num_requests: int = 3_000) -> list[Request]:
             talk = list(draw.choice(shared)) if draw.random() < 0.6 else []
             talks.append(talk)
         talk += [f"{number}.{block}" for block in range(1 + int(draw.expovariate(1 / 8)))]
-        requests.append(Request(len(talk) * BLOCK_TOKENS - draw.randrange(BLOCK_TOKENS), tuple(map(_key, talk))))
+        requests.append(
+            ReplayedRequest(len(talk) * BLOCK_TOKENS - draw.randrange(BLOCK_TOKENS), tuple(map(_key, talk)))
+        )
     return requests
 
 
@@ -93,7 +95,7 @@ def _key(block: object) -> Key:
     return blake2b(str(block).encode(), digest_size=16).digest()
 
 
-class Cache:
+class ReplayedCache:
     """As many blocks as fit, under one policy."""
 
     def __init__(self, policy: Policy, num_blocks: int) -> None:
@@ -131,9 +133,9 @@ def leading(keys: Sequence[Key], *resident: Container[Key]) -> int:
     return len(keys)
 
 
-def hit_rate(requests: Sequence[Request], policy: Policy, num_blocks: int) -> float:
+def hit_rate(requests: Sequence[ReplayedRequest], policy: Policy, num_blocks: int) -> float:
     """Tokens of leading blocks that were there, of all tokens."""
-    cache, hits = Cache(policy, num_blocks), 0
+    cache, hits = ReplayedCache(policy, num_blocks), 0
     for request in requests:
         hits += request.tokens_of(leading(request.keys, cache.resident))
         for key in reversed(request.keys):
@@ -141,7 +143,7 @@ def hit_rate(requests: Sequence[Request], policy: Policy, num_blocks: int) -> fl
     return hits / num_tokens(requests)
 
 
-def num_tokens(requests: Sequence[Request]) -> int:
+def num_tokens(requests: Sequence[ReplayedRequest]) -> int:
     return sum(request.num_tokens for request in requests)
 
 
@@ -154,9 +156,11 @@ class TwoTiers:
     """Blocks written below, of the blocks that came into RAM."""
 
 
-def two_tiers(requests: Sequence[Request], policy: str, ingestion: Ingestion, ram: int, below: int) -> TwoTiers:
+def two_tiers(
+    requests: Sequence[ReplayedRequest], policy: str, ingestion: Ingestion, ram: int, below: int
+) -> TwoTiers:
     """Of `ram` and `below` blocks, the lower one under LRU; a hit below comes back into RAM."""
-    upper, lower, hits = Cache(make_policy(policy), ram), Cache(make_policy("lru"), below), 0
+    upper, lower, hits = ReplayedCache(make_policy(policy), ram), ReplayedCache(make_policy("lru"), below), 0
     for request in requests:
         hits += request.tokens_of(leading(request.keys, upper.resident, lower.resident))
         for key in reversed(request.keys):
@@ -169,7 +173,7 @@ def two_tiers(requests: Sequence[Request], policy: str, ingestion: Ingestion, ra
     return TwoTiers(hits / num_tokens(requests), lower.num_inserted / upper.num_inserted)
 
 
-def best_hit_rate(requests: Sequence[Request], num_blocks: int) -> float:
+def best_hit_rate(requests: Sequence[ReplayedRequest], num_blocks: int) -> float:
     """Belady's: what is used again last goes first, also what has just come; of a prompt the last block first.
 
     Exact for prefixes: what uses a block uses all before it, so these are never wanted later.
@@ -226,7 +230,7 @@ def run(args: argparse.Namespace) -> int:
     return harness.run("replay", args, _report)
 
 
-def _report(args: argparse.Namespace, progress: Progress) -> Report:
+def _report(args: argparse.Namespace, progress: Progress) -> BenchReport:
     for name in args.policy:
         make_policy(name)  # a wrong name ends the run here
     requests = read_trace(args.trace) if args.trace else made_up_trace(args.seed)
@@ -251,12 +255,12 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
         f"{unlimited:.3f} of the tokens hit"
     )
     heads = [f"{size:,}\n({size / footprint:.1%})" for size in sizes]
-    table = Table(("policy", *heads), "token hit rate, by blocks in RAM (share of the footprint)")
+    table = TextTable(("policy", *heads), "token hit rate, by blocks in RAM (share of the footprint)")
     for name, row in rates.items():
         table.add(name, *(f"{rate:.3f}" for rate in row))
     table.add()
     table.add("Belady", *(f"{rate:.3f}" for rate in belady))
-    below_table = Table(("RAM / below", *INGESTIONS), "two tiers: token hit rate (writes per block into RAM)")
+    below_table = TextTable(("RAM / below", *INGESTIONS), "two tiers: token hit rate (writes per block into RAM)")
     for pair, found in tiers.items():
         below_table.add(pair, *(f"{one.hit_rate:.3f} ({one.written_share:.2f})" for one in found.values()))
     ratio = adaptive_to_best(rates)
@@ -268,10 +272,10 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
             + ("met" if ratio >= ADAPTIVE_AT_LEAST else "[red]missed[/]")
         )
     )
-    lines = [plot.Line(name, sizes, row) for name, row in rates.items()]
-    curves = [*lines, plot.Line("Belady", sizes, belady, dashed=True)]
+    lines = [plot.PlottedLine(name, sizes, row) for name, row in rates.items()]
+    curves = [*lines, plot.PlottedLine("Belady", sizes, belady, dashed=True)]
     ticks = {float(size): f"{size / 1000:g}k" for size in sizes}
-    return Report(
+    return BenchReport(
         {"rates": rates, "belady": belady, "sizes": sizes, "unlimited": unlimited, "ratio": ratio, "tiers": tiers},
         [facts, table, verdict, below_table],
         [plot.Lines("token hit rate", "blocks in RAM", "of all tokens", curves, log_x=True, x_ticks=ticks)],

@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 from . import plot
 from .bars import judge
-from .harness import Report, Table
+from .harness import BenchReport, TextTable
 from .measure import gb_per_s
 from .workload import DEFAULT
 
 if TYPE_CHECKING:
-    from .bars import Verdict
+    from .bars import BarVerdict
     from .measure import Measured, Summary
-    from .rounds import Case, Results, Settings
+    from .rounds import Case, RoundResults, RoundSettings
 
 CEILINGS = {"memcpy": "one core, memcpy", "nt": "one core, non-temporal"}
 
 
-def report(results: Results, *, bars: bool = False) -> Report:
+def report(results: RoundResults, *, bars: bool = False) -> BenchReport:
     """The default workload with everything about it, then speeds over all layouts. bars: with verdicts."""
     cases, default = results.cases, results.cases[DEFAULT]
-    shown: list[str | Table] = [workload_line(default), *_ceilings_line(default)]
+    shown: list[str | TextTable] = [workload_line(default), *_ceilings_line(default)]
     shown.append(_case_table(default, results.settings))
     panels = [_speeds(default, "whole", "all layers in one submit"), _speeds(default, "layers", "layer by layer")]
     if len(cases) > 1:
@@ -32,7 +32,7 @@ def report(results: Results, *, bars: bool = False) -> Report:
     verdicts = judge(results)
     if bars:
         shown.append(_bars(verdicts))
-    return Report(
+    return BenchReport(
         {
             "settings": results.settings,
             "cases": {name: _kept(case, results.settings) for name, case in cases.items()},
@@ -70,7 +70,7 @@ def _ceilings_line(case: Case) -> list[str]:
     ]
 
 
-def _case_table(case: Case, settings: Settings) -> Table:
+def _case_table(case: Case, settings: RoundSettings) -> TextTable:
     exposed = [f"exposed at\n{layer_ms:g} ms/layer" for layer_ms in settings.layer_ms]
     columns = (
         "transport",
@@ -82,7 +82,7 @@ def _case_table(case: Case, settings: Settings) -> Table:
         "ms/layer",
         *exposed,
     )
-    table = Table(columns, num_left=2)
+    table = TextTable(columns, num_left=2)
     for name, measured in case.transports.items():
         if measured.summary("whole"):
             table.add(name, measured.lane, *_cells(case, settings, measured))
@@ -91,7 +91,7 @@ def _case_table(case: Case, settings: Settings) -> Table:
     return table
 
 
-def _cells(case: Case, settings: Settings, measured: Measured) -> list[str]:
+def _cells(case: Case, settings: RoundSettings, measured: Measured) -> list[str]:
     nbytes, whole, layers = case.workload.nbytes, measured.summary("whole"), measured.summary("layers")
     ratios = _ratios(case, measured, settings)
     cells = [_speed(nbytes, whole, "\n") if whole else "-"]
@@ -104,10 +104,10 @@ def _cells(case: Case, settings: Settings, measured: Measured) -> list[str]:
     return cells
 
 
-def _layouts_table(cases: dict[str, Case]) -> Table:
+def _layouts_table(cases: dict[str, Case]) -> TextTable:
     """Cases side by side, of modules with figures in more than the default one."""
     runs = [f"{name}\n{case.num_runs} x {case.workload.nbytes // case.num_runs} B" for name, case in cases.items()]
-    table = Table(("transport", *runs), "layouts: GB/s whole / layer by layer, ms whole")
+    table = TextTable(("transport", *runs), "layouts: GB/s whole / layer by layer, ms whole")
     others = [case for name, case in cases.items() if name != DEFAULT]
     for lane in dict.fromkeys(lane for case in others for lane in case.transports):
         if any(case.transports[lane].samples for case in others if lane in case.transports):
@@ -125,9 +125,9 @@ def _layout_cell(case: Case, measured: Measured | None) -> str:
     return f"{_gb(case, measured, 'whole')} / {_gb(case, measured, 'layers')}\n{whole.median * 1e3:.3g} ms"
 
 
-def _bars(verdicts: list[Verdict]) -> Table:
+def _bars(verdicts: list[BarVerdict]) -> TextTable:
     columns = ("bar", "ratio", "at least", "met", "bare copies or\nloops reach")
-    table = Table(columns, "bars: medians of the ratios of each round")
+    table = TextTable(columns, "bars: medians of the ratios of each round")
     for verdict in verdicts:
         met = "[green]yes[/]" if verdict.met else "[red]no[/]" if verdict.ratio else "not measured"
         ratio, at_best = ("-" if one is None else f"{one:.2f}" for one in (verdict.ratio, verdict.at_best))
@@ -146,7 +146,7 @@ def _speed(nbytes: int, summary: Summary, between: str = " ") -> str:
     return f"{median:.2f}{between}({low:.1f}-{high:.1f})"
 
 
-def _ratios(case: Case, measured: Measured, settings: Settings) -> dict[str, float | None]:
+def _ratios(case: Case, measured: Measured, settings: RoundSettings) -> dict[str, float | None]:
     return {
         "of_memcpy": case.ceiling.share("memcpy", measured, "whole"),
         "of_nt": case.ceiling.share("nt", measured, "whole"),
@@ -156,7 +156,7 @@ def _ratios(case: Case, measured: Measured, settings: Settings) -> dict[str, flo
     }
 
 
-def _kept(case: Case, settings: Settings) -> dict[str, Any]:
+def _kept(case: Case, settings: RoundSettings) -> dict[str, Any]:
     """Every sample, and the ratios that the tables show."""
     return {
         "workload": asdict(case.workload) | {"nbytes": case.workload.nbytes, "num_runs": case.num_runs},
@@ -181,7 +181,7 @@ def _layouts(cases: dict[str, Case]) -> plot.Bars:
     return plot.Bars("layouts: all layers in one submit", "GB/s", groups)
 
 
-def _lanes(case: Case, name: str = "whole") -> list[plot.Bar]:
+def _lanes(case: Case, name: str = "whole") -> list[plot.PlottedBar]:
     speed = partial(gb_per_s, case.workload.nbytes)
     lanes = {lane: measured.summary(name) for lane, measured in case.transports.items()}
-    return [plot.Bar.of(lane, summary, speed) for lane, summary in lanes.items() if summary]
+    return [plot.PlottedBar.of(lane, summary, speed) for lane, summary in lanes.items() if summary]

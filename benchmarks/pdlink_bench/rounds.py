@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from . import harness
 from .harness import SETUP_TIMEOUT_S, check, in_turns, opened
-from .lanes import Ceiling, Receiver, Sender
+from .lanes import Ceiling, LaneReceiver, LaneSender
 from .measure import Measured
-from .workers import Worker
+from .workers import WorkerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class RoundSettings:
     layer_ms: tuple[float, ...] = (1.0, 2.5, 5.0)
     rounds: int = 10
     warm_ups: int = 2
@@ -49,7 +49,7 @@ class Contestant:
 class _Turns(harness.Lane):
     """What lanes of all kinds share: figures per case."""
 
-    def __init__(self, cases: Mapping[str, Workload], *workers: Worker) -> None:
+    def __init__(self, cases: Mapping[str, Workload], *workers: WorkerProcess) -> None:
         super().__init__(*workers)
         self.by_case = {name: Measured() for name in cases}
 
@@ -58,11 +58,11 @@ class _Turns(harness.Lane):
         for measured in self.by_case.values():
             measured.problem, measured.failed = problem, failed
 
-    def turn(self, settings: Settings, keep: bool) -> None:
+    def turn(self, settings: RoundSettings, keep: bool) -> None:
         for case in self.by_case:
             self.take(case, settings, keep)
 
-    def take(self, case: str, settings: Settings, keep: bool) -> None:
+    def take(self, case: str, settings: RoundSettings, keep: bool) -> None:
         """One turn in one case."""
         raise NotImplementedError
 
@@ -70,7 +70,7 @@ class _Turns(harness.Lane):
 class Pair(_Turns):
     """Sender and receiver of one transport; subclasses push."""
 
-    def __init__(self, cases: Mapping[str, Workload], sender: Worker, receiver: Worker) -> None:
+    def __init__(self, cases: Mapping[str, Workload], sender: WorkerProcess, receiver: WorkerProcess) -> None:
         self.sender, self.receiver = sender, receiver
         super().__init__(cases, sender, receiver)
 
@@ -95,17 +95,17 @@ class Pair(_Turns):
         return seconds
 
 
-class Lane(Pair):
+class TransferLane(Pair):
     def __init__(self, name: str, contestant: Contestant, cases: Mapping[str, Workload]) -> None:
         mine = {case: cases[case] for case in (cases if contestant.cases is None else contestant.cases)}
         make = contestant.make_transport
         sender, receiver = (
-            Worker(f"{name} {role.__name__.lower()}", role, mine, make) for role in (Sender, Receiver)
+            WorkerProcess(f"{name} {role.__name__.lower()}", role, mine, make) for role in (LaneSender, LaneReceiver)
         )
         super().__init__(mine, sender, receiver)
         self.asynchronous = contestant.asynchronous
 
-    def take(self, case: str, settings: Settings, keep: bool) -> None:
+    def take(self, case: str, settings: RoundSettings, keep: bool) -> None:
         self.take_up(case)
         pushes: list[tuple[str, str, tuple[float, ...]]] = [
             ("whole", "push_whole", ()),
@@ -124,7 +124,7 @@ class CeilingLane(_Turns):
     """The copies that no transport is part of."""
 
     def __init__(self, cases: Mapping[str, Workload]) -> None:
-        self.worker = Worker("ceiling", Ceiling, cases)
+        self.worker = WorkerProcess("ceiling", Ceiling, cases)
         super().__init__(cases, self.worker)
 
     def open(self) -> None:
@@ -136,7 +136,7 @@ class CeilingLane(_Turns):
         for measured in self.by_case.values():
             measured.lane = kind
 
-    def take(self, case: str, settings: Settings, keep: bool) -> None:
+    def take(self, case: str, settings: RoundSettings, keep: bool) -> None:
         self.worker.ask("take_up", case, timeout_s=SETUP_TIMEOUT_S)
         for name in ("memcpy", "nt"):
             seconds = self.worker.ask(f"copy_{name}", timeout_s=settings.timeout_s)
@@ -158,25 +158,25 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Results:
+class RoundResults:
     """One run, as it is printed and kept."""
 
-    settings: Settings
+    settings: RoundSettings
     cases: dict[str, Case]
 
 
 def measure(
     cases: Mapping[str, Workload],
     contestants: Mapping[str, Contestant],
-    settings: Settings,
+    settings: RoundSettings,
     progress: Progress,
-) -> Results:
+) -> RoundResults:
     """Let every contestant and the ceilings take turns.
 
     A transport that cannot work, fails or delivers wrong bytes loses its turns and is reported; the others go on.
     """
     ceiling = CeilingLane(cases)
-    lanes = {name: Lane(name, contestant, cases) for name, contestant in contestants.items()}
+    lanes = {name: TransferLane(name, contestant, cases) for name, contestant in contestants.items()}
     everybody: list[_Turns] = [ceiling, *lanes.values()]
     task = progress.add_task("measuring", total=(settings.warm_ups + settings.rounds) * len(everybody))
     with opened(everybody):
@@ -185,7 +185,7 @@ def measure(
             lane.attempt(lane.turn, settings, number >= settings.warm_ups)
             _let(lane, run=False)
             progress.advance(task)
-    return Results(
+    return RoundResults(
         settings,
         {
             name: Case(

@@ -15,7 +15,7 @@ from pdlink_proxy.policies.registry import POLICIES
 
 from . import harness, plot
 from .chats import conversations
-from .harness import Report, Table
+from .harness import BenchReport, TextTable
 
 if TYPE_CHECKING:
     import argparse
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     return harness.run("route", args, _report)
 
 
-def _report(args: argparse.Namespace, progress: Progress) -> Report:
+def _report(args: argparse.Namespace, progress: Progress) -> BenchReport:
     curves = Curves(grace_s=FOR_EVER_S if args.racks > 1 else 0.0)
     policies = args.policy or [*POLICIES, _DEFAULT, f"{_EVENTS}{_DEFAULT}"]
     requests = read_trace(args.trace, args.requests) if args.trace else conversations(args.requests, args.seed)
@@ -94,13 +94,13 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
     fleets = args.fleet or [(8, 8), (100, 100)]
     how = f"load {args.load:g}, slow {args.slow:g}, away {args.away:g}, racks {args.racks}, "
     how += f"routers {args.routers}, seed {args.seed}"
-    shown: list[str | Table] = [f"{what}: {len(requests)} requests, {how}"]
+    shown: list[str | TextTable] = [f"{what}: {len(requests)} requests, {how}"]
     kept: dict[str, dict[str, dict[str, float]]] = {}
     task = progress.add_task("route", total=len(fleets) * len(policies))
     for num_prefill, num_decode in fleets:
         name = f"{num_prefill}+{num_decode}"
         paced = at_load(requests, args.load, num_prefill, curves)
-        table = Table(
+        table = TextTable(
             ("policy", "TTFT mean s", "p50 s", "p99 s", "cached", "place us", "requests/s", "failed legs"),
             f"{name} workers",
         )
@@ -136,7 +136,7 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
             )
             progress.advance(task)
         shown.append(table)
-    return Report(
+    return BenchReport(
         {
             "seed": args.seed,
             "load": args.load,
@@ -155,7 +155,7 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
 def _panel(row: str, kept: Mapping[str, Mapping[str, Mapping[str, float]]]) -> plot.Panel:
     groups = {
         f"{fleet} workers": [
-            plot.Bar(policy, found[row], found[row], found[row]) for policy, found in policies.items()
+            plot.PlottedBar(policy, found[row], found[row], found[row]) for policy, found in policies.items()
         ]
         for fleet, policies in kept.items()
     }

@@ -22,8 +22,8 @@ from pdlink.commands.parser import positive
 
 from . import harness, plot, resting
 from .deployments import Deployment, Options, SystemFailed, launch
-from .harness import Report, Table, in_turns
-from .http_load import BadAnswer, Streamed, in_parallel, once, stream
+from .harness import BenchReport, TextTable, in_turns
+from .http_load import StreamedAnswer, WrongAnswer, in_parallel, once, stream
 from .measure import Measured, spread, summarise
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ SYSTEMS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ServingSettings:
     lengths: tuple[int, ...] = (256, 1024, 4096)
     """Prompt tokens."""
     answer_tokens: int = 16
@@ -70,7 +70,9 @@ def column(name: str, length: int) -> str:
     return f"{name}, {length} tokens"
 
 
-def measure(deployments: Sequence[Deployment], settings: Settings, tick: Callable[[], None]) -> dict[str, Measured]:
+def measure(
+    deployments: Sequence[Deployment], settings: ServingSettings, tick: Callable[[], None]
+) -> dict[str, Measured]:
     """Turns of all systems. One that does not answer right has no more turns, and the others go on."""
     found = {deployment.name: Measured() for deployment in deployments}
     for deployment in deployments:
@@ -81,7 +83,7 @@ def measure(deployments: Sequence[Deployment], settings: Settings, tick: Callabl
         if not measured.problem:
             try:
                 _turn(deployment, prompts, settings, measured, first=turn == 0)
-            except (SystemFailed, BadAnswer, OSError, http.client.HTTPException) as error:
+            except (SystemFailed, WrongAnswer, OSError, http.client.HTTPException) as error:
                 why = f"failed in turn {turn + 1}: {error}; its figures, if any, are of the turns before"
                 measured.problem, measured.failed = why, True
             deployment.stop_time()
@@ -90,7 +92,7 @@ def measure(deployments: Sequence[Deployment], settings: Settings, tick: Callabl
 
 
 def _turn(
-    deployment: Deployment, prompts: random.Random, settings: Settings, measured: Measured, *, first: bool
+    deployment: Deployment, prompts: random.Random, settings: ServingSettings, measured: Measured, *, first: bool
 ) -> None:
     deployment.go_on()
     # Kernels are made for every new shape once; after that a turn only has to make its session again.
@@ -107,7 +109,9 @@ def _turn(
     measured.add(PER_S, per_s)
 
 
-def _one(deployment: Deployment, prompts: random.Random, length: int, settings: Settings) -> tuple[float, Streamed]:
+def _one(
+    deployment: Deployment, prompts: random.Random, length: int, settings: ServingSettings
+) -> tuple[float, StreamedAnswer]:
     body = {"model": deployment.model, "prompt": _prompt(prompts, length), "max_tokens": 1, "temperature": 0}
     bare_s = once(deployment.prefill_url, body | deployment.alone)
     before_s = deployment.waited_s()
@@ -115,19 +119,19 @@ def _one(deployment: Deployment, prompts: random.Random, length: int, settings: 
     return bare_s, replace(streamed, prefill_s=streamed.prefill_s - (deployment.waited_s() - before_s))
 
 
-def _through(deployment: Deployment, prompt: list[int], settings: Settings) -> Streamed:
+def _through(deployment: Deployment, prompt: list[int], settings: ServingSettings) -> StreamedAnswer:
     streamed = stream(deployment.proxy_url, _body(deployment, prompt, settings))
     if not streamed.disaggregated:
         raise SystemFailed(f"{deployment.name}: a request was served without its prefill leg")
     return streamed
 
 
-def _batch(deployment: Deployment, prompts: random.Random, settings: Settings) -> float:
+def _batch(deployment: Deployment, prompts: random.Random, settings: ServingSettings) -> float:
     bodies = [_body(deployment, _prompt(prompts, settings.lengths[0]), settings) for _ in range(settings.batch)]
     return settings.batch / in_parallel(deployment.proxy_url, bodies, settings.parallel)
 
 
-def _body(deployment: Deployment, prompt: list[int], settings: Settings) -> dict[str, Any]:
+def _body(deployment: Deployment, prompt: list[int], settings: ServingSettings) -> dict[str, Any]:
     tokens = settings.answer_tokens
     body = {"model": deployment.model, "prompt": prompt, "temperature": 0, "ignore_eos": True, "stream": True}
     return {**body, "max_tokens": tokens}
@@ -137,16 +141,16 @@ def _prompt(prompts: random.Random, length: int) -> list[int]:
     return [prompts.randrange(33, 127) for _ in range(length)]
 
 
-def _report_of(results: dict[str, Measured], engine: str, settings: Settings) -> Report:
+def _report_of(results: dict[str, Measured], engine: str, settings: ServingSettings) -> BenchReport:
     rest = ", waiting threads rest" if settings.rest else ""
     what = f"engine {engine}{rest}; {settings.rounds} turns; milliseconds, medians"
     kept = {"engine": engine, "settings": settings, "systems": results}
-    return Report(kept, [what, _table(results, settings)], _panels(results, settings), what, problems=results)
+    return BenchReport(kept, [what, _table(results, settings)], _panels(results, settings), what, problems=results)
 
 
-def _table(results: dict[str, Measured], settings: Settings) -> Table:
+def _table(results: dict[str, Measured], settings: ServingSettings) -> TextTable:
     """One row per system and length; medians, with p10 and p90 of what is compared."""
-    table = Table(
+    table = TextTable(
         ("system", "prompt", "bare\nprefill", "prefill\nleg", "TTFT", "over bare", "over leg")
         + ("between\ntokens", "requests/s")
     )
@@ -167,10 +171,14 @@ def _table(results: dict[str, Measured], settings: Settings) -> Table:
     return table
 
 
-def _panels(results: dict[str, Measured], settings: Settings) -> list[plot.Panel]:
-    def bars(name: str, length: int) -> list[plot.Bar]:
+def _panels(results: dict[str, Measured], settings: ServingSettings) -> list[plot.Panel]:
+    def bars(name: str, length: int) -> list[plot.PlottedBar]:
         found = {system: measured.samples.get(column(name, length)) for system, measured in results.items()}
-        return [plot.Bar.of(system, summarise(s), lambda seconds: seconds * 1e3) for system, s in found.items() if s]
+        return [
+            plot.PlottedBar.of(system, summarise(s), lambda seconds: seconds * 1e3)
+            for system, s in found.items()
+            if s
+        ]
 
     titles = {"over_bare": "TTFT beyond a bare prefill", "over_prefill": "TTFT beyond the prefill leg"}
     return [
@@ -180,7 +188,7 @@ def _panels(results: dict[str, Measured], settings: Settings) -> list[plot.Panel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    how = Settings()
+    how = ServingSettings()
     parser.add_argument("--engine", choices=sorted(SYSTEMS), default="vllm", help="default %(default)s")
     parser.add_argument(
         "--system",
@@ -229,8 +237,8 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-def _report(args: argparse.Namespace, progress: Progress) -> Report:
-    settings = Settings(
+def _report(args: argparse.Namespace, progress: Progress) -> BenchReport:
+    settings = ServingSettings(
         lengths=tuple(sorted(args.tokens)),
         answer_tokens=args.answer_tokens,
         rounds=args.rounds,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdlink.config import ModelConfig
-    from pdlink.engine.attention import Span
+    from pdlink.engine.attention import QuerySpan
     from pdlink.engine.paged_cache import PagedCache
 
 AT_ONCE_S = 0.02
@@ -83,7 +83,7 @@ class SleepingModel(LoadedModel):
         )
         return cls(**known, costs=costs, token=next(visible))
 
-    def seconds(self, spans: Sequence[Span]) -> float:
+    def seconds(self, spans: Sequence[QuerySpan]) -> float:
         """Of a pass. A span of one token is an answer's."""
         prompts = [span for span in spans if span.end - span.start > 1]
         answers = [span for span in spans if span.end - span.start == 1]
@@ -102,7 +102,7 @@ class SleepingModel(LoadedModel):
         self,
         cache: PagedCache,
         tokens: torch.Tensor,
-        spans: Sequence[Span],
+        spans: Sequence[QuerySpan],
         rows: Sequence[int],
         *,
         layer_written: Callable[[int], None] | None = None,

@@ -18,7 +18,7 @@ from pdlink.kv.layout import paged_layout
 from pdlink.node.node import Node
 
 from . import harness
-from .harness import Report, Table
+from .harness import BenchReport, TextTable
 from .transfer import TRANSPORTS
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     return harness.run("soak", args, _report)
 
 
-def _report(args: argparse.Namespace, progress: Progress) -> Report:
+def _report(args: argparse.Namespace, progress: Progress) -> BenchReport:
     make = TRANSPORTS[args.transport]
     sides = Node("soak-sender", LAYOUT, transports=[make()]), Node("soak-receiver", LAYOUT, transports=[make()])
     samples: list[Sample] = []
@@ -115,7 +115,7 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
     grown = [name for name in ("descriptors", "threads", "held") if getattr(last, name) > getattr(first, name)]
     longest_s = max(sample.absence_s for sample in samples)
     slope = (last.rss_kib - first.rss_kib) * 1024 / max(1, last.transfers - first.transfers)
-    table = Table(
+    table = TextTable(
         ("transfers", "RSS MiB", "descriptors", "threads", "held", "absence ms"),
         f"{args.transfers} transfers over {args.transport}, {per_s:.0f} per second",
         num_left=0,
@@ -123,7 +123,7 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
     for sample in samples:
         numbers = map(str, (sample.descriptors, sample.threads, sample.held))
         table.add(str(sample.transfers), f"{sample.rss_kib / 1024:.1f}", *numbers, f"{sample.absence_s * 1e3:.1f}")
-    return Report(
+    return BenchReport(
         {
             "transport": args.transport,
             "per_s": per_s,

@@ -20,7 +20,7 @@ from pdlink.store.store import Store
 from pdlink.store.tiers.direct import DirectFile
 from pdlink.store.tiers.disk import Disk
 
-from .workers import Worker
+from .workers import WorkerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ class Took(NamedTuple):
     """Of all processes that took part."""
 
 
-class Lane:
+class TierLane:
     """Has memory of its own: the records of a turn, and as much to read them into."""
 
     puts = True
@@ -102,7 +102,7 @@ class Lane:
         return [memory[at : at + self.nbytes] for at in range(0, len(memory), self.nbytes)]
 
 
-class Copy(Lane):
+class Copy(TierLane):
     """One copy of each record there and back, by one core."""
 
     def __init__(self, copy: Callable[[Bytes, Bytes, Any], None]) -> None:
@@ -121,7 +121,7 @@ class Copy(Lane):
 
 
 class CopyRuns(Copy):
-    """The same by the runs that `Memory` copies between pages and records."""
+    """The same by the runs that `CacheLane` copies between pages and records."""
 
     def begin(self, nbytes: int, count: int) -> None:
         super().begin(nbytes, count)
@@ -146,7 +146,7 @@ def _form(nbytes: int) -> tuple[int, int, int]:
     return num_heads, layers, nbytes // CHUNK_TOKENS // 2 // num_heads // layers
 
 
-class Memory(Lane):
+class CacheLane(TierLane):
     """`pdlink.Cache` over an engine's pages: keys, look-up, lease, and copies of runs of a block of 16 tokens."""
 
     _cache: Cache | None = None
@@ -194,7 +194,7 @@ class Memory(Lane):
             self._cache.close()
 
 
-class Bare(Lane):
+class Bare(TierLane):
     """O_DIRECT, nothing else. Turns follow each other through the file, as a tier's records do: what was written just
     before may lie in a cache of the host."""
 
@@ -230,7 +230,7 @@ class Bare(Lane):
                 raise OSError("the file of the bare lane is too short")
 
 
-class Tiered(Lane):
+class DiskLane(TierLane):
     """Our tier on disk, which looks at a record's first page: the rest is checked by the sums in it."""
 
     gathers = True
@@ -263,7 +263,7 @@ class Tiered(Lane):
         return self._round.to_bytes(16, "little") + number.to_bytes(16, "little")
 
 
-class Copied(Tiered):
+class Copied(DiskLane):
     """The same with copies between pages and slots, of runs of 16 tokens, in which sums are made and compared."""
 
     def __init__(self, path: Path, capacity_nbytes: int, segment_nbytes: int, *, checks: bool) -> None:
@@ -327,8 +327,8 @@ class _Lending:
         self.store.close()
 
 
-class Owner(_Lending):
-    """The other process of `Peer`."""
+class PeerLaneOwner(_Lending):
+    """The other process of `PeerLane`."""
 
     def __init__(self, kind: str, nbytes: int, count: int) -> None:
         super().__init__("owner", kind, nbytes, count)
@@ -347,7 +347,7 @@ class Owner(_Lending):
         return time.process_time()
 
 
-class Peer(Lane):
+class PeerLane(TierLane):
     """Our peer tier: pulls from the memory of another process into that of this one. Both hash every record."""
 
     puts = False
@@ -355,14 +355,14 @@ class Peer(Lane):
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        self._owner: Worker | None = None
+        self._owner: WorkerProcess | None = None
         self._here: _Lending | None = None
         self._round = 0
 
     def begin(self, nbytes: int, count: int) -> None:
         self.close()
         super().begin(nbytes, count)
-        self._owner = Worker(f"owner ({self._kind})", Owner, self._kind, nbytes, count)
+        self._owner = WorkerProcess(f"owner ({self._kind})", PeerLaneOwner, self._kind, nbytes, count)
         self._owner.open()
         address = self._owner.ask("address", timeout_s=_ASK_S)
         self._here = _Lending("asker", self._kind, nbytes, count, [address])
@@ -399,12 +399,12 @@ class Peer(Lane):
             self._owner.close()
 
 
-class Remote(Lane):
+class Remote(TierLane):
     """A lane in a process of its own, which has its memory there."""
 
-    def __init__(self, name: str, make: Callable[..., Lane], *arguments: object) -> None:
-        """make: as `Worker` takes it."""
-        self._worker = Worker(name, make, *arguments)
+    def __init__(self, name: str, make: Callable[..., TierLane], *arguments: object) -> None:
+        """make: as `WorkerProcess` takes it."""
+        self._worker = WorkerProcess(name, make, *arguments)
         self._worker.open()
 
     def begin(self, nbytes: int, count: int) -> None:
@@ -420,13 +420,13 @@ class Remote(Lane):
         self._worker.close()
 
 
-def memory_lanes() -> dict[str, Lane]:
+def memory_lanes() -> dict[str, TierLane]:
     return {
         "memcpy": Copy(_copy.memcpy_runs),
         "non-temporal": Copy(_copy.nt_runs),
         MEMCPY_RUNS: CopyRuns(_copy.memcpy_runs),
         "non-temporal, runs": CopyRuns(_copy.nt_runs),
-        "memory": Memory(),
-        "peer, mapped": Peer("mapped"),
-        "peer, tcp": Peer("tcp"),
+        "memory": CacheLane(),
+        "peer, mapped": PeerLane("mapped"),
+        "peer, tcp": PeerLane("tcp"),
     }

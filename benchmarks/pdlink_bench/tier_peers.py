@@ -20,7 +20,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from .tier_lanes import CHUNK_TOKENS, Lane
+from .tier_lanes import CHUNK_TOKENS, TierLane
 
 GIB = 1 << 30
 _TOUCHES = 5
@@ -35,7 +35,7 @@ def importable(path: str, module: str) -> None:
     logging.disable(logging.WARNING)
 
 
-class LMCache(Lane):
+class LMCache(TierLane):
     """Its two backends in one process, as its storage manager calls them: memory, and files opened with O_DIRECT."""
 
     def __init__(self, path: str, directory: str, *, on_disk: bool) -> None:
@@ -105,7 +105,7 @@ class LMCache(Lane):
             kept.ref_count_down()
 
 
-class LMCacheNativeFiles(Lane):
+class LMCacheNativeFiles(TierLane):
     """Its file system adapter in C++, O_DIRECT, with its default number of threads."""
 
     _NUM_THREADS = 4
@@ -140,7 +140,7 @@ class LMCacheNativeFiles(Lane):
                     return
 
 
-class AibrixMemory(Lane):
+class AibrixMemory(TierLane):
     """AIBrix' first level by its own calls: put copies into blocks; acquire, then a copy out of them."""
 
     def __init__(self, path: str, directory: str) -> None:
@@ -188,7 +188,7 @@ class AibrixMemory(Lane):
         return [record.view(self._shape) for record in records]
 
 
-class AibrixFiles(Lane):
+class AibrixFiles(TierLane):
     """AIBrix' shared file system connector: a file for each block, through the page cache."""
 
     def __init__(self, path: str, directory: str) -> None:
@@ -217,7 +217,7 @@ class AibrixFiles(Lane):
                 raise OSError("AIBrix' files lack a record")
 
 
-class VllmFiles(Lane):
+class VllmFiles(TierLane):
     """vLLM's file tier: a file for each block, O_DIRECT, one thread."""
 
     def __init__(self, path: str, directory: str) -> None:
@@ -244,7 +244,7 @@ class VllmFiles(Lane):
             self._io._load_block(path, room, 0, self.nbytes)
 
 
-class HiCacheFiles(Lane):
+class HiCacheFiles(TierLane):
     """SGLang's file backend of HiCache: buffered files."""
 
     def __init__(self, path: str, directory: str) -> None:
@@ -293,9 +293,9 @@ DISK: dict[str, tuple[Any, dict[str, bool]]] = {
 """Classes, and what they are made with beside path and directory."""
 
 
-def make(name: str, path: str, directory: str) -> Lane:
+def make(name: str, path: str, directory: str) -> TierLane:
     """One of them, for `Remote`."""
     kind, more = {**MEMORY, **DISK}[name]
     Path(directory).mkdir(parents=True, exist_ok=True)
-    lane: Lane = kind(path, directory, **more)
+    lane: TierLane = kind(path, directory, **more)
     return lane

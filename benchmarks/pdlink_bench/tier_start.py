@@ -25,7 +25,7 @@ _WAIT_S = 60.0
 _SHAPE = RecordShape("uint8", 16, (Group("latent", (0,), 1, 1, 4096),))
 
 
-class Started(NamedTuple):
+class ColdStart(NamedTuple):
     library_s: float
     """In this process, until a record is kept and read."""
     process_s: float
@@ -34,7 +34,7 @@ class Started(NamedTuple):
     """Memory that the arena has then."""
 
 
-def measure(nbytes: int) -> Started:
+def measure(nbytes: int) -> ColdStart:
     """One start of each, with an arena of `nbytes`, perhaps more than the machine has."""
     began_s = time.perf_counter()
     store = Store(nbytes, make_policy("lru"), lends=True)
@@ -46,7 +46,7 @@ def measure(nbytes: int) -> Started:
     finally:
         store.close()
     with TemporaryDirectory(prefix="pdlink-") as place:  # not the disk's: a socket's path has 107 characters at most
-        return Started(library_s, _process_s(Path(place) / "start" / "store", nbytes), taken_nbytes)
+        return ColdStart(library_s, _process_s(Path(place) / "start" / "store", nbytes), taken_nbytes)
 
 
 def _process_s(path: Path, nbytes: int) -> float:

@@ -10,13 +10,13 @@ from typing import Any
 
 from pdlink.store.tiers.valkey import Valkey
 
-from .tier_lanes import Lane, Tiered
+from .tier_lanes import DiskLane, TierLane
 from .workers import WorkerFailed
 
 _START_S = 20.0
 
 
-class Server:
+class ValkeyServer:
     """A server of this run, which keeps nothing on disk, on a Unix socket."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Server:
         self._place.cleanup()
 
 
-class RedisPy(Lane):
+class RedisPy(TierLane):
     """SET of a record, and GET with a copy to where it is wanted."""
 
     def __init__(self, path: str) -> None:
@@ -64,7 +64,7 @@ class RedisPy(Lane):
         self._client.close()
 
 
-class Served(Tiered):
+class Served(DiskLane):
     """Our tier, which compares a checksum of what it gives back."""
 
     checks = True
@@ -80,6 +80,6 @@ class Served(Tiered):
         super().put()
 
 
-def lanes(server: Server) -> dict[str, Lane]:
+def lanes(server: ValkeyServer) -> dict[str, TierLane]:
     """Raises WorkerFailed."""
     return {"redis-py": RedisPy(server.path), "valkey": Served(server.path)}

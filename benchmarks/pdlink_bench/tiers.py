@@ -23,9 +23,9 @@ from pdlink.store.tiers.disk import SEGMENT_NBYTES, Disk
 from pdlink.store.tiers.journal import Journal, pack
 
 from . import harness, plot, tier_lookup, tier_peers, tier_start, tier_valkey
-from .harness import Report, Table, in_turns
+from .harness import BenchReport, TextTable, in_turns
 from .measure import Measured, gb_per_s
-from .tier_lanes import MEMCPY_RUNS, PART_NBYTES, Bare, Copied, Remote, Tiered, memory_lanes
+from .tier_lanes import MEMCPY_RUNS, PART_NBYTES, Bare, Copied, DiskLane, Remote, memory_lanes
 from .workers import WorkerFailed
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from rich.progress import Progress
 
-    from .tier_lanes import Lane
+    from .tier_lanes import TierLane
 
 SIZES_KIB = (128, 1024, 4096, 32768)
 MOST_CPU_S_PER_GB, MOST_RESTART_S = 0.15, 1.0
@@ -61,7 +61,7 @@ Found = dict[int, dict[str, Measured]]
 """By bytes of a record, then by lane."""
 
 
-def measure(lanes: Mapping[str, Lane], nbytes: int, rounds: int, turn_nbytes: int) -> dict[str, Measured]:
+def measure(lanes: Mapping[str, TierLane], nbytes: int, rounds: int, turn_nbytes: int) -> dict[str, Measured]:
     """Seconds and CPU seconds of each turn, for records of `nbytes`. A lane that fails has a problem instead."""
     found = {name: Measured() for name in lanes}
     for name, lane in lanes.items():
@@ -136,15 +136,15 @@ def run(args: argparse.Namespace) -> int:
     return harness.run("tiers", args, _report)
 
 
-def _report(args: argparse.Namespace, progress: Progress) -> Report:
+def _report(args: argparse.Namespace, progress: Progress) -> BenchReport:
     kept: dict[str, Any] = {}
-    report = Report(kept)
+    report = BenchReport(kept)
     with tempfile.TemporaryDirectory(prefix=".pdlink-bench-", dir=args.directory) as name, ExitStack() as opened:
         directory = Path(name)
         for place in [place for place in args.places if place in _BARE]:
             ours = {"memory": tier_peers.MEMORY, "disk": tier_peers.DISK}.get(place, {})
             try:
-                lanes: dict[str, Lane] = opened.enter_context(_lanes(place, directory))
+                lanes: dict[str, TierLane] = opened.enter_context(_lanes(place, directory))
             except WorkerFailed as error:
                 report.shown.append(f"{place} is left out: {error}")
                 continue
@@ -181,28 +181,28 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
 
 
 @contextmanager
-def _lanes(place: str, directory: Path) -> Iterator[dict[str, Lane]]:
+def _lanes(place: str, directory: Path) -> Iterator[dict[str, TierLane]]:
     """Raises WorkerFailed where a place's program or library is not installed."""
     if place == "valkey":
-        with closing(tier_valkey.Server()) as server:
+        with closing(tier_valkey.ValkeyServer()) as server:
             yield tier_valkey.lanes(server)
     else:
         yield memory_lanes() if place == "memory" else _disk_lanes(directory)
 
 
-def _disk_lanes(directory: Path) -> dict[str, Lane]:
+def _disk_lanes(directory: Path) -> dict[str, TierLane]:
     file_nbytes = NUM_SEGMENTS * SEGMENT_NBYTES
     return {
         "bare": Bare(directory / "bare", file_nbytes, SEGMENT_NBYTES, 1),
         "bare, parts": Bare(directory / "parts", file_nbytes, PART_NBYTES, 2),
         "bare, 4 KiB pages": Bare(directory / "small", file_nbytes, SEGMENT_NBYTES, 1, gathers=False),
-        "disk": Tiered(directory, (NUM_SEGMENTS + 1) * SEGMENT_NBYTES, SEGMENT_NBYTES),
+        "disk": DiskLane(directory, (NUM_SEGMENTS + 1) * SEGMENT_NBYTES, SEGMENT_NBYTES),
         "disk, copied": Copied(directory / "copied", 3 * SEGMENT_NBYTES, SEGMENT_NBYTES, checks=False),
         "disk, copied, checked": Copied(directory / "checked", 3 * SEGMENT_NBYTES, SEGMENT_NBYTES, checks=True),
     }
 
 
-def _write_before(lanes: Mapping[str, Lane]) -> None:
+def _write_before(lanes: Mapping[str, TierLane]) -> None:
     """The first write of preallocated room costs more."""
     nbytes = min(32 << 20, SEGMENT_NBYTES // 2)
     for name in [name for name in lanes if name.startswith(("bare", "disk"))]:
@@ -211,11 +211,13 @@ def _write_before(lanes: Mapping[str, Lane]) -> None:
             lanes[name].put()
 
 
-def _tell(report: Report, args: argparse.Namespace, place: str, found: Found, checks: Mapping[str, bool]) -> None:
+def _tell(
+    report: BenchReport, args: argparse.Namespace, place: str, found: Found, checks: Mapping[str, bool]
+) -> None:
     bare = _BARE[place]
     columns = [f"{what} {unit}" for what in ("put", "get") for unit in ("GB/s", "CPU s/GB", f"of {bare}")]
-    table = Table(("record", "lane", "checked", *columns), f"records in {place}", num_left=3)
-    groups: dict[str, list[plot.Bar]] = {}
+    table = TextTable(("record", "lane", "checked", *columns), f"records in {place}", num_left=3)
+    groups: dict[str, list[plot.PlottedBar]] = {}
     for nbytes, lanes in found.items():
         turn_nbytes = max(1, (args.turn << 20) // nbytes) * nbytes
         for lane, measured in lanes.items():
@@ -229,7 +231,7 @@ def _tell(report: Report, args: argparse.Namespace, place: str, found: Found, ch
                 per_gb = cpu.median / turn_nbytes * 1e9
                 cells += [f"{gb_per_s(turn_nbytes, taken.median):.2f}", f"{per_gb:.3f}", f"{ratio:.2f}"]
                 groups.setdefault(f"{what} {nbytes >> 10:,} KiB", []).append(
-                    plot.Bar.of(lane, taken, partial(gb_per_s, turn_nbytes))
+                    plot.PlottedBar.of(lane, taken, partial(gb_per_s, turn_nbytes))
                 )
             table.add(f"{nbytes >> 10:,} KiB", lane, "yes" if checks[lane] else "", *cells)
         table.add()
@@ -240,7 +242,7 @@ def _tell(report: Report, args: argparse.Namespace, place: str, found: Found, ch
     _judge(report, args, place, found.get(BAR_NBYTES, {}))
 
 
-def _judge(report: Report, args: argparse.Namespace, place: str, lanes: dict[str, Measured]) -> None:
+def _judge(report: BenchReport, args: argparse.Namespace, place: str, lanes: dict[str, Measured]) -> None:
     """The bars of one place, whose lane of ours has its name."""
     turn_nbytes = max(1, (args.turn << 20) // BAR_NBYTES) * BAR_NBYTES
     for what, bars in LEAST[place].items() if lanes else ():
@@ -276,8 +278,8 @@ def _sums_cpu_s(lanes: dict[str, Measured], what: str) -> float:
     return max(0.0, ratio - 1) * plain.median(f"{what} CPU")
 
 
-def _tell_hashed(report: Report, rates: Sequence[tier_lookup.Hashed]) -> None:
-    table = Table(
+def _tell_hashed(report: BenchReport, rates: Sequence[tier_lookup.Hashed]) -> None:
+    table = TextTable(
         ("ids", "tokens a key", "million tokens/CPU s", "at least", "to SHA-256 of pickles"),
         f"keys of {tier_lookup.NUM_TOKENS:,} tokens",
     )
@@ -290,7 +292,7 @@ def _tell_hashed(report: Report, rates: Sequence[tier_lookup.Hashed]) -> None:
     report.shown.append(table)
 
 
-def _tell_lookup(report: Report, cpu_s: Mapping[str, float]) -> None:
+def _tell_lookup(report: BenchReport, cpu_s: Mapping[str, float]) -> None:
     for form, took_s in cpu_s.items():
         report.ok &= took_s <= MOST_LOOKUP_S
         report.shown.append(
@@ -299,7 +301,7 @@ def _tell_lookup(report: Report, cpu_s: Mapping[str, float]) -> None:
         )
 
 
-def _tell_restart(report: Report, args: argparse.Namespace, took_s: float, cpu_s: float) -> None:
+def _tell_restart(report: BenchReport, args: argparse.Namespace, took_s: float, cpu_s: float) -> None:
     most_s = MOST_RESTART_S * max(1.0, args.entries / 1e6)
     report.ok &= took_s <= most_s
     report.shown.append(
@@ -308,7 +310,7 @@ def _tell_restart(report: Report, args: argparse.Namespace, took_s: float, cpu_s
     )
 
 
-def _tell_start(report: Report, args: argparse.Namespace, started: tier_start.Started) -> None:
+def _tell_start(report: BenchReport, args: argparse.Namespace, started: tier_start.ColdStart) -> None:
     for what, took_s in (("library", started.library_s), ("process", started.process_s)):
         report.ok &= took_s <= MOST_START_S
         report.shown.append(

@@ -18,7 +18,7 @@ from pdlink.errors import ConfigError
 
 from . import harness
 from .report import report
-from .rounds import Contestant, Settings, measure
+from .rounds import Contestant, RoundSettings, measure
 from .workload import BLOCK_16_TO_128, DEFAULT, ITEMSIZE, NHD_TO_HND, Workload, layouts
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from pdlink.transport.base import Transport
 
-    from .harness import Report
+    from .harness import BenchReport
 
 
 def _made(module: str, name: str, *args: object, **options: object) -> Transport:
@@ -77,7 +77,7 @@ for one of 256 bytes (32,768 of them, on a busy machine), and in such runs the d
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shape, how = Workload(), Settings()
+    shape, how = Workload(), RoundSettings()
     model = parser.add_argument_group("what is pushed", "the default is the KV of an 8B model with 8 KV heads")
     model.add_argument("--layers", type=positive, default=shape.num_layers, help="layers (default %(default)s)")
     model.add_argument("--heads", type=positive, default=shape.num_heads, help="KV heads (default %(default)s)")
@@ -150,8 +150,8 @@ def run(args: argparse.Namespace) -> int:
     return harness.run("transfer", args, _report)
 
 
-def _report(args: argparse.Namespace, progress: Progress) -> Report:
-    how = Settings()
+def _report(args: argparse.Namespace, progress: Progress) -> BenchReport:
+    how = RoundSettings()
     contestants = _contestants(args)
     try:
         cases = _cases(args, _workload(args))
@@ -165,7 +165,7 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
         name: one if name in TRANSPORTS else replace(one, cases=[case for case in one.cases or cases if case in few])
         for name, one in contestants.items()
     }
-    settings = Settings(
+    settings = RoundSettings(
         tuple(args.layer_ms or (() if args.layouts else how.layer_ms)),
         args.rounds or (LAYOUTS_ROUNDS if args.layouts else how.rounds),
         args.warm_ups or (1 if args.layouts else how.warm_ups),

@@ -29,8 +29,8 @@ from pdlink.fleet.child import start, stop
 from pdlink.fleet.ports import free_ports
 
 from . import harness, plot
-from .harness import Report, Table
-from .http_load import BadAnswer, Streamed, stream
+from .harness import BenchReport, TextTable
+from .http_load import StreamedAnswer, WrongAnswer, stream
 from .measure import Measured, gb_per_s, spread, summarise
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ SETTLE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class WarmSettings:
     tokens: int
     """Of the first prompt of a conversation."""
     turns: int
@@ -70,10 +70,10 @@ class Settings:
         return self.layers * 2 * HEADS * HEAD_DIM * DTYPE_NBYTES
 
 
-class Engine:
+class LoneWorker:
     """One worker, which serves requests alone."""
 
-    def __init__(self, name: str, model: Path, settings: Settings, **tiers: Any) -> None:
+    def __init__(self, name: str, model: Path, settings: WarmSettings, **tiers: Any) -> None:
         nbytes = settings.rounds * (settings.longest + 2 * CHUNK_TOKENS) * settings.token_nbytes
         config = WorkerConfig.model_validate(
             {
@@ -104,7 +104,7 @@ class Engine:
             found: dict[str, Any] = json.loads(answer.read())
         return found
 
-    def complete(self, prompt: list[int], answer_tokens: int, name: str) -> tuple[Streamed, dict[str, Any]]:
+    def complete(self, prompt: list[int], answer_tokens: int, name: str) -> tuple[StreamedAnswer, dict[str, Any]]:
         """Its answer, and where the worker had the KV of the prompt from."""
         body = {"model": MODEL, "prompt": prompt, "max_tokens": answer_tokens, "temperature": 0}
         streamed = stream(self.url, {**body, "stream": True, "ignore_eos": True}, request_id=name)
@@ -118,11 +118,13 @@ class Engine:
             {"place": place, "tokens": tokens}
         ]:
             if time.monotonic() > deadline_s:
-                raise BadAnswer(f"{tokens} tokens are not in {place} after {SETTLE_S:.0f} s; there are {runs}")
+                raise WrongAnswer(f"{tokens} tokens are not in {place} after {SETTLE_S:.0f} s; there are {runs}")
             time.sleep(0.05)
 
 
-def measure(settings: Settings, directory: Path, tick: Callable[[], None]) -> tuple[Measured, dict[str, list[Any]]]:
+def measure(
+    settings: WarmSettings, directory: Path, tick: Callable[[], None]
+) -> tuple[Measured, dict[str, list[Any]]]:
     """Seconds to first token by where the KV came from, and what the worker said of each prompt."""
     from pdlink.serve.checkpoint import write_checkpoint  # imports torch, and a list of options needs none
 
@@ -138,10 +140,10 @@ def measure(settings: Settings, directory: Path, tick: Callable[[], None]) -> tu
     )
     port = free_ports(1)
     disk = {"local_disk": str(directory / "disk"), "max_local_disk_size": 8.0, "peer_port": port}
-    engines = [Engine("first", model, settings, **disk)]
+    engines = [LoneWorker("first", model, settings, **disk)]
     try:
         engines[0].child.wait_ready(START_TIMEOUT_S)
-        engines.append(Engine("second", model, settings, peers=[f"tcp://127.0.0.1:{port}"]))
+        engines.append(LoneWorker("second", model, settings, peers=[f"tcp://127.0.0.1:{port}"]))
         engines[1].child.wait_ready(START_TIMEOUT_S)
         return _rounds(settings, engines[0], engines[1], tick)
     finally:
@@ -149,7 +151,7 @@ def measure(settings: Settings, directory: Path, tick: Callable[[], None]) -> tu
 
 
 def _rounds(
-    settings: Settings, first: Engine, second: Engine, tick: Callable[[], None]
+    settings: WarmSettings, first: LoneWorker, second: LoneWorker, tick: Callable[[], None]
 ) -> tuple[Measured, dict[str, list[Any]]]:
     numbers = random.Random(settings.seed)
     measured, sources = Measured(), dict[str, list[Any]]()
@@ -159,7 +161,7 @@ def _rounds(
 
     names = itertools.count()
 
-    def one(what: str, engine: Engine, prompt: list[int]) -> Streamed:
+    def one(what: str, engine: LoneWorker, prompt: list[int]) -> StreamedAnswer:
         streamed, sourced = engine.complete(prompt, settings.answer_tokens, f"bench-{next(names)}")
         measured.add(what, streamed.first_s)
         sources.setdefault(what, []).append(sourced)
@@ -177,7 +179,7 @@ def _rounds(
                 first.ask("/pdlink/cache/clear", {"everything": True, "places": ["memory"]})
                 first.until_known(prompt, "disk", whole)
             if one(what, engine, prompt).text != answer:
-                raise BadAnswer(
+                raise WrongAnswer(
                     f"the answer to a prompt that came from {what} is another one than when it was computed"
                 )
         for _ in range(settings.turns):
@@ -189,7 +191,7 @@ def _rounds(
 
 
 def _check(what: str, sources: Sequence[dict[str, Any]], whole_tokens: int) -> None:
-    """Raise BadAnswer unless a prompt came from where it should have come from, but for its end.
+    """Raise WrongAnswer unless a prompt came from where it should have come from, but for its end.
 
     whole_tokens: of the first prompt of a conversation, in whole chunks before its last token, which is computed.
     """
@@ -197,9 +199,9 @@ def _check(what: str, sources: Sequence[dict[str, Any]], whole_tokens: int) -> N
     for one in sources:
         loaded = one["loaded"] if place is None else one["places"].get(place, 0)
         if what != COLD and one["loaded"] < whole_tokens:
-            raise BadAnswer(f"{what}: the worker loaded {one['loaded']} of {whole_tokens} tokens: {one}")
+            raise WrongAnswer(f"{what}: the worker loaded {one['loaded']} of {whole_tokens} tokens: {one}")
         if (one["loaded"] == 0) is not (what == COLD) or loaded != one["loaded"]:
-            raise BadAnswer(f"{what}: the worker had the KV of a prompt from elsewhere: {one}")
+            raise WrongAnswer(f"{what}: the worker had the KV of a prompt from elsewhere: {one}")
 
 
 def _tokens(numbers: random.Random, count: int) -> list[int]:
@@ -231,13 +233,13 @@ def run(args: argparse.Namespace) -> int:
     """1 if a bar is missed, or something failed."""
     try:
         return harness.run("warm", args, _report)
-    except (BadAnswer, PdlinkError, OSError, http.client.HTTPException) as error:
+    except (WrongAnswer, PdlinkError, OSError, http.client.HTTPException) as error:
         print(error, file=sys.stderr)
         return 1
 
 
-def _report(args: argparse.Namespace, progress: Progress) -> Report:
-    settings = Settings(
+def _report(args: argparse.Namespace, progress: Progress) -> BenchReport:
+    settings = WarmSettings(
         args.tokens, args.turns, args.message_tokens, args.answer_tokens, args.rounds, args.layers, args.seed
     )
     task = progress.add_task("requests", total=settings.rounds * (4 + settings.turns))
@@ -252,13 +254,13 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
         f"{settings.rounds} rounds"
     )
     kept = {"settings": settings, "floor_s": floor_s, "measured": measured, "sources": sources}
-    report = Report(kept, [what], notes=what.replace("; ", "\n", 1))
+    report = BenchReport(kept, [what], notes=what.replace("; ", "\n", 1))
     _tell(report, measured, sources)
     return report
 
 
-def _tell(report: Report, measured: Measured, sources: dict[str, list[Any]]) -> None:
-    table = Table(("prefix from", "TTFT ms", "to computed", "at most", "tokens loaded", "tokens computed"))
+def _tell(report: BenchReport, measured: Measured, sources: dict[str, list[Any]]) -> None:
+    table = TextTable(("prefix from", "TTFT ms", "to computed", "at most", "tokens loaded", "tokens computed"))
     cold = summarise(measured.samples[COLD])
     bars, ratios = [], []
     for what, samples in measured.samples.items():
@@ -269,9 +271,9 @@ def _tell(report: Report, measured: Measured, sources: dict[str, list[Any]]) -> 
         counts = [f"{np.median([one[name] for one in sources[what]]):,.0f}" for name in ("loaded", "computed")]
         most = f"{MOST[what]:.2f}: {'met' if met else '[red]missed[/]'}" if what in MOST else ""
         table.add(what, spread(summary, digits=0), f"{ratio:.4f}", most, *counts)
-        bars.append(plot.Bar.of(what, summary, lambda seconds: seconds * 1e3))
+        bars.append(plot.PlottedBar.of(what, summary, lambda seconds: seconds * 1e3))
         if what != COLD:
-            ratios.append(plot.Bar.of(what, summary, lambda seconds: seconds / cold.median))
+            ratios.append(plot.PlottedBar.of(what, summary, lambda seconds: seconds / cold.median))
     report.shown.append(table)
     report.panels = [
         plot.Bars("time to first token", "ms", {"": bars}),

@@ -38,7 +38,7 @@ class WorkerFailed(Exception):
     """A worker reported an error, died, or did not answer in time."""
 
 
-class Worker:
+class WorkerProcess:
     """One spawned process that plays a role. Used by one thread."""
 
     def __init__(self, name: str, make_role: Callable[..., Role], *args: object) -> None:

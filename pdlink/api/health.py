@@ -9,10 +9,10 @@ import msgspec
 from pdlink.api.fields import Count  # noqa: TC001  (msgspec reads the annotation at run time)
 
 if TYPE_CHECKING:
-    from pdlink.api.presence import Load
+    from pdlink.api.presence import WorkerLoad
 
 
-class Refused(msgspec.Struct, frozen=True):
+class WorkerRefusal(msgspec.Struct, frozen=True):
     """A worker of the other side that this worker reports as refused."""
 
     peer: str = ""
@@ -27,7 +27,7 @@ class Refused(msgspec.Struct, frozen=True):
     """Until the next try; 0 if it is due, or not this worker's to make."""
 
 
-class Curves(msgspec.Struct, frozen=True):
+class PassCurves(msgspec.Struct, frozen=True):
     """What a worker has measured of its own forward passes (`pdlink.engine.pace`), in seconds; None: too few yet."""
 
     prefill: tuple[float, float, float] | None = None
@@ -52,7 +52,7 @@ class Health(msgspec.Struct, frozen=True):
     free_blocks: Count | None = None
     num_blocks: Count | None = None
     block_tokens: Count | None = None
-    refused: tuple[Refused, ...] = ()
+    refused: tuple[WorkerRefusal, ...] = ()
     aliases: tuple[str, ...] = ()
     """Other valid model names, of adapters for example."""
     kv_events: tuple[str, ...] = ()
@@ -71,9 +71,9 @@ class Health(msgspec.Struct, frozen=True):
     """Seconds of forward passes that computed prompts, since the start."""
     decode_s: float | None = None
     """The same of passes that made only further tokens of answers."""
-    curves: Curves | None = None
+    curves: PassCurves | None = None
 
-    def with_load(self, load: Load) -> Health:
+    def with_load(self, load: WorkerLoad) -> Health:
         """The same with what a beat says of its load."""
         return msgspec.structs.replace(self, **msgspec.structs.asdict(load))
 

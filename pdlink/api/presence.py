@@ -1,8 +1,8 @@
 """What a worker tells the proxies that it has dialed: that it is there, and its health. One frame a beat.
 
 Nothing is sent back. The health is the body of the worker's GET /health without the list of its peers, so that each
-field has one meaning. What changes with every request is apart, in `Load`: the rest is the same bytes from beat to
-beat, which a proxy compares and does not read again. Durations only: clocks of two hosts are not compared.
+field has one meaning. What changes with every request is apart, in `WorkerLoad`: the rest is the same bytes from beat
+to beat, which a proxy compares and does not read again. Durations only: clocks of two hosts are not compared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MISSED_BEATS = 3
 SHORTEST_BEAT_S, LONGEST_BEAT_S = 0.05, 60.0
 
 
-class Load(msgspec.Struct, frozen=True, array_like=True):
+class WorkerLoad(msgspec.Struct, frozen=True, array_like=True):
     """What a worker has to do: fields of its GET /health, by the same names. Further fields go to the end."""
 
     running: Count
@@ -55,7 +55,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
     """KV moves within a cell only; empty is any."""
     leaves: bool = False
     """It ends now: no beat follows."""
-    load: Load | None = None
+    load: WorkerLoad | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()

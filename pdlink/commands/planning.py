@@ -15,7 +15,7 @@ from pdlink.errors import ConfigError
 from pdlink.plan.aiconfigurator import read_aiconfigurator
 from pdlink.plan.curves import Curves, read_curves
 from pdlink.plan.hits import cached_tokens
-from pdlink.plan.report import Plan, sentences
+from pdlink.plan.report import PlanReport, sentences
 from pdlink.plan.sweep import NEIGHBOURS, Promise, best, bottleneck, demand_of, fewest_workers, sweep
 from pdlink.plan.traffic import from_quantiles, read_trace
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         workers = args.workers or (live.workers if live else 0) or max(2, fewest or 0)
         splits = sweep(asked, workers)
         limit = bottleneck(asked, best(splits))
-    plan = Plan(traffic.name, asked, asked.closed_form(), splits, limit, per_s, fewest)
+    plan = PlanReport(traffic.name, asked, asked.closed_form(), splits, limit, per_s, fewest)
     lines = sentences(plan)
     if live is not None:
         lines += live.compared(asked)
@@ -96,7 +96,7 @@ def _traffic(args: argparse.Namespace) -> Traffic:
     return from_quantiles(args.prompt, args.answer, args.requests, args.seed)
 
 
-def _near(plan: Plan) -> list[Split]:
+def _near(plan: PlanReport) -> list[Split]:
     at = plan.splits.index(plan.best)
     return plan.splits[max(0, at - NEIGHBOURS) : at + NEIGHBOURS + 1]
 
@@ -113,7 +113,7 @@ _HEADS = (
 )
 
 
-def _show(plan: Plan, lines: list[str]) -> None:
+def _show(plan: PlanReport, lines: list[str]) -> None:
     console = Console(soft_wrap=True)
     for line in lines:
         console.print(line, highlight=False, markup=False)
@@ -138,7 +138,7 @@ def _show(plan: Plan, lines: list[str]) -> None:
     console.print(f"curves: {plan.asked.curves.source}", highlight=False, markup=False)
 
 
-def _kept(plan: Plan, lines: list[str]) -> dict[str, Any]:
+def _kept(plan: PlanReport, lines: list[str]) -> dict[str, Any]:
     form = asdict(plan.form)
     form["decode_per_s"] = form["decode_per_s"] if form["decode_per_s"] < float("inf") else None
     return {

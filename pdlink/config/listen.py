@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from pdlink.config.section import Section, is_loopback
 
 
-class Place(NamedTuple):
+class HostPort(NamedTuple):
     host: str
     port: int
     """0 takes a free one."""
@@ -20,7 +20,7 @@ class Place(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def place_of(text: str, default_port: int = 0) -> Place:
+def place_of(text: str, default_port: int = 0) -> HostPort:
     """HOST, HOST:PORT, [IPV6]:PORT or IPV6. Raises ValueError that says what was expected."""
     host, port = text, ""
     if text.startswith("ipc:"):
@@ -38,7 +38,7 @@ def place_of(text: str, default_port: int = 0) -> Place:
         raise ValueError("must be HOST or HOST:PORT")
     if port and not (port.isascii() and port.isdecimal() and int(port) <= 65535):
         raise ValueError("must have a port from 0 to 65535; 0 takes a free one")
-    return Place(host, int(port) if port else default_port)
+    return HostPort(host, int(port) if port else default_port)
 
 
 def is_every_address(host: str) -> bool:
@@ -100,7 +100,7 @@ class LinkListen(Section):
 
     def on_port(self, port: int) -> LinkListen:
         """The same on this port of the control plane."""
-        return self.model_copy(update={"address": str(Place(self.control_host, port))})
+        return self.model_copy(update={"address": str(HostPort(self.control_host, port))})
 
     @property
     def reachable(self) -> dict[str, str]:
@@ -150,7 +150,7 @@ class ListenConfig(LinkListen):
         """The same on these ports."""
         changed = {}
         if http is not None:
-            changed["http"] = str(Place(self.host, http))
+            changed["http"] = str(HostPort(self.host, http))
         if control is not None:
-            changed["control"] = str(Place(self.control_host, control))
+            changed["control"] = str(HostPort(self.control_host, control))
         return self.model_copy(update=changed)

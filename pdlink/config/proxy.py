@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from pdlink.config.listen import Address, Place, place_of
+from pdlink.config.listen import Address, HostPort, place_of
 from pdlink.config.log import LogConfig
 from pdlink.config.port_ranges import in_full
 from pdlink.config.section import Seconds, Section, in_pairs, no_use
@@ -190,7 +190,7 @@ class ProxyConfig(Section):
     """How long a proxy that was told to stop lets running requests finish."""
 
     @property
-    def at(self) -> Place:
+    def at(self) -> HostPort:
         """Where it listens."""
         return place_of(self.listen, DEFAULT_PORT)
 

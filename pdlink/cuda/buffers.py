@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pdlink.cuda.driver import Device
-    from pdlink.cuda.virtual import Shared
-    from pdlink.memory.buffers import Event
+    from pdlink.cuda.virtual import SharedMemory
+    from pdlink.memory.buffers import StreamEvent
 
 
 class Export(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -68,7 +68,7 @@ class DeviceMemory:
                 "of PYTORCH_CUDA_ALLOC_CONF, or sleep mode off"
             )
 
-    def make_event(self) -> Event:
+    def make_event(self) -> StreamEvent:
         """As in the contract: torch's, so that it follows the stream that torch computes on."""
         return _TorchEvent(self.device.index)
 
@@ -176,7 +176,7 @@ class BorrowedDeviceBuffer(DeviceMemory):
 class PeerBuffer:
     """A peer's device buffer, mapped here."""
 
-    def __init__(self, device: Device, export: Export, chunks: Iterable[Shared] = ()) -> None:
+    def __init__(self, device: Device, export: Export, chunks: Iterable[SharedMemory] = ()) -> None:
         """device: its kernels will access the memory; the same GPU, or one with peer access to it.
 
         chunks: of virtual memory, as the peer hands them out.

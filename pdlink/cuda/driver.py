@@ -285,7 +285,7 @@ class Device:
                 arguments = (c_uint64(dst_ptr), c_uint64(src_ptr), c_size_t(length), c_void_p(stream))
                 driver.call("cuMemcpyAsync", *arguments)
 
-    def wait(self, stream: int, event: Event) -> None:
+    def wait(self, stream: int, event: CudaEvent) -> None:
         """What is given to this stream (0: the default one) from now on runs behind what `event` stands for now."""
         with self.current() as driver:
             driver.call("cuStreamWaitEvent", c_void_p(stream), c_void_p(event.handle), c_uint(0))
@@ -319,7 +319,7 @@ class IpcHandle(ctypes.Structure):
         ctypes.memmove(byref(self), handle, IPC_HANDLE_NBYTES)
 
 
-class Stream:
+class CudaStream:
     """A stream that is not synchronised with the default one."""
 
     def __init__(self, device: Device) -> None:
@@ -341,7 +341,7 @@ class Stream:
                 driver.call("cuStreamDestroy_v2", c_void_p(handle))
 
 
-class Event:
+class CudaEvent:
     def __init__(self, device: Device) -> None:
         self._device = device
         handle = c_void_p()
@@ -349,7 +349,7 @@ class Event:
             driver.call("cuEventCreate", byref(handle), c_uint(_EVENT_BLOCKING_SYNC | _EVENT_DISABLE_TIMING))
         self.handle: int = handle.value or 0
 
-    def record(self, stream: Stream | int) -> None:
+    def record(self, stream: CudaStream | int) -> None:
         """Stand for what is in the stream by now; of others' streams the driver's handle, 0 for the default one."""
         handle = stream if isinstance(stream, int) else stream.handle
         with self._device.current() as driver:

@@ -16,7 +16,7 @@ import numpy as np
 
 from pdlink import _cuda
 from pdlink.cuda.buffers import PinnedBuffer
-from pdlink.cuda.driver import CudaFailure, CudaUnavailable, Event, Stream
+from pdlink.cuda.driver import CudaEvent, CudaFailure, CudaStream, CudaUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +43,7 @@ class _Slot:
         """The list's address here and for kernels, and its size."""
         self.array = self._list.array
         try:
-            self.event = Event(device)
+            self.event = CudaEvent(device)
         except BaseException:
             self._list.close()
             raise
@@ -74,9 +74,9 @@ class Launches(Generic[Work]):
         self._bell_is_set = False
         self._all_slots: list[_Slot] = []
         with contextlib.ExitStack() as made:
-            self._stream = Stream(device)
+            self._stream = CudaStream(device)
             made.callback(self._stream.close)
-            self._bell = Stream(device)
+            self._bell = CudaStream(device)
             made.callback(self._bell.close)
             for _ in range(num_slots):
                 self._all_slots.append(_Slot(device))
@@ -94,7 +94,7 @@ class Launches(Generic[Work]):
     def has_room(self) -> bool:
         return bool(self._slots)
 
-    def follow(self, event: Event) -> None:
+    def follow(self, event: CudaEvent) -> None:
         """What is begun from now on runs behind what `event` stands for now. Raises CudaFailure."""
         self._device.wait(self._stream.handle, event)
 

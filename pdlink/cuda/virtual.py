@@ -34,14 +34,14 @@ _ON_DEVICE: Final = 1
 _READ_AND_WRITE: Final = 3
 
 
-class Chunk(NamedTuple):
+class MappedMemory(NamedTuple):
     """Physical memory as it is mapped here."""
 
     start: int
     nbytes: int
 
 
-class Shared(NamedTuple):
+class SharedMemory(NamedTuple):
     """A chunk on its way to another process."""
 
     nbytes: int
@@ -54,7 +54,7 @@ class Range:
     """Chunks that follow each other without a gap."""
 
     device: Device
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[MappedMemory, ...]
     is_fabric: bool
     """How they can be exported; else as descriptors."""
 
@@ -64,7 +64,7 @@ class Range:
 
         Raises CudaFailure, CudaUnavailable for memory that no other process can map.
         """
-        chunks: list[Chunk] = []
+        chunks: list[MappedMemory] = []
         allowed, at = _POSIX_FD | _FABRIC, ptr
         while at < ptr + nbytes:
             allowed &= _attribute(device, _ATTRIBUTE_HANDLE_TYPES, at)
@@ -74,7 +74,7 @@ class Range:
                     "shareable handle exports it (a pool, or virtual memory that was made without one). It travels "
                     "through pinned slots; for a faster lane use torch's own allocator"
                 )
-            chunk = Chunk(
+            chunk = MappedMemory(
                 _attribute(device, _ATTRIBUTE_MAPPING_START, at), _attribute(device, _ATTRIBUTE_MAPPING_NBYTES, at)
             )
             chunks.append(chunk)
@@ -89,7 +89,7 @@ class Range:
     def nbytes(self) -> int:
         return self.chunks[-1].start + self.chunks[-1].nbytes - self.start
 
-    def export(self, chunk: Chunk) -> Shared:
+    def export(self, chunk: MappedMemory) -> SharedMemory:
         """Raises CudaFailure."""
         handle = c_ulonglong()
         with self.device.current() as driver:
@@ -98,12 +98,12 @@ class Range:
                 if self.is_fabric:
                     exported = (c_char * FABRIC_HANDLE_NBYTES)()
                     driver.call("cuMemExportToShareableHandle", exported, handle, c_int(_FABRIC), c_ulonglong(0))
-                    return Shared(chunk.nbytes, exported.raw)
+                    return SharedMemory(chunk.nbytes, exported.raw)
                 descriptor = c_int(-1)
                 driver.call(
                     "cuMemExportToShareableHandle", byref(descriptor), handle, c_int(_POSIX_FD), c_ulonglong(0)
                 )
-                return Shared(chunk.nbytes, descriptor.value)
+                return SharedMemory(chunk.nbytes, descriptor.value)
             finally:
                 driver.call("cuMemRelease", handle)
 
@@ -111,13 +111,13 @@ class Range:
 class PeerRange:
     """Chunks of another process, mapped here side by side."""
 
-    def __init__(self, device: Device, nbytes: int, chunks: Iterable[Shared]) -> None:
+    def __init__(self, device: Device, nbytes: int, chunks: Iterable[SharedMemory]) -> None:
         """device: the GPU that will access them. Closes the descriptors, also of chunks that it could not map.
 
         Raises CudaFailure, ValueError for chunks that are not of `nbytes` together, and what `chunks` raises.
         """
         self.nbytes, self._device = nbytes, device
-        self._mapped: list[Chunk] = []
+        self._mapped: list[MappedMemory] = []
         address = c_uint64()
         with device.current() as driver:
             nothing = (c_size_t(0), c_uint64(0), c_ulonglong(0))
@@ -137,7 +137,7 @@ class PeerRange:
             self.close()
             raise
 
-    def _map(self, one: Shared, at: int, left: int) -> None:
+    def _map(self, one: SharedMemory, at: int, left: int) -> None:
         handle = c_ulonglong()
         try:
             if not 0 < one.nbytes <= left:
@@ -156,7 +156,7 @@ class PeerRange:
         finally:
             if isinstance(one.handle, int):
                 os.close(one.handle)
-        self._mapped.append(Chunk(at, one.nbytes))
+        self._mapped.append(MappedMemory(at, one.nbytes))
 
     def close(self) -> None:
         """Unmap. Nothing may be in flight there. Safe to call twice."""

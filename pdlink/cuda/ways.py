@@ -18,7 +18,7 @@ import numpy as np
 from pdlink import _cuda
 from pdlink.cuda.buffers import DeviceBuffer, PinnedBuffer
 from pdlink.cuda.copies import ENGINE_RUN_NBYTES
-from pdlink.cuda.driver import CudaFailure, Stream
+from pdlink.cuda.driver import CudaFailure, CudaStream
 
 if TYPE_CHECKING:
     from pdlink.cuda.driver import Copies, Device
@@ -38,7 +38,7 @@ _MEASURED: dict[tuple[str, str], Ways] = {}
 """By driver and GPU, for this process."""
 
 
-class Measured(NamedTuple):
+class MeasuredWay(NamedTuple):
     run_nbytes: int
     to_device: bool
     engine_s: float
@@ -51,16 +51,16 @@ class Ways(NamedTuple):
 
     to_host_nbytes: int = ENGINE_RUN_NBYTES
     to_device_nbytes: int = ENGINE_RUN_NBYTES
-    table: tuple[Measured, ...] = ()
+    table: tuple[MeasuredWay, ...] = ()
     """What they were chosen by; nothing if they were not measured."""
 
     @classmethod
-    def chosen(cls, table: tuple[Measured, ...]) -> Ways:
+    def chosen(cls, table: tuple[MeasuredWay, ...]) -> Ways:
         """The engine takes a length if it was not slower at that one and every longer one."""
         return cls(_first(table, to_device=False), _first(table, to_device=True), table)
 
 
-def _first(table: tuple[Measured, ...], *, to_device: bool) -> int:
+def _first(table: tuple[MeasuredWay, ...], *, to_device: bool) -> int:
     mine = sorted((row for row in table if row.to_device is to_device), reverse=True)
     first = 2 * mine[0].run_nbytes if mine else ENGINE_RUN_NBYTES
     for row in mine:
@@ -96,13 +96,13 @@ def measure(device: Device, kernels: Kernels) -> Ways:
         pages = made.enter_context(contextlib.closing(DeviceBuffer(device, _MEASURED_NBYTES)))
         host = made.enter_context(contextlib.closing(PinnedBuffer(device, _MEASURED_NBYTES)))
         runs = made.enter_context(contextlib.closing(PinnedBuffer(device, _MEASURED_NBYTES // RUN_NBYTES[0] * 24)))
-        stream = made.enter_context(contextlib.closing(Stream(device)))
+        stream = made.enter_context(contextlib.closing(CudaStream(device)))
         table = []
         for run_nbytes in RUN_NBYTES:
             for to_device in (False, True):
                 rows = _scattered(run_nbytes, pages.ptr, host.device_ptr, to_device=to_device)
                 taken = (_engine_s(device, rows, stream), _kernel_s(kernels, rows, runs, stream))
-                table.append(Measured(run_nbytes, to_device, *taken))
+                table.append(MeasuredWay(run_nbytes, to_device, *taken))
     return Ways.chosen(tuple(table))
 
 
@@ -113,7 +113,7 @@ def _scattered(run_nbytes: int, pages: int, host: int, *, to_device: bool) -> Co
     return np.stack([*ends, np.full_like(at, run_nbytes)], axis=1)
 
 
-def _engine_s(device: Device, rows: Copies, stream: Stream) -> float:
+def _engine_s(device: Device, rows: Copies, stream: CudaStream) -> float:
     taken = []
     for _ in range(_TIMES):
         began_s = time.perf_counter()
@@ -123,7 +123,7 @@ def _engine_s(device: Device, rows: Copies, stream: Stream) -> float:
     return min(taken)
 
 
-def _kernel_s(kernels: Kernels, rows: Copies, runs: PinnedBuffer, stream: Stream) -> float:
+def _kernel_s(kernels: Kernels, rows: Copies, runs: PinnedBuffer, stream: CudaStream) -> float:
     runs.array[: rows.nbytes] = np.ascontiguousarray(rows).view(np.uint8).reshape(-1)
     launch = _cuda.plan_runs(runs.device_ptr, len(rows), int(rows[0, 2]))
     taken = []

@@ -7,7 +7,7 @@ monitor reports a refused or cut connection as `Disconnected`.
 With credentials every connection is encrypted and proves both keys (CURVE) before its first frame is delivered. The
 ROUTER asks our own loop about the client's key (ZAP, polled like any other socket); a DEALER connects only to the
 holder of the key in the address. Each frame carries the sender's public key, because the other side chooses its own
-route. A connection without an allowed key is reported as `Refused`.
+route. A connection without an allowed key is reported as `ClientRefused`.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Disconnected:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class ClientRefused:
     """A client was turned away."""
 
     reason: str
@@ -118,7 +118,7 @@ class Refused:
     """Its key, if the key is not allowed."""
 
 
-Arrival = Received | Disconnected | Refused | Left
+Arrival = Received | Disconnected | ClientRefused | Left
 
 
 class QueueFull(Exception):  # noqa: N818  back-pressure, not an error: send the frame again later
@@ -303,7 +303,7 @@ class Channel:
                 elif event == zmq.EVENT_DISCONNECTED:
                     yield Left(value)
                 elif self.credentials is not None:
-                    yield Refused(_TURNED_AWAY[event])
+                    yield ClientRefused(_TURNED_AWAY[event])
         sources: deque[tuple[str, _Dialed | None]] = deque()
         if self._router in ready:
             sources.append(("", None))  # libzmq takes turns between its peers
@@ -372,7 +372,7 @@ class Channel:
         self._poller.register(questions)
         return questions
 
-    def _judge(self, questions: zmq.Socket[bytes]) -> Iterable[Refused]:
+    def _judge(self, questions: zmq.Socket[bytes]) -> Iterable[ClientRefused]:
         """Answer libzmq's questions whether a client's key may connect; yields refused clients."""
         assert self.credentials is not None
         for version, request_id, _domain, host, _route, mechanism, *proof in self._drain(questions):
@@ -381,7 +381,9 @@ class Channel:
             verdict = (b"200", b"", key.encode()) if allowed else (b"400", b"", b"")
             questions.send_multipart([version, request_id, *verdict, b""], zmq.NOBLOCK)
             if not allowed:
-                yield Refused(f"key {key or 'missing'} is not on the allow-list", host.decode(errors="replace"), key)
+                yield ClientRefused(
+                    f"key {key or 'missing'} is not on the allow-list", host.decode(errors="replace"), key
+                )
 
     @staticmethod
     def _drain_events(monitor: zmq.Socket[bytes], limit: int = 256) -> Iterable[tuple[zmq.Event, int]]:

@@ -13,14 +13,14 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdlink.endpoint.order import Entry, Order
+from pdlink.endpoint.order import Order, QueuedPush
 from pdlink.errors import PdlinkError
 from pdlink.events import HandlingFailed, LayerLanded, emit, listeners
 from pdlink.kv.plan import bind
 from pdlink.logs import about
 from pdlink.protocol.states import SENDER_ENDS
 from pdlink.reasons import Code, Reason
-from pdlink.transport.base import Status
+from pdlink.transport.base import BatchStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class PushBatch(Entry):
+class PushBatch(QueuedPush):
     """A push on its way: it waits for room, and then is one batch of the transport."""
 
     transfer: Outgoing
@@ -153,14 +153,14 @@ class DataPath:
         order.ended(batch, self._now_s())
         if self._num_waiting:
             self.notify()
-        if done.status is not Status.OK:
+        if done.status is not BatchStatus.OK:
             self._act(
                 transfer,
                 transfer.machine.lost(push.push_id, Reason(Code.PUSH_FAILED, f"{done.status.value}: {done.detail}")),
             )
         if order.waiting_nbytes:
             self._release(lane)  # before the reports: the link must not run dry
-        if done.status is not Status.OK:
+        if done.status is not BatchStatus.OK:
             return
         peer = transfer.peer
         assert peer is not None

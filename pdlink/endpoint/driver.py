@@ -24,7 +24,7 @@ import msgspec
 
 from pdlink.endpoint import liveness
 from pdlink.endpoint.blame import Blame
-from pdlink.endpoint.channel import Channel, Disconnected, Received, Refused
+from pdlink.endpoint.channel import Channel, ClientRefused, Disconnected, Received
 from pdlink.endpoint.clock import AwakeClock, RecentMaximum
 from pdlink.endpoint.half import Common
 from pdlink.endpoint.peer import Local
@@ -349,7 +349,7 @@ class Endpoint:
                             self._blame.charge("frame", error, partial(self._give_up, item))
                     case Disconnected():
                         sessions.on_disconnected(item)
-                    case Refused():
+                    case ClientRefused():
                         sessions.greeter.turned_away(item)
                 if sessions.ended:
                     self._settle()

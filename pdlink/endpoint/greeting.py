@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Protocol
 
-from pdlink.endpoint.channel import Refused
+from pdlink.endpoint.channel import ClientRefused
 from pdlink.endpoint.peer import Peer, PeerState
 from pdlink.errors import HandshakeRefused, LayoutMismatch, PdlinkError, TransportFailure
 from pdlink.events import MessageDropped, PeerChanged, emit
@@ -98,7 +98,7 @@ class Greeter:
             return
         not_theirs = auth.name_problem(local.credentials, item.public_key, hello.name)
         if not_theirs is not None:  # before the name has any effect
-            self.turned_away(Refused(f"the key of {not_theirs[0]} came with the name {hello.name!r}"))
+            self.turned_away(ClientRefused(f"the key of {not_theirs[0]} came with the name {hello.name!r}"))
             self._refuse(peer, HandshakeRefused(auth.NAME_FACTOR, *not_theirs))
             return
         accepted = self._known.sessions(dialed=False)
@@ -268,7 +268,7 @@ class Greeter:
         ours = credentials.keys.public if credentials else "none"
         self._end(peer, "", HandshakeRefused(auth.KEY_FACTOR, ours, f"{peer.address}: {reason}"))
 
-    def turned_away(self, item: Refused) -> None:
+    def turned_away(self, item: ClientRefused) -> None:
         """Count a rejected connection. Log at most once a second: rejected connections could fill the disk."""
         emit(PeerChanged(peer=item.host, state="refused", reason=item.reason))
         self._num_turned_away += 1

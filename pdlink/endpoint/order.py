@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 if TYPE_CHECKING:
     from pdlink.endpoint.sharing import Sharing
 
-AnyEntry = TypeVar("AnyEntry", bound="Entry")
+AnyEntry = TypeVar("AnyEntry", bound="QueuedPush")
 
 _Claim = tuple[float, int, int]
 """The claim of a flow's first backlog, what the flow was served, and the backlog's number: no two are equal."""
@@ -53,7 +53,7 @@ OVERDUE_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
-class Flow(Generic[AnyEntry]):
+class PeerQueue(Generic[AnyEntry]):
     """All that goes to one peer over this transport. The peer owns it: forgetting the peer forgets this."""
 
     served_nbytes: int
@@ -70,7 +70,7 @@ class Flow(Generic[AnyEntry]):
 class Backlog(Generic[AnyEntry]):
     """What waits of one transfer. The transfer owns it."""
 
-    flow: Flow[AnyEntry]
+    flow: PeerQueue[AnyEntry]
     number: int
     """Order of arrival."""
     since: float
@@ -83,7 +83,7 @@ class Backlog(Generic[AnyEntry]):
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class QueuedPush:
     """Bytes that are handed to the transport in one call. Waits, and then is in flight, exactly once."""
 
     backlog: Backlog[Any]
@@ -96,9 +96,9 @@ class Order(Generic[AnyEntry]):
     def __init__(self, sharing: Sharing) -> None:
         self._window_nbytes, self._peer_window_nbytes = sharing.window_nbytes, sharing.peer_window_nbytes
         self._ageing = sharing.ageing
-        self._contending: dict[Flow[AnyEntry], None] = {}
+        self._contending: dict[PeerQueue[AnyEntry], None] = {}
         """Flows with waiting entries."""
-        self._flying: dict[Flow[AnyEntry], None] = {}
+        self._flying: dict[PeerQueue[AnyEntry], None] = {}
         """Flows with entries in flight."""
         self._virtual_time = 0
         """The smallest `served_nbytes` of the flows that could go at the last release."""
@@ -109,11 +109,11 @@ class Order(Generic[AnyEntry]):
         self.waiting_nbytes = 0
         self.in_flight_nbytes = 0
 
-    def flow(self) -> Flow[AnyEntry]:
+    def flow(self) -> PeerQueue[AnyEntry]:
         """For a new peer."""
-        return Flow(self._virtual_time)
+        return PeerQueue(self._virtual_time)
 
-    def backlog(self, flow: Flow[AnyEntry], total_nbytes: int) -> Backlog[AnyEntry]:
+    def backlog(self, flow: PeerQueue[AnyEntry], total_nbytes: int) -> Backlog[AnyEntry]:
         """For a transfer of `total_nbytes` that arrives now."""
         self._num_backlogs += 1
         return Backlog(flow, self._num_backlogs, self._ageing * self._moved_nbytes, total_nbytes)
@@ -136,8 +136,8 @@ class Order(Generic[AnyEntry]):
 
         Call until it returns None: after `add`, after `ended`, and periodically, since a peer becomes slow by time.
         """
-        shared: tuple[_Claim, Flow[AnyEntry]] | None = None
-        alone: tuple[_Claim, Flow[AnyEntry]] | None = None
+        shared: tuple[_Claim, PeerQueue[AnyEntry]] | None = None
+        alone: tuple[_Claim, PeerQueue[AnyEntry]] | None = None
         least_nbytes: int | None = None
         for flow in self._contending:
             own, number, backlog = flow.waiting[0]
@@ -239,5 +239,5 @@ class Order(Generic[AnyEntry]):
                 self._shared_nbytes -= flow.in_flight_nbytes
 
 
-def _overdue(flow: Flow[Any], now: float) -> bool:
+def _overdue(flow: PeerQueue[Any], now: float) -> bool:
     return bool(flow.in_flight) and now - next(iter(flow.in_flight.values())) > OVERDUE_S

@@ -12,7 +12,7 @@ from pdlink.protocol.messages import Bye, Refuse
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdlink.endpoint.order import Flow
+    from pdlink.endpoint.order import PeerQueue
     from pdlink.endpoint.transfer import Transfer
     from pdlink.kv.plan import Template
     from pdlink.protocol.auth import Credentials
@@ -94,7 +94,7 @@ class Peer:
     """Frames sent in this session; the number of our next one."""
     num_taken: int = 0
     """Frames taken in this session; the number that their next one must have."""
-    flow: Flow[Any] | None = None
+    flow: PeerQueue[Any] | None = None
     """Its place in the order of the transport; only on the sending side, from the first push on."""
     transfers: dict[str, Transfer] = field(default_factory=dict)
     """Live ones by id: from it if we dialed, else to it."""

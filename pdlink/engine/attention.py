@@ -40,7 +40,7 @@ class PagedKV(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class QuerySpan:
     """Tokens [start, end) of one request, the next rows of the flattened batch."""
 
     blocks_B: torch.Tensor
@@ -76,7 +76,7 @@ class AttentionPlan:
     """Which rows of one forward pass attend to which blocks; made once for each size of sliding window."""
 
     def __init__(
-        self, spans: Sequence[Span], block_tokens: int, dtype: torch.dtype, device: torch.device = _CPU
+        self, spans: Sequence[QuerySpan], block_tokens: int, dtype: torch.dtype, device: torch.device = _CPU
     ) -> None:
         """device: where attention is computed; the plan itself is made on the CPU, where the block tables are."""
         self._spans = spans
@@ -90,7 +90,7 @@ class AttentionPlan:
         if known is not None:
             return known
         chunks: list[_Chunk] = []
-        groups: dict[int, list[tuple[int, Span]]] = {}
+        groups: dict[int, list[tuple[int, QuerySpan]]] = {}
         row = 0
         for span in self._spans:
             if span.end - span.start > 1:
@@ -103,7 +103,7 @@ class AttentionPlan:
         made = self._by_window[window] = chunks, [self._singles(group, window) for group in groups.values()]
         return made
 
-    def _chunk(self, row: int, span: Span, window: int | None) -> _Chunk:
+    def _chunk(self, row: int, span: QuerySpan, window: int | None) -> _Chunk:
         size = self._block_tokens
         first = 0 if window is None else max(0, span.start - window + 1)
         blocks = span.blocks_B[first // size : -(-span.end // size)]
@@ -115,7 +115,7 @@ class AttentionPlan:
         rows = slice(row, row + span.end - span.start)
         return _Chunk(rows, blocks.to(self._device), first % size, span.end - first, mask)
 
-    def _singles(self, group: list[tuple[int, Span]], window: int | None) -> _Singles:
+    def _singles(self, group: list[tuple[int, QuerySpan]], window: int | None) -> _Singles:
         size = self._block_tokens
         tables = []
         starts = []

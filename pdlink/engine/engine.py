@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pdlink.engine.attention import Span
+from pdlink.engine.attention import QuerySpan
 from pdlink.engine.pace import Pace
 from pdlink.engine.request import TokenOutput
 from pdlink.engine.sampling import choose
-from pdlink.engine.scheduler import EarlyPass, Scheduler, Sequence, Work
+from pdlink.engine.scheduler import EarlyPass, PassWork, Scheduler, Sequence
 from pdlink.engine.text import Detokenizer
 from pdlink.errors import (
     CapacityExceeded,
@@ -298,7 +298,7 @@ class Engine:
                 self._run_early(early)
         return bool(num_calls or admitted or batch or early)
 
-    def _run_pass(self, batch: list[Work], follow: Callable[..., None] | None = None) -> None:
+    def _run_pass(self, batch: list[PassWork], follow: Callable[..., None] | None = None) -> None:
         """follow: for the one request of an early pass, called in each layer as `_follow`."""
         tokens = [token for work in batch for token in work.sequence.tokens[work.start : work.end]]
         sampling = []
@@ -348,19 +348,19 @@ class Engine:
         if self._stops(sequence, first_token) or sequence.request.sampling.max_tokens == 1:
             return  # the answer ends with it
         needed = partial(self._wait_for_layer, sequence.request_id, deadline_s)
-        logits = self._forward([Work(sequence, end - 1, end)], [first_token], [0], needed)
+        logits = self._forward([PassWork(sequence, end - 1, end)], [first_token], [0], needed)
         if logits is not None:
             sequence.early = EarlyPass(first_token, logits[0])
 
     def _forward(
-        self, batch: list[Work], tokens: list[int], rows: list[int], written: Callable[[int], None] | None
+        self, batch: list[PassWork], tokens: list[int], rows: list[int], written: Callable[[int], None] | None
     ) -> torch.Tensor | None:
         """Logits of these rows; None for an early pass whose layer is missing, and if the pass fails: then its
         requests end.
 
         written: see `PagedCache.begin`.
         """
-        spans = [Span(work.sequence.table, work.start, work.end) for work in batch]
+        spans = [QuerySpan(work.sequence.table, work.start, work.end) for work in batch]
         try:
             return self._model.logits(self._cache, torch.tensor(tokens), spans, rows, layer_written=written)
         except _LayerMissing:

@@ -18,7 +18,7 @@ from transformers.utils.hub import cached_file
 
 from pdlink.content import digest_of
 from pdlink.engine import attention, tiny
-from pdlink.engine.attention import Span
+from pdlink.engine.attention import QuerySpan
 from pdlink.engine.paged_cache import PagedCache
 from pdlink.engine.places import find_model
 from pdlink.errors import ConfigError
@@ -58,7 +58,7 @@ class LoadedModel:
         self,
         cache: PagedCache,
         tokens: torch.Tensor,
-        spans: Sequence[Span],
+        spans: Sequence[QuerySpan],
         rows: Sequence[int],
         *,
         layer_written: Callable[[int], None] | None = None,
@@ -201,7 +201,7 @@ def _compare_with_transformers(loaded: LoadedModel) -> None:
         parts = []
         for start, end in _PROBE_CHUNKS:
             rows = list(range(end - start))
-            parts.append(loaded.logits(cache, ids[start:end], [Span(blocks, start, end)], rows))
+            parts.append(loaded.logits(cache, ids[start:end], [QuerySpan(blocks, start, end)], rows))
     except (RuntimeError, TypeError, AttributeError, ValueError) as error:
         raise ConfigError(f"model.path {path!r} does not run with paged attention: {error}") from error
     finally:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdlink.engine.scheduler import Work
+    from pdlink.engine.scheduler import PassWork
 
 COLD_PASSES = 8
 """Of each kind, not counted: the first ones compile, allocate and load (dynamo#12430 learned from those)."""
@@ -66,7 +66,7 @@ class Pace:
         """Seconds of passes with tokens of prompts, and of all others."""
         self._prefill, self._decode = Curve(), Curve()
 
-    def passed(self, batch: Sequence[Work], seconds: float) -> None:
+    def passed(self, batch: Sequence[PassWork], seconds: float) -> None:
         """A forward pass over this batch has taken so long."""
         prompts = [work for work in batch if work.start < work.sequence.num_prompt]
         if not prompts:

@@ -16,7 +16,7 @@ from pdlink.cuda import ops
 from pdlink.cuda.buffers import DeviceBuffer
 from pdlink.cuda.driver import Device
 from pdlink.cuda.kernels import are_built
-from pdlink.engine.attention import AttentionPlan, Span
+from pdlink.engine.attention import AttentionPlan, QuerySpan
 from pdlink.kv.layout import paged_layout
 from pdlink.memory.buffers import Buffer
 
@@ -68,7 +68,9 @@ class PagedCache:
         self._blocks_N = self._tokens_N = self._slots_N = torch.empty(0, dtype=torch.int64)
         self._layer_written: Callable[[int], None] | None = None
 
-    def begin(self, spans: Sequence[Span], *, layer_written: Callable[[int], None] | None = None) -> torch.Tensor:
+    def begin(
+        self, spans: Sequence[QuerySpan], *, layer_written: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
         """Prepare a forward pass over `spans`; returns position_ids [1, N].
 
         layer_written: called with each layer's index once its new KV is in the pool, before the layer's attention

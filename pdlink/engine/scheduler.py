@@ -82,7 +82,7 @@ class EarlyPass:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class PassWork:
     """Tokens [start, end) of a sequence, to be computed in the next pass."""
 
     sequence: Sequence
@@ -133,14 +133,14 @@ class Scheduler:
             admitted.append(sequence)
         return admitted
 
-    def next_pass(self) -> list[Work]:
+    def next_pass(self) -> list[PassWork]:
         """At most `max_batched_tokens` tokens; decoding requests that do not all fit take turns."""
         budget = self._max_batched_tokens
         num_decoding = len(self.decoding)
         if num_decoding >= budget:
             num_decoding = max(1, budget // 2) if self.prefilling else budget
         batch = [
-            Work(sequence, sequence.num_computed, len(sequence.tokens))
+            PassWork(sequence, sequence.num_computed, len(sequence.tokens))
             for sequence in islice(self.decoding, num_decoding)
         ]
         self.decoding.rotate(-num_decoding)
@@ -149,14 +149,14 @@ class Scheduler:
             if budget == 0:
                 break
             end = min(sequence.num_computed + budget, len(sequence.tokens))
-            batch.append(Work(sequence, sequence.num_computed, end))
+            batch.append(PassWork(sequence, sequence.num_computed, end))
             budget -= end - sequence.num_computed
         return batch
 
-    def behind_external(self, sequence: Sequence) -> Work:
+    def behind_external(self, sequence: Sequence) -> PassWork:
         """The first tokens behind the external ones."""
         start = sequence.external_end
-        return Work(sequence, start, min(start + self._max_batched_tokens, len(sequence.tokens)))
+        return PassWork(sequence, start, min(start + self._max_batched_tokens, len(sequence.tokens)))
 
     def computed(self, sequence: Sequence, end: int) -> None:
         """The KV of tokens up to `end` is in the cache for all layers: full blocks get their names."""

@@ -11,7 +11,7 @@ import shlex
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdlink.config import SglangConfig, load, read_token
-from pdlink.config.listen import Place, place_of
+from pdlink.config.listen import HostPort, place_of
 from pdlink.endpoint.token import http_key_of
 from pdlink.errors import ConfigError
 from pdlink.fleet.vllm import CONNECTORS
@@ -42,12 +42,12 @@ class Asked(NamedTuple):
     """The engine's own, handed on as they are."""
 
     @property
-    def http(self) -> Place:
+    def http(self) -> HostPort:
         return place_of(self.listen, HTTP_PORTS[self.role])
 
     @property
-    def control(self) -> Place:
-        return Place(self.http.host, self.http.port + CONTROL_ABOVE)
+    def control(self) -> HostPort:
+        return HostPort(self.http.host, self.http.port + CONTROL_ABOVE)
 
     @property
     def url(self) -> str:
@@ -64,7 +64,7 @@ class Asked(NamedTuple):
         return 1
 
 
-class Line(NamedTuple):
+class ServerCommand(NamedTuple):
     """What starts a server, and what the proxy must be told of it."""
 
     command: tuple[str, ...]
@@ -79,7 +79,7 @@ class Line(NamedTuple):
         return " ".join([*environment, *map(shlex.quote, self.command)])
 
 
-def vllm(asked: Asked, executable: str) -> Line:
+def vllm(asked: Asked, executable: str) -> ServerCommand:
     """Raises ConfigError for settings that the connector would refuse."""
     extra = _nested(asked.settings)
     extra.setdefault("name", f"{asked.role}-{as_name(asked.http.host)}-{asked.http.port}")
@@ -103,7 +103,7 @@ def vllm(asked: Asked, executable: str) -> Line:
         about.append(f"--control {asked.url}=tcp://{asked.control}{last}")
         if engines > 1:
             about.append(f"--set {shlex.quote(f'data_parallel={json.dumps({asked.url: engines})}')}")
-    return Line(
+    return ServerCommand(
         (
             *(executable, "serve", asked.model, "--host", asked.http.host, "--port", str(asked.http.port)),
             *("--disable-uvicorn-access-log", *asked.flags),  # the proxy asks /health twice a second
@@ -114,7 +114,7 @@ def vllm(asked: Asked, executable: str) -> Line:
     )
 
 
-def sglang(asked: Asked, executable: str) -> Line:
+def sglang(asked: Asked, executable: str) -> ServerCommand:
     """Raises ConfigError for settings that the transfer backend would refuse."""
     if asked.role == "both":
         raise ConfigError("sglang: got both; expected prefill or decode; start it with plain `sglang serve`")
@@ -124,7 +124,7 @@ def sglang(asked: Asked, executable: str) -> Line:
         settings["security.token_file"] = asked.token_file
     load(SglangConfig, environment={}, flags=settings)
     environment = {f"PDLINK_{key.upper().replace('.', '__')}": str(value) for key, value in settings.items()}
-    return Line(
+    return ServerCommand(
         (
             *(executable, "serve", "--model-path", asked.model),
             *("--host", asked.http.host, "--port", str(asked.http.port)),

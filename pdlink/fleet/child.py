@@ -41,7 +41,7 @@ class ChildFailed(LocalError):
     code = "child_failed"
 
 
-class Kept(Protocol):
+class Restartable(Protocol):
     """A process that can be started again: a `Child`, or an engine's `Server`."""
 
     label: str
@@ -237,7 +237,7 @@ def warn_once(said: Iterable[tuple[str, Sequence[str]]]) -> None:
         log.warning("%s: %s", ", ".join(labels), text)
 
 
-def stop(children: Sequence[Kept], timeout_s: float) -> None:
+def stop(children: Sequence[Restartable], timeout_s: float) -> None:
     """Let every child drain; kill those left after `timeout_s`."""
     for child in children:
         child.terminate()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pdlink.config.listen import ListenConfig
 from pdlink.errors import PdlinkError
 from pdlink.fleet.child import START_TIMEOUT_S, start, stop
-from pdlink.fleet.post import Here, Post, PostPlan, Report
+from pdlink.fleet.post import Here, Post, PostPlan, ProcessReport
 from pdlink.fleet.secrets import Unnamed
 from pdlink.serve.process import bind
 
@@ -29,8 +29,8 @@ class Launcher:
     """One worker. The constructor returns at once; `report` says what has become of it."""
 
     def __init__(self, label: str, role: str, settings: dict[str, Any], keys: Keys, host: str, node: str) -> None:
-        """host: address of this node that all others reach. node: the name of it in `Report`."""
-        self._report = Report(node)
+        """host: address of this node that all others reach. node: the name of it in `ProcessReport`."""
+        self._report = ProcessReport(node)
         self.warnings: tuple[str, ...] = ()
         """About this node."""
         self._held = contextlib.ExitStack()
@@ -45,7 +45,7 @@ class Launcher:
         self._thread = threading.Thread(target=self._keep, args=(self._post,), name="keeper", daemon=True)
         self._thread.start()
 
-    def report(self) -> Report:
+    def report(self) -> ProcessReport:
         return replace(self._report, warnings=(*self.warnings, *self._report.warnings))
 
     def stop(self, timeout_s: float) -> None:

@@ -22,7 +22,7 @@ from pdlink.fleet.placing import in_words, no_room, to_avoid
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdlink.fleet.child import Kept
+    from pdlink.fleet.child import Restartable
     from pdlink.fleet.placing import NodeRoom, Resources
 
 log = logging.getLogger("pdlink.up")
@@ -46,7 +46,7 @@ def delay_s(num_failures: int) -> float:
     return min(MAX_DELAY_S, _FIRST_DELAY_S * 2 ** min(num_failures - 1, 10)) if num_failures else 0.0
 
 
-class Ended(Exception):
+class ProcessEnded(Exception):
     """This life of a process is over; the message says how, with the process as its subject."""
 
 
@@ -64,7 +64,7 @@ class PostPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ProcessReport:
     """What is known of a process."""
 
     node: str = ""
@@ -95,7 +95,7 @@ class Cluster(Protocol):
         """An actor in that group that starts the process. Raises OSError if there is no process to be had."""
         ...
 
-    def hear(self, actor: Any) -> Report | None:
+    def hear(self, actor: Any) -> ProcessReport | None:
         """Its newest report, once; it is asked again by itself. Raises Ended."""
         ...
 
@@ -108,9 +108,9 @@ class Here:
 
     same_place = other_place = "on the same ports"
 
-    def __init__(self, start: Callable[[], Kept]) -> None:
+    def __init__(self, start: Callable[[], Restartable]) -> None:
         self._start = start
-        self.child: Kept | None = None
+        self.child: Restartable | None = None
         """Over all its lives."""
         self._ready = False
 
@@ -123,7 +123,7 @@ class Here:
     def is_placed(self, group: object) -> bool:
         return True
 
-    def launch(self, group: object, plan: PostPlan) -> Kept:
+    def launch(self, group: object, plan: PostPlan) -> Restartable:
         self._ready = False
         if self.child is None:
             self.child = self._start()
@@ -131,18 +131,18 @@ class Here:
             self.child.again()
         return self.child
 
-    def hear(self, actor: Kept) -> Report:
+    def hear(self, actor: Restartable) -> ProcessReport:
         if self._ready and actor.process.poll() is not None:
-            raise Ended(how_it_ended(actor.process.returncode))
+            raise ProcessEnded(how_it_ended(actor.process.returncode))
         try:
             self._ready = self._ready or actor.look()
         except ChildFailed as error:
             if (actor.process.poll() or 0) < 0:  # by others: it may well be able to run
-                raise Ended(str(error).removeprefix(f"{actor.label} ")) from None
-            return Report(doing=actor.doing, failed=str(error), warnings=tuple(actor.warnings))
-        return Report("", actor.facts if self._ready else {}, actor.doing, warnings=tuple(actor.warnings))
+                raise ProcessEnded(str(error).removeprefix(f"{actor.label} ")) from None
+            return ProcessReport(doing=actor.doing, failed=str(error), warnings=tuple(actor.warnings))
+        return ProcessReport("", actor.facts if self._ready else {}, actor.doing, warnings=tuple(actor.warnings))
 
-    def kill(self, actor: Kept) -> None:
+    def kill(self, actor: Restartable) -> None:
         actor.kill()
 
     def release(self, group: object) -> None:
@@ -168,7 +168,7 @@ class Post:
         that was heard. place_timeout_s: longest wait for its first room. max_failures: give up after this many failed
         starts in a row; None never does."""
         self.plan = plan
-        self.report: Report | None = None
+        self.report: ProcessReport | None = None
         """What was heard last of the present life."""
         self.actor: Any = None
         """None while it is away."""
@@ -256,7 +256,7 @@ class Post:
     def _hear(self, now_s: float) -> None:
         try:
             report = self._cluster.hear(self.actor)
-        except (Ended, OSError) as error:
+        except (ProcessEnded, OSError) as error:
             self._lose(now_s, str(error), elsewhere=False)
             return
         if report is None:

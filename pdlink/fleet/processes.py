@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdlink.config.listen import Place
+from pdlink.config.listen import HostPort
 from pdlink.config.proxy import RateLimit
 from pdlink.errors import ConfigError
 from pdlink.fleet.child import START_TIMEOUT_S, Child, start, stop
@@ -63,7 +63,7 @@ def _run_processes(
     with contextlib.ExitStack() as held:
         bound = held.enter_context(bind(*config.at, "listen", shared=True))
         directory = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="pdlink-proxy-")))
-        listen = str(Place(config.at.host, bound.getsockname()[1]))
+        listen = str(HostPort(config.at.host, bound.getsockname()[1]))
         places: list[Here] = []
         for index in range(config.processes):
             label = f"proxy-{index}"

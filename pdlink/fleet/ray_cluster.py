@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from pdlink.errors import ConfigError
 from pdlink.fleet.launcher import Launcher
 from pdlink.fleet.placing import NodeRoom
-from pdlink.fleet.post import Ended
+from pdlink.fleet.post import ProcessEnded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pdlink.fleet.post import PostPlan, Report
+    from pdlink.fleet.post import PostPlan, ProcessReport
     from pdlink.fleet.secrets import Keys
 
 _ASK_S = 0.5
@@ -53,7 +53,7 @@ def _as_urgent_as_others() -> int:
 
 
 @dataclass(slots=True)
-class Group:
+class PlacementGroup:
     """A placement group of one bundle."""
 
     group: Any
@@ -106,14 +106,14 @@ class RayCluster:
             if each["Alive"]
         ]
 
-    def reserve(self, plan: PostPlan, avoid: frozenset[str]) -> Group:
+    def reserve(self, plan: PostPlan, avoid: frozenset[str]) -> PlacementGroup:
         where = [{"ray.io/node-id": f"!in({','.join(sorted(avoid))})"}] if avoid else None
         made = self._groups.placement_group(
             [dict(plan.need)], strategy="STRICT_PACK", name=f"pdlink-{plan.label}", bundle_label_selector=where
         )
-        return Group(made)
+        return PlacementGroup(made)
 
-    def is_placed(self, group: Group) -> bool:
+    def is_placed(self, group: PlacementGroup) -> bool:
         """Also again, once it was: its node may have died."""
         now_s = time.monotonic()
         if now_s - group.looked_s >= _LOOK_S:
@@ -121,7 +121,7 @@ class RayCluster:
             group.placed = self._groups.placement_group_table(group.group)["state"] == "CREATED"
         return group.placed
 
-    def launch(self, group: Group, plan: PostPlan) -> Actor:
+    def launch(self, group: PlacementGroup, plan: PostPlan) -> Actor:
         options: dict[str, Any] = {"num_cpus": 0, "resources": {}}
         for name, amount in plan.need.items():
             if name in _OPTIONS:
@@ -136,7 +136,7 @@ class RayCluster:
         self._ask(actor)
         return actor
 
-    def hear(self, actor: Actor) -> Report | None:
+    def hear(self, actor: Actor) -> ProcessReport | None:
         if actor.question is None:
             if time.monotonic() - actor.asked_s >= _ASK_S:
                 self._ask(actor)
@@ -147,12 +147,12 @@ class RayCluster:
         question, actor.question = actor.question, None
         errors = self._ray.exceptions
         try:
-            report: Report = self._ray.get(question)
+            report: ProcessReport = self._ray.get(question)
         except errors.ActorUnavailableError:
             return None  # what Ray says of a node that is gone, until it knows
         except errors.RayError as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            raise Ended(f"lost its actor ({lines[-1][:300] if lines else type(error).__name__})") from None
+            raise ProcessEnded(f"lost its actor ({lines[-1][:300] if lines else type(error).__name__})") from None
         return report
 
     def _ask(self, actor: Actor) -> None:
@@ -168,6 +168,6 @@ class RayCluster:
         with contextlib.suppress(self._ray.exceptions.RayError):
             self._ray.kill(actor.handle)
 
-    def release(self, group: Group) -> None:
+    def release(self, group: PlacementGroup) -> None:
         with contextlib.suppress(self._ray.exceptions.RayError):
             self._groups.remove_placement_group(group.group)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
-    from pdlink.integrations.sglang_parts.device_loads import Load, LoadBatch
+    from pdlink.integrations.sglang_parts.device_loads import DeviceLoad, LoadBatch
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class PDLinkLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not i
         self.layer_done_counter = LayerWiseLoadCounter(
             self._pages.num_layers, self._follow if self._pages.on_gpu else None
         )
-        self._queued: dict[str, Load] = {}
+        self._queued: dict[str, DeviceLoad] = {}
         self._batches: dict[int, tuple[LoadBatch, Future[bool]]] = {}
         """Those that SGLang has not finished."""
         self._loads_fail = False
@@ -116,7 +116,7 @@ class PDLinkLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not i
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
         kv = _kv(transfers)
-        begun: list[Load] = []
+        begun: list[DeviceLoad] = []
 
         def begin() -> list[bool]:
             load = self._pages.begin(list(kv.keys), self._pages.pages(kv.device_indices))

@@ -20,7 +20,7 @@ from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pdlink.errors import PoolExhausted
-from pdlink.events import Announcer
+from pdlink.events import ChangeTeller
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ class BlockPool:
         """Named blocks nobody holds, least recently used first."""
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self._announcer: Announcer[BlockChange] = Announcer()
+        self._announcer: ChangeTeller[BlockChange] = ChangeTeller()
 
     def listen(self, changed: Callable[[BlockChange], None]) -> None:
         """Call `changed` for every named block that is stored or evicted from now on, after all that are stored now.

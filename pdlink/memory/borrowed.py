@@ -46,7 +46,7 @@ class BorrowedBuffer:
         """Nothing: it is not ours."""
 
 
-class Place(NamedTuple):
+class BorrowedPlace(NamedTuple):
     ptr: int
     nbytes: int
     device: int | None
@@ -70,7 +70,7 @@ def borrow(source: Any, what: str) -> AnyBuffer:
     return borrow_place(place)
 
 
-def borrow_place(place: Place) -> AnyBuffer:
+def borrow_place(place: BorrowedPlace) -> AnyBuffer:
     """Memory as a buffer. Opens the GPU that it is on. Raises CudaUnavailable, CudaFailure."""
     if place.device is None:
         return BorrowedBuffer(place.ptr, place.nbytes, place.owner)
@@ -102,12 +102,12 @@ def buffers_of(layout: KVGroups, given: Sequence[Any] | None, opened: ExitStack)
     return buffers
 
 
-def _place(source: Any, what: str) -> Place:
+def _place(source: Any, what: str) -> BorrowedPlace:
     if hasattr(source, "untyped_storage") and hasattr(source, "data_ptr"):
         return _of_tensor(source, what)
     if isinstance(source, np.ndarray):  # its dtype may be one that memoryview does not know, as bfloat16
         _check(what, contiguous=source.flags.c_contiguous, writable=source.flags.writeable)
-        return Place(source.ctypes.data, source.nbytes, None, source)
+        return BorrowedPlace(source.ctypes.data, source.nbytes, None, source)
     if hasattr(source, "__dlpack__"):
         return _of_dlpack(source, what)
     try:
@@ -118,16 +118,16 @@ def _place(source: Any, what: str) -> Place:
             "or the buffer protocol"
         ) from None
     _check(what, contiguous=view.c_contiguous, writable=not view.readonly)
-    return Place(ctypes.addressof(ctypes.c_char.from_buffer(view)), view.nbytes, None, view)
+    return BorrowedPlace(ctypes.addressof(ctypes.c_char.from_buffer(view)), view.nbytes, None, view)
 
 
-def _of_tensor(tensor: Any, what: str) -> Place:
+def _of_tensor(tensor: Any, what: str) -> BorrowedPlace:
     _check(what, contiguous=tensor.is_contiguous(), writable=True)
     kind = tensor.device.type
     if kind not in ("cpu", "cuda"):
         raise InvalidRequest(f"{what}: got a tensor on {tensor.device}; it must be on the CPU or a CUDA device")
     device = tensor.device.index if kind == "cuda" else None
-    return Place(tensor.data_ptr(), tensor.nbytes, device, tensor.untyped_storage())
+    return BorrowedPlace(tensor.data_ptr(), tensor.nbytes, device, tensor.untyped_storage())
 
 
 class _DLTensor(ctypes.Structure):
@@ -145,7 +145,7 @@ class _DLTensor(ctypes.Structure):
     )
 
 
-def _of_dlpack(source: Any, what: str) -> Place:
+def _of_dlpack(source: Any, what: str) -> BorrowedPlace:
     """Read the capsule and keep it: nobody takes it over, so its own destructor gives the memory back."""
     capsule = source.__dlpack__()
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -159,7 +159,7 @@ def _of_dlpack(source: Any, what: str) -> Place:
         )
     nbytes = int(np.prod(shape, dtype=np.int64)) * tensor.bits * tensor.lanes // 8
     device = tensor.device_id if tensor.device_type == _CUDA else None
-    return Place((tensor.data or 0) + tensor.byte_offset, nbytes, device, (source, capsule))
+    return BorrowedPlace((tensor.data or 0) + tensor.byte_offset, nbytes, device, (source, capsule))
 
 
 def _is_dense(shape: list[int], strides: list[int]) -> bool:

@@ -55,7 +55,7 @@ class AnyBuffer(Protocol):
     def borrowed(self) -> bool:
         """Whether somebody else allocated it, and frees it. It must outlive every transport it is registered with."""
 
-    def make_event(self) -> Event | None:
+    def make_event(self) -> StreamEvent | None:
         """An event for what is launched on this memory, whose bytes are written when it is reached.
 
         None for host memory: there a store is visible when it returns.
@@ -65,7 +65,7 @@ class AnyBuffer(Protocol):
         """Free it, unless it is borrowed. Safe to call twice."""
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """What is needed of `torch.cuda.Event`."""
 
     def record(self) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pdlink.endpoint.receiver import Receiver
     from pdlink.endpoint.sender import Sender
     from pdlink.kv.groups import AnyTables
-    from pdlink.memory.buffers import Event
+    from pdlink.memory.buffers import StreamEvent
     from pdlink.protocol.messages import Verify
 
 log = logging.getLogger(__name__)
@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 class LayerOrder:
     """One per node of device memory. `when_written` may be called from any thread."""
 
-    def __init__(self, make_event: Callable[[], Event]) -> None:
+    def __init__(self, make_event: Callable[[], StreamEvent]) -> None:
         self._make_event = make_event
-        self._spare: list[Event] = []
+        self._spare: list[StreamEvent] = []
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pdlink-layer-order")
 
     def when_written(self, act: Callable[[], None], failed: Callable[[Reason], None]) -> None:
@@ -53,7 +53,7 @@ class LayerOrder:
         """End the thread; what waits by then does not happen. Safe to call twice."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _act(self, event: Event, act: Callable[[], None], failed: Callable[[Reason], None]) -> None:
+    def _act(self, event: StreamEvent, act: Callable[[], None], failed: Callable[[Reason], None]) -> None:
         try:
             event.synchronize()
         except RuntimeError as error:

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from pdlink.kv.layout import KVLayout
     from pdlink.memory.blocks import BlockPool
     from pdlink.memory.buffers import AnyBuffer, HostBuffer
-    from pdlink.node.report import Report
+    from pdlink.node.report import NodeReport
     from pdlink.protocol.auth import AllowList, Credentials
     from pdlink.transport.base import Transport
 
@@ -314,7 +314,7 @@ class Node:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    def report(self) -> Report:
+    def report(self) -> NodeReport:
         """What this node is doing now."""
         return report.of(self.endpoint)
 

@@ -1,4 +1,4 @@
-"""`Report`: what a node is doing at one moment, as plain values for health and metrics."""
+"""`NodeReport`: what a node is doing at one moment, as plain values for health and metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 MAX_PEERS_SHOWN = 256
 
 
-class Report(NamedTuple):
+class NodeReport(NamedTuple):
     """Made by `Node.report`."""
 
     epoch: str
@@ -42,9 +42,9 @@ class Report(NamedTuple):
     """Held for peers: `early` offers, and `queued` frames that they do not read."""
 
 
-def of(endpoint: Endpoint) -> Report:
+def of(endpoint: Endpoint) -> NodeReport:
     peers = endpoint.peers()
-    return Report(
+    return NodeReport(
         epoch=endpoint.epoch,
         fingerprint=endpoint.fingerprint,
         failure=endpoint.failure,

@@ -55,7 +55,7 @@ def base_url(url: str) -> str:
     return url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"
 
 
-class Fetched(NamedTuple):
+class FetchedAnswer(NamedTuple):
     status: int
     body: bytes
     headers: Message
@@ -70,14 +70,14 @@ def ask(
 
 def fetch(
     url: str, path: str, headers: Mapping[str, str], body: bytes | None = None, *, timeout_s: float = _TIMEOUT_S
-) -> Fetched:
+) -> FetchedAnswer:
     """As `ask`, with the headers of the answer."""
     try:
         asked = urllib.request.Request(url + path, data=body, headers=dict(headers))
         with urllib.request.urlopen(asked, timeout=timeout_s) as answer:
-            return Fetched(answer.status, answer.read(), answer.headers)
+            return FetchedAnswer(answer.status, answer.read(), answer.headers)
     except urllib.error.HTTPError as error:
-        return Fetched(error.code, _body_of(error), error.headers)
+        return FetchedAnswer(error.code, _body_of(error), error.headers)
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         raise CannotFetch(f"{url} did not answer: {getattr(reason, 'strerror', None) or reason}") from None
@@ -97,7 +97,7 @@ def proxys_remedy(status: int, key: str | None) -> str:
     return f"{'give --key-file FILE with' if key is None else 'the key in --key-file is not'} one of its api_keys"
 
 
-def _meaning(found: Fetched, key: str | None) -> str:
+def _meaning(found: FetchedAnswer, key: str | None) -> str:
     """Why a server that answers gives no timeline, and what to do."""
     if found.status == 401:
         wanted = "one of the proxy's api_keys, or a worker's security.http_key_file"

@@ -67,7 +67,7 @@ class EventBatch(msgspec.Struct, array_like=True, gc=False):
     data_parallel_rank: int | None = 0
 
 
-class Place(NamedTuple):
+class BlockPlace(NamedTuple):
     """Where blocks of one size are kept."""
 
     block_size: int
@@ -77,7 +77,7 @@ class Place(NamedTuple):
     ownership: str | None = None
 
 
-News = tuple[Place, bytes, Preimage | None]
+News = tuple[BlockPlace, bytes, Preimage | None]
 """Where, which block, and what it holds; None: it is gone."""
 _UNKNOWN = Preimage(None, ())
 
@@ -87,16 +87,16 @@ class Ledger:
     it is bounded by what the places hold and held, however late it is taken."""
 
     def __init__(self) -> None:
-        self._present: dict[tuple[Place, bytes], Preimage] = {}
-        self._waiting: dict[tuple[Place, bytes], bool] = {}
+        self._present: dict[tuple[BlockPlace, bytes], Preimage] = {}
+        self._waiting: dict[tuple[BlockPlace, bytes], bool] = {}
         """What subscribers have not heard, oldest first: that a block is there, or that it is gone."""
-        self._places: dict[Place, None] = {}
+        self._places: dict[BlockPlace, None] = {}
 
     def __len__(self) -> int:
         """Blocks that are present."""
         return len(self._present)
 
-    def stored(self, place: Place, key: bytes, preimage: Preimage | None = None) -> None:
+    def stored(self, place: BlockPlace, key: bytes, preimage: Preimage | None = None) -> None:
         """A block is there. preimage: of its key; None takes that of the same block in another place."""
         block = place, key
         if block in self._present:
@@ -109,7 +109,7 @@ class Ledger:
         if self._waiting.pop(block, True):  # else subscribers have not heard that it was gone
             self._waiting[block] = True
 
-    def removed(self, place: Place, key: bytes) -> None:
+    def removed(self, place: BlockPlace, key: bytes) -> None:
         block = place, key
         if self._present.pop(block, None) is not None and not self._waiting.pop(block, False):
             self._waiting[block] = False
@@ -130,7 +130,7 @@ class Ledger:
         )
 
 
-def parents_first(blocks: Mapping[tuple[Place, bytes], Preimage]) -> list[News]:
+def parents_first(blocks: Mapping[tuple[BlockPlace, bytes], Preimage]) -> list[News]:
     """A block is of no use to an index that does not know the one before it, which may have come back later."""
     left, news = dict(blocks), list[News]()
     for block in blocks:

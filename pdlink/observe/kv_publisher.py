@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdlink.kv.hashing import Preimage
-    from pdlink.observe.kv_ledger import Place
+    from pdlink.observe.kv_ledger import BlockPlace
 
 log = logging.getLogger(__name__)
 
@@ -83,12 +83,12 @@ class KVPublisher:
         self._thread = threading.Thread(target=self._run, name="pdlink-kv-events", daemon=True)
         self._thread.start()
 
-    def stored(self, place: Place, key: bytes, preimage: Preimage | None = None) -> None:
+    def stored(self, place: BlockPlace, key: bytes, preimage: Preimage | None = None) -> None:
         with self._lock:
             self._ledger.stored(place, key, preimage)
             self._ring_bell()
 
-    def removed(self, place: Place, key: bytes) -> None:
+    def removed(self, place: BlockPlace, key: bytes) -> None:
         with self._lock:
             self._ledger.removed(place, key)
             self._ring_bell()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pdlink.observe.spans import Span
 
 
-class Process(NamedTuple):
+class TracedProcess(NamedTuple):
     """What one process did. Tracks are shown in the order in which they come first."""
 
     name: str
@@ -34,7 +34,7 @@ class Encoded(NamedTuple):
     """Slices, instants and samples."""
 
 
-def encode(processes: Iterable[Process], arrows: Iterable[tuple[str, str]]) -> Encoded:
+def encode(processes: Iterable[TracedProcess], arrows: Iterable[tuple[str, str]]) -> Encoded:
     """The trace; its time 0 is the first begin. arrows: ids of two spans; those of a span that is not there are left
     out."""
     processes = list(processes)

@@ -20,7 +20,7 @@ from pdlink.observe.busy import Busy
 _TransferEvent = LayerWritten | LayerLanded | TransferEnded
 
 
-class Ended(msgspec.Struct, frozen=True):
+class EndedTransfer(msgspec.Struct, frozen=True):
     """What became of one transfer. Every time is a duration on this host's clock."""
 
     transfer_id: str
@@ -40,7 +40,7 @@ class Ended(msgspec.Struct, frozen=True):
     """The part of it after the last layer was written: what prefill did not hide."""
 
 
-class Kept(msgspec.Struct, frozen=True):
+class KeptTransfer(msgspec.Struct, frozen=True):
     """What is known of one transfer."""
 
     transfer_id: str
@@ -75,7 +75,7 @@ class Dump(msgspec.Struct, frozen=True):
     """Workers of one value share a clock; see `clock`."""
     now_s: float
     """On that clock, as all times here."""
-    transfers: list[Kept] = []
+    transfers: list[KeptTransfer] = []
     """Oldest first; each has an event at least."""
     prompts: list[PromptSourced] = []
 
@@ -101,7 +101,7 @@ class Timeline:
                     self._transfers.popitem(last=False)
             self._transfers[event.transfer_id].append(event)
 
-    def ended(self, most: int) -> list[Ended]:
+    def ended(self, most: int) -> list[EndedTransfer]:
         """Up to so many transfers that have ended, the newest first."""
         with self._lock:
             transfers = [list(events) for events in reversed(self._transfers.values())]
@@ -131,8 +131,8 @@ def clock() -> str:
     return hashlib.blake2b(f"{boot}/{namespace}".encode(), digest_size=8).hexdigest()
 
 
-def _kept(transfer_id: str, events: list[_TransferEvent]) -> Kept:
-    return Kept(
+def _kept(transfer_id: str, events: list[_TransferEvent]) -> KeptTransfer:
+    return KeptTransfer(
         transfer_id=transfer_id,
         written=[event for event in events if isinstance(event, LayerWritten)],
         landed=[event for event in events if isinstance(event, LayerLanded)],
@@ -140,7 +140,7 @@ def _kept(transfer_id: str, events: list[_TransferEvent]) -> Kept:
     )
 
 
-def _ended(events: list[_TransferEvent]) -> Ended | None:
+def _ended(events: list[_TransferEvent]) -> EndedTransfer | None:
     end = next((event for event in events if isinstance(event, TransferEnded)), None)
     if end is None:
         return None
@@ -148,7 +148,7 @@ def _ended(events: list[_TransferEvent]) -> Ended | None:
     busy = Busy()
     for event in sorted(landed, key=lambda event: event.at_s):
         busy.add(event.submitted_s, event.at_s)
-    return Ended(
+    return EndedTransfer(
         transfer_id=end.transfer_id,
         side=end.side,
         peer=end.peer,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from pdlink.observe.perfetto import Process, encode
+from pdlink.observe.perfetto import TracedProcess, encode
 from pdlink.observe.spans import Span, transfer_span_id
 from pdlink.observe.worker_spans import transfer_span
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence, Set
 
     from pdlink.observe.spans import Value
-    from pdlink.observe.timeline import Dump, Kept
+    from pdlink.observe.timeline import Dump, KeptTransfer
 
 TRACE_TYPE = "application/json"
 TRACE_HEADER = "X-Pdlink-Timeline"
@@ -40,7 +40,7 @@ class Laid(NamedTuple):
     """How far that may be wrong; None where the clock is the same."""
 
 
-class Request(NamedTuple):
+class TracedRequest(NamedTuple):
     """One of the proxy's."""
 
     transfer_ids: Sequence[str]
@@ -69,17 +69,17 @@ def laid(dump: Dump, clock: str, asked_s: float, answered_s: float) -> Laid:
     return Laid(dump, (asked_s + answered_s) / 2 - dump.now_s, (answered_s - asked_s) / 2)
 
 
-def make(workers: Sequence[Laid], requests: Sequence[Request] = (), *, only: Set[str] | None = None) -> Made:
+def make(workers: Sequence[Laid], requests: Sequence[TracedRequest] = (), *, only: Set[str] | None = None) -> Made:
     """only: ids of the transfers to show, and their requests; None shows all."""
     requests = [each for each in requests if only is None or not only.isdisjoint(each.transfer_ids)]
     processes, shown = [], set()
     if requests:
-        processes.append(Process("proxy", [span for each in requests for span in each.spans]))
+        processes.append(TracedProcess("proxy", [span for each in requests for span in each.spans]))
     for worker in workers:
         kept = [each for each in worker.dump.transfers if only is None or each.transfer_id in only]
         shown |= {each.transfer_id for each in kept}
         spans = [*_prompts(worker.dump, only), *_transfers(kept)]
-        processes.append(Process(_name(worker), spans, worker.offset_s, _rates(kept)))
+        processes.append(TracedProcess(_name(worker), spans, worker.offset_s, _rates(kept)))
     arrows = [
         (request.spans[0].span_id, transfer_span_id("sender", transfer_id))
         for request in requests
@@ -118,7 +118,7 @@ def _prompts(dump: Dump, only: Set[str] | None) -> list[Span]:
     return found
 
 
-def _transfers(kept: Sequence[Kept]) -> list[Span]:
+def _transfers(kept: Sequence[KeptTransfer]) -> list[Span]:
     """By peer, and by track of it."""
     found = []
     for peer in sorted({each.peer for each in kept}):
@@ -144,7 +144,7 @@ def _span(name: str, track: str, begin_s: float, end_s: float, args: Mapping[str
     return Span(name=name, track=track, begin_s=begin_s, end_s=end_s, attributes=args)
 
 
-def _whole(kept: Kept, track: str) -> list[Span]:
+def _whole(kept: KeptTransfer, track: str) -> list[Span]:
     """A transfer, and below it the part that prefill did not hide."""
     ended, (begin_s, end_s) = kept.ended, kept.span_s
     if ended is None:
@@ -163,7 +163,7 @@ def _whole(kept: Kept, track: str) -> list[Span]:
     return found
 
 
-def _rates(kept: Sequence[Kept]) -> dict[float, float]:
+def _rates(kept: Sequence[KeptTransfer]) -> dict[float, float]:
     """GB/s of all that is in flight, each push at its mean speed, from each time on."""
     steps: dict[float, float] = {}
     for landed in (each for transfer in kept for each in transfer.landed):

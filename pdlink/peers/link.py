@@ -23,9 +23,9 @@ import numpy as np
 from pdlink.errors import ConfigError, DeadlineExceeded, InvalidRequest, PdlinkError, TransferFailed
 from pdlink.kv.layout import KVLayout, LayerLayout, Part
 from pdlink.node.node import Node
-from pdlink.peers.messages import MAX_KEYS, Answer, Ask, Pull
+from pdlink.peers.messages import MAX_KEYS, PeerAnswer, PeerAsk, Pull
 from pdlink.peers.questions import Questions
-from pdlink.peers.tier import Peer
+from pdlink.peers.tier import PeerTier
 from pdlink.protocol.auth import ControlAddress, check_dial
 from pdlink.reasons import Code, Reason
 from pdlink.store.extents import ALIGNMENT_NBYTES as PAGE_NBYTES
@@ -86,13 +86,13 @@ class PeerLink:
         self.address = ""
         """What other stores name as a peer; empty before `open`."""
 
-    def tier(self, address: str) -> Peer:
+    def tier(self, address: str) -> PeerTier:
         """The store at this address, as a tier of this one. Raises ConfigError for one that may not be asked."""
         try:
             check_dial(ControlAddress.parse(address), self._credentials, insecure=self._insecure)
         except InvalidRequest as error:  # an address of none, or of one that may not be dialed
             raise ConfigError(f"tiers.peers: {error}") from error
-        return Peer(self, address)
+        return PeerTier(self, address)
 
     def open(self, store: Store) -> None:
         """Begin to lend and to borrow. Raises what `Node` raises."""
@@ -193,8 +193,8 @@ class PeerLink:
 
     # --- Lending, in the thread of the questions
 
-    def _on_ask(self, ask: Ask) -> Answer:
-        return Answer(ask.number, bytes(self._store.holds(ask.keys)), self._node_port)
+    def _on_ask(self, ask: PeerAsk) -> PeerAnswer:
+        return PeerAnswer(ask.number, bytes(self._store.holds(ask.keys)), self._node_port)
 
     def _on_pull(self, pull: Pull) -> None:
         with self._lock:

@@ -20,7 +20,7 @@ class _Body(msgspec.Struct, frozen=True, tag_field="type"):
     pass
 
 
-class Ask(_Body, frozen=True, tag="ask"):
+class PeerAsk(_Body, frozen=True, tag="ask"):
     """Which of these records do you have in memory?"""
 
     number: int
@@ -29,7 +29,7 @@ class Ask(_Body, frozen=True, tag="ask"):
     version: int = VERSION
 
 
-class Answer(_Body, frozen=True, tag="answer"):
+class PeerAnswer(_Body, frozen=True, tag="answer"):
     number: int
     held: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS)]
     """A byte for each key: 1 for a record that is here."""
@@ -47,7 +47,7 @@ class Pull(_Body, frozen=True, tag="pull"):
     """That the asker has room for; a record of another length is refused."""
 
 
-Body = Ask | Answer | Pull
+Body = PeerAsk | PeerAnswer | Pull
 
 encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Body] = msgspec.msgpack.Decoder(Body)

@@ -21,7 +21,7 @@ from pdlink.endpoint.inflow import LOOK_S
 from pdlink.endpoint.work import Work
 from pdlink.errors import PdlinkError, ProtocolError
 from pdlink.events import MessageDropped, emit
-from pdlink.peers.messages import VERSION, Answer, Ask, Pull, decode, encode
+from pdlink.peers.messages import VERSION, PeerAnswer, PeerAsk, Pull, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ _TURN_S = 0.005
 class Questions:
     """Thread-safe, but for `open` and `close`."""
 
-    def __init__(self, identity: str, answer: Callable[[Ask], Answer], pull: Callable[[Pull], None]) -> None:
+    def __init__(self, identity: str, answer: Callable[[PeerAsk], PeerAnswer], pull: Callable[[Pull], None]) -> None:
         """identity: of this life of the process. answer, pull: called in the thread; they must not wait."""
         self._channel = Channel(identity)
         self._work = Work()
@@ -49,7 +49,7 @@ class Questions:
         # The thread's:
         self._routes: dict[str, str] = {}
         """Of dialed connections, by address."""
-        self._pending: dict[int, tuple[str, Future[Answer]]] = {}
+        self._pending: dict[int, tuple[str, Future[PeerAnswer]]] = {}
         """Route and answer of each question under way."""
 
     def open(self, host: str, port: int, credentials: Credentials | None) -> int:
@@ -80,10 +80,10 @@ class Questions:
 
         self._work.call(exchange)
 
-    def ask(self, address: str, keys: Sequence[bytes], timeout_s: float) -> Answer:
+    def ask(self, address: str, keys: Sequence[bytes], timeout_s: float) -> PeerAnswer:
         """What the store at this address says of these keys. Raises OSError if it says nothing right in time."""
-        number, answer = next(self._numbers), Future[Answer]()
-        self._work.call(partial(self._send, address, Ask(number, tuple(keys)), answer))
+        number, answer = next(self._numbers), Future[PeerAnswer]()
+        self._work.call(partial(self._send, address, PeerAsk(number, tuple(keys)), answer))
         try:
             given = answer.result(0.0 if self._closed else timeout_s)
         except TimeoutError:
@@ -135,14 +135,14 @@ class Questions:
         for _, answer in self._pending.values():
             _fail(answer, "this store is closed")
 
-    def _send(self, address: str, body: Ask | Pull, answer: Future[Answer] | None) -> None:
+    def _send(self, address: str, body: PeerAsk | Pull, answer: Future[PeerAnswer] | None) -> None:
         problem = "the connection is gone"
         try:
             route = self._routes.get(address)
             if route is None:
                 route = self._routes[address] = self._channel.dial(address)
             if self._channel.send(route, encode(body)):
-                if isinstance(body, Ask) and answer is not None:
+                if isinstance(body, PeerAsk) and answer is not None:
                     self._pending[body.number] = route, answer
                 return
         except QueueFull:
@@ -166,13 +166,13 @@ class Questions:
 
     def _on_body(self, route: str, body: Body) -> None:
         match body:
-            case Ask():
+            case PeerAsk():
                 with suppress(QueueFull):  # it asks, and does not read
                     self._channel.send(route, encode(self._answer(body)))
             case Pull():
                 self._pull(body)
-            case Answer(number=number):
-                asked, answer = self._pending.get(number, ("", Future[Answer]()))
+            case PeerAnswer(number=number):
+                asked, answer = self._pending.get(number, ("", Future[PeerAnswer]()))
                 if asked == route:  # nobody answers for another
                     with suppress(InvalidStateError):
                         answer.set_result(body)
@@ -186,6 +186,6 @@ class Questions:
                 _fail(answer, f"the connection ended: {item.reason}" if item.reason else "the connection ended")
 
 
-def _fail(answer: Future[Answer], problem: str) -> None:
+def _fail(answer: Future[PeerAnswer], problem: str) -> None:
     with suppress(InvalidStateError):
         answer.set_exception(ConnectionError(problem))

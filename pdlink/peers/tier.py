@@ -1,4 +1,4 @@
-"""`Peer`: the memory of another node's store as a tier, which is read only."""
+"""`PeerTier`: the memory of another node's store as a tier, which is read only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _MAX_HIDDEN = 10_000
 
 
-class Peer(ReadOnly):
+class PeerTier(ReadOnly):
     """Implements `Tier`. A miss until the link is open, and after `close`."""
 
     def __init__(self, link: PeerLink, address: str) -> None:

@@ -23,9 +23,9 @@ from pdlink_proxy.steps import Leg
 from .closed_form import prefill_times
 from .curves import Curves
 from .outages import FAIL_S, Outages
-from .router import MODEL, Router
+from .router import MODEL, SimulatedRouter
 from .traffic import KEY_TOKENS
-from .workers import Workers
+from .workers import SimulatedWorkers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pdlink_proxy.worker import Worker
 
     from .traffic import Tokens, Traffic
-    from .workers import Job, Played
+    from .workers import Played, SimulatedRequest
 
 REPORT_S = 0.5
 """Between two reports of a worker, as `ProxyConfig.health_interval_s`."""
@@ -51,7 +51,7 @@ class _Job:
 
     number: int
     wanted: PlacementRequest
-    router: Router
+    router: SimulatedRouter
     came_s: float
     seen: tuple[Worker, Worker] | None = None
     """The workers in its router's eyes."""
@@ -87,7 +87,7 @@ class _Cache:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
+class PolicyOutcome:
     """One policy before one fleet."""
 
     played: Played
@@ -140,7 +140,9 @@ class Simulation:
         keys = [f"p{number}#" for number in range(num_prefill)], [f"d{number}#" for number in range(num_decode)]
         self._keys = keys
         self._routers = [
-            Router(policies, keys, pool_tokens=curves.pool_tokens, publish=publish, number=number, routers=routers)
+            SimulatedRouter(
+                policies, keys, pool_tokens=curves.pool_tokens, publish=publish, number=number, routers=routers
+            )
             for number in range(routers)
         ]
         self._news: tuple[set[int], set[int]] = set(), set()
@@ -152,11 +154,11 @@ class Simulation:
         self._place_s, self._num_places, self._cached_tokens = 0.0, 0, 0
         self._away, self._seed, self._failed_legs, self._racks = away, seed, 0, racks
 
-    def run(self, traffic: Traffic, cached_tokens: Tokens | None = None) -> Outcome:
+    def run(self, traffic: Traffic, cached_tokens: Tokens | None = None) -> PolicyOutcome:
         """Every request to its end. cached_tokens: of each prompt, that every prefill worker has; None leaves that to
         the caches of the workers."""
         began_s = process_time()
-        self._core = core = Workers(self._curves, *self._nums, traffic.prompt_tokens, traffic.answer_tokens)
+        self._core = core = SimulatedWorkers(self._curves, *self._nums, traffic.prompt_tokens, traffic.answer_tokens)
         for side in (core.prefills, core.decodes):
             for one in side[: math.ceil(self._slow * len(side))]:
                 one.slow = 2.0
@@ -178,7 +180,7 @@ class Simulation:
         self._until(math.inf)
         if self._unfinished:
             raise RuntimeError(f"{self._unfinished} requests were lost")
-        return Outcome(
+        return PolicyOutcome(
             core.outcome(traffic.at_s),
             self._cached_tokens / int(traffic.prompt_tokens.sum()),
             self._place_s / -(-self._num_places // TIMED) * 1e6,
@@ -243,7 +245,7 @@ class Simulation:
             ):
                 pass
 
-    def _place(self, router: Router, job: _Job) -> bool:
+    def _place(self, router: SimulatedRouter, job: _Job) -> bool:
         wanted, now = job.wanted, self._now
         keys: Sequence[int] = wanted.keys  # type: ignore[assignment]
         if self._publish:
@@ -294,7 +296,7 @@ class Simulation:
         for router in self._routers:
             router.drains(leg, number, drains=drains)
 
-    def _failed(self, router: Router, job: _Job) -> None:
+    def _failed(self, router: SimulatedRouter, job: _Job) -> None:
         """Its legs broke. It begins again elsewhere."""
         assert job.seen is not None
         for seen, call, tokens in zip(job.seen, job.calls, job.work, strict=True):
@@ -309,7 +311,7 @@ class Simulation:
         if not self._place(router, job):
             router.queue.put(Waiting("", MODEL, job.wanted.total_tokens, job.came_s, job))
 
-    def _ended(self, done: Job, leg: int) -> None:
+    def _ended(self, done: SimulatedRequest, leg: int) -> None:
         job = self._jobs.pop(done.number) if leg else self._jobs[done.number]
         self._unfinished -= leg
         assert job.seen is not None

@@ -25,7 +25,7 @@ _SAMPLE = re.compile(r"^(\w+)(\{[^}]*\})? ([0-9.eE+-]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class LiveFigures:
     """What a proxy had in some seconds."""
 
     num_prefill: int
@@ -62,7 +62,7 @@ class Live:
         return said
 
 
-def watch(url: str, key: str | None, span_s: float) -> Live:
+def watch(url: str, key: str | None, span_s: float) -> LiveFigures:
     """Ask a proxy twice, `span_s` apart.
 
     key: one of its `api_keys`. Raises CannotFetch if it does not answer, and ConfigError if it had no request
@@ -88,7 +88,7 @@ def watch(url: str, key: str | None, span_s: float) -> Live:
     answered = grown.get(f"{_REQUESTS} ok", 0.0)
     if answered <= 0:
         raise ConfigError(f"live: got no request at {url} in {span_s:g} s; expected 1; set --live-s, or leave it out")
-    return Live(num_prefill, num_decode, answered / span_s, _mean(grown, _TTFT), _mean(grown, _PER_TOKEN))
+    return LiveFigures(num_prefill, num_decode, answered / span_s, _mean(grown, _TTFT), _mean(grown, _PER_TOKEN))
 
 
 def _text(url: str, path: str, headers: Mapping[str, str]) -> str:

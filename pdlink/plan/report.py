@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlanReport:
     """Everything that was found out."""
 
     name: str
@@ -48,7 +48,7 @@ class Plan:
         return self.best.per_s / self.closed_per_s if self.closed_per_s else 0.0
 
 
-def sentences(plan: Plan) -> list[str]:
+def sentences(plan: PlanReport) -> list[str]:
     """The first one says whether to do it at all."""
     form, asked, found = plan.form, plan.asked, plan.best
     promise, curves = asked.promise, asked.curves
@@ -85,7 +85,7 @@ def sentences(plan: Plan) -> list[str]:
     return said
 
 
-def _beside_closed_form(plan: Plan) -> str:
+def _beside_closed_form(plan: PlanReport) -> str:
     most = f"{plan.closed_per_s:.1f} requests/s of the closed form"
     if plan.usable > 1:
         return (
@@ -94,7 +94,7 @@ def _beside_closed_form(plan: Plan) -> str:
     return f"That is {plan.usable:.0%} of the {most}, where no request ever waits."
 
 
-def _why_none(plan: Plan) -> str:
+def _why_none(plan: PlanReport) -> str:
     promise, curves = plan.asked.promise, plan.asked.curves
     alone = plan.asked.most_alone
     if alone < promise.share:

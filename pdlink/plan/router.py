@@ -20,7 +20,7 @@ MODEL = "m"
 _WELL = Health("ok", "", "", None, MODEL, None)
 
 
-class Router:
+class SimulatedRouter:
     """Worker n of a leg has number n."""
 
     def __init__(

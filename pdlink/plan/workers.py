@@ -44,7 +44,7 @@ class Played:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class SimulatedRequest:
     """One request."""
 
     number: int
@@ -72,7 +72,7 @@ class Prefill:
     __slots__ = ("busy", "busy_s", "ending", "line", "link_s", "load", "requests", "slow")
 
     def __init__(self) -> None:
-        self.line: deque[Job] = deque()
+        self.line: deque[SimulatedRequest] = deque()
         self.busy = False
         self.ending = 0
         """Prompts that the running pass completes."""
@@ -92,11 +92,11 @@ class Decode:
     )
 
     def __init__(self) -> None:
-        self.line: deque[Job] = deque()
+        self.line: deque[SimulatedRequest] = deque()
         """Requests that wait for blocks or a slot."""
         self.load = self.requests = self.held = self.slots = 0
         """load: tokens of prompts and answers. held: of those that have blocks, which take so many slots."""
-        self.running: list[tuple[int, int, Job]] = []
+        self.running: list[tuple[int, int, SimulatedRequest]] = []
         """A heap, by the step after which a sequence ends."""
         self.tokens = 0
         """Of KV that a step reads."""
@@ -110,7 +110,7 @@ class Decode:
         """Of what the agenda says of it."""
 
 
-class Workers:
+class SimulatedWorkers:
     """A fleet that somebody else places requests in, one at a time."""
 
     def __init__(self, curves: Curves, num_prefill: int, num_decode: int, prompt: Tokens, answer: Tokens) -> None:
@@ -119,10 +119,10 @@ class Workers:
         self.prefills = [Prefill() for _ in range(num_prefill)]
         self.decodes = [Decode() for _ in range(num_decode)]
         sizes = zip(prompt.tolist(), answer.tolist(), strict=True)
-        self.jobs = [Job(number, tokens, made) for number, (tokens, made) in enumerate(sizes)]
+        self.jobs = [SimulatedRequest(number, tokens, made) for number, (tokens, made) in enumerate(sizes)]
         self._agenda: list[tuple[float, int, int, Any, int]] = []
         self._numbers = itertools.count()
-        self._ended: list[tuple[float, Job, int]] = []
+        self._ended: list[tuple[float, SimulatedRequest, int]] = []
 
     def enter(self, number: int, prefill: int, decode: int, new: int, moved: int, now_s: float) -> None:
         """The job goes to these workers. new: tokens that prefill computes; moved: whose KV decode lacks. `advance`
@@ -141,10 +141,10 @@ class Workers:
         if not one.busy:
             self._begin(one, now_s)
 
-    def advance(self, until_s: float, *, first: bool) -> list[tuple[float, Job, int]]:
+    def advance(self, until_s: float, *, first: bool) -> list[tuple[float, SimulatedRequest, int]]:
         """To this time, inclusive; only to the first end of a leg if `first`. Returns the legs that have ended, in
         their order: when, job, leg (0 prefill, 1 decode)."""
-        ended: list[tuple[float, Job, int]] = []
+        ended: list[tuple[float, SimulatedRequest, int]] = []
         self._ended = ended
         agenda = self._agenda
         while agenda and agenda[0][0] <= until_s:
@@ -212,7 +212,7 @@ class Workers:
         one.busy_s += took_s
         self._next(now_s + took_s, _WORKER, one)
 
-    def _take(self, job: Job, tokens: int, now_s: float) -> float:
+    def _take(self, job: SimulatedRequest, tokens: int, now_s: float) -> float:
         """Seconds for so many tokens of its prompt, which count as computed."""
         before = job.prompt - job.left
         job.left -= tokens
@@ -230,7 +230,7 @@ class Workers:
             self._send(job, now_s)
         self._ended.append((now_s, job, 0))
 
-    def _send(self, job: Job, now_s: float) -> None:
+    def _send(self, job: SimulatedRequest, now_s: float) -> None:
         """It is computed, and decode has its blocks. Layers may have left while later ones were computed; the link
         sends one prompt's KV after the other's."""
         one, layers = job.prefill, self._curves.num_layers
@@ -242,7 +242,7 @@ class Workers:
 
     # ---- decode
 
-    def _landed(self, job: Job, now_s: float) -> None:
+    def _landed(self, job: SimulatedRequest, now_s: float) -> None:
         """Its KV is there. The first token is prefill's."""
         if job.answer == 1:
             job.done_s = job.prefilled_s
@@ -301,7 +301,7 @@ class Workers:
             self._leave(job, now_s)
         self._plan(to)
 
-    def _leave(self, job: Job, now_s: float) -> None:
+    def _leave(self, job: SimulatedRequest, now_s: float) -> None:
         """It gives its blocks and its slot back."""
         to = job.decode
         to.held -= min(job.prompt + job.answer, self._curves.pool_tokens)

@@ -31,7 +31,7 @@ from pdlink.serve import health
 from pdlink.serve.cache_routes import CacheDesk, Prompts, add_cache_routes
 from pdlink.serve.http import ROUTE, callers_with, errors_as_json, json_response, metrics_response
 from pdlink.serve.openai import (
-    Answer,
+    AnswerWriter,
     ChatRequest,
     CompletionRequest,
     Generation,
@@ -212,7 +212,7 @@ async def _generate(
     if (allowed := http.get(ROUTE)) is not None:
         _check_route(allowed, params)
     transfer_id = params.transfer_id if params else secrets.token_hex(16)
-    answer = Answer(request, transfer_id, params.created if params else int(time.time()), len(prompt))
+    answer = AnswerWriter(request, transfer_id, params.created if params else int(time.time()), len(prompt))
     request_id = f"{params.leg}-{transfer_id}" if params else transfer_id
     sampling, answered = request.sampling(), request.output_token_ids
     if answered:

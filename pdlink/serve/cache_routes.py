@@ -37,7 +37,7 @@ _NOTHING = msgspec.Raw()
 _Name = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
-class Prompt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NamedPrompt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Exactly one of both."""
 
     prompt: msgspec.Raw = _NOTHING
@@ -52,22 +52,22 @@ class Prompt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return (self.prompt != _NOTHING) + (self.messages is not None)
 
 
-class Pin(Prompt, frozen=True, kw_only=True):
+class PinRequest(NamedPrompt, frozen=True, kw_only=True):
     name: _Name
 
 
-class Unpin(Struct, frozen=True, forbid_unknown_fields=True):
+class UnpinRequest(Struct, frozen=True, forbid_unknown_fields=True):
     name: _Name
 
 
-class Move(Prompt, frozen=True, kw_only=True):
+class MoveRequest(NamedPrompt, frozen=True, kw_only=True):
     source: str
     destination: str
     keep: bool = True
     """Whether the source keeps it, too."""
 
 
-class Clear(Prompt, frozen=True, kw_only=True):
+class ClearRequest(NamedPrompt, frozen=True, kw_only=True):
     everything: bool = False
     """Instead of a prompt."""
     places: list[str] | None = None
@@ -80,7 +80,7 @@ class Prompts:
     def __init__(self, model: LoadedModel, source: StoreSource) -> None:
         self._model, self.source = model, source
 
-    def read(self, named: Prompt) -> tuple[int, list[bytes]]:
+    def read(self, named: NamedPrompt) -> tuple[int, list[bytes]]:
         """Its tokens, and the keys of its full chunks. Raises InvalidRequest, CapacityExceeded."""
         if named.forms != 1:
             raise InvalidRequest(f"prompt, messages: got {named.forms} of them; expected 1; send one")
@@ -112,7 +112,7 @@ class CacheDesk:
             state |= {"chunk_tokens": source.chunk_tokens, "record_nbytes": source.shape.nbytes}
         return state
 
-    def lookup(self, asked: Prompt) -> dict[str, Any]:
+    def lookup(self, asked: NamedPrompt) -> dict[str, Any]:
         """How many leading tokens are known, and where they lie, in order."""
         num_tokens, keys, source = self._read(asked)
         found = self._store.lookup(keys, source.lookup_timeout_s)
@@ -122,21 +122,21 @@ class CacheDesk:
         ]
         return {"prompt_tokens": num_tokens, "tokens": sum(run["tokens"] for run in runs), "runs": runs}
 
-    def warm(self, asked: Prompt) -> dict[str, int]:
+    def warm(self, asked: NamedPrompt) -> dict[str, int]:
         """Bring what is known into memory."""
         _, keys, source = self._read(asked)
         return {"tokens": self._brought(keys, source, len) * source.chunk_tokens}
 
-    def pin(self, asked: Pin) -> dict[str, int]:
+    def pin(self, asked: PinRequest) -> dict[str, int]:
         """The same, and keep it there."""
         _, keys, source = self._read(asked)
         pinned = self._brought(keys, source, lambda _: self._store.pin(keys, asked.name))
         return {"tokens": pinned * source.chunk_tokens}
 
-    def unpin(self, asked: Unpin) -> dict[str, int]:
+    def unpin(self, asked: UnpinRequest) -> dict[str, int]:
         return {"records": self._store.unpin(asked.name)}
 
-    def move(self, asked: Move) -> dict[str, int]:
+    def move(self, asked: MoveRequest) -> dict[str, int]:
         self._check_places([asked.source, asked.destination])
         if asked.source == asked.destination:
             raise InvalidRequest(
@@ -146,14 +146,14 @@ class CacheDesk:
         moved = self._store.move(keys, source.shape, asked.source, asked.destination, copy=asked.keep)
         return {"tokens": moved * source.chunk_tokens}
 
-    def clear(self, asked: Clear) -> dict[str, int | bool]:
+    def clear(self, asked: ClearRequest) -> dict[str, int | bool]:
         """Records that were in memory, and whether a restart keeps them away; tiers forget in the background."""
         self._check_places(asked.places or [])
         if asked.everything == bool(asked.forms):
             raise InvalidRequest("everything: got a prompt and true, or neither; expected one of them; say which")
         return self._store.clear(None if asked.everything else self._read(asked)[1], asked.places)._asdict()
 
-    def _read(self, named: Prompt) -> tuple[int, list[bytes], StoreSource]:
+    def _read(self, named: NamedPrompt) -> tuple[int, list[bytes], StoreSource]:
         if self._prompts is None:
             raise InvalidRequest("prompt: a store process knows no model; ask a worker")
         return *self._prompts.read(named), self._prompts.source
@@ -202,12 +202,12 @@ def add_cache_routes(app: web.Application, desk: CacheDesk, read: Callable[[web.
 
     app.router.add_get(PATH, state)
     for kind, verb in (
-        (Prompt, desk.lookup),
-        (Prompt, desk.warm),
-        (Pin, desk.pin),
-        (Unpin, desk.unpin),
-        (Move, desk.move),
-        (Clear, desk.clear),
+        (NamedPrompt, desk.lookup),
+        (NamedPrompt, desk.warm),
+        (PinRequest, desk.pin),
+        (UnpinRequest, desk.unpin),
+        (MoveRequest, desk.move),
+        (ClearRequest, desk.clear),
     ):
         post(kind, verb)
     app.on_cleanup.append(cleanup)

@@ -8,11 +8,11 @@ from pdlink.observe.gauges import LinkState
 from pdlink.observe.metrics import WorkerMetrics
 
 if TYPE_CHECKING:
-    from pdlink.node.report import Report
+    from pdlink.node.report import NodeReport
     from pdlink.serve.worker import Worker
 
 
-def problem(worker: Worker, report: Report | None = None) -> str:
+def problem(worker: Worker, report: NodeReport | None = None) -> str:
     """Why this worker cannot serve; empty while it can."""
     report = report or worker.node.report()
     if report.failure:
@@ -106,7 +106,7 @@ def metrics_of(worker: Worker) -> WorkerMetrics:
     return metrics
 
 
-def link_state(report: Report, longest_absence_s: float) -> LinkState:
+def link_state(report: NodeReport, longest_absence_s: float) -> LinkState:
     return LinkState(
         sending=report.sending,
         receiving=report.receiving,

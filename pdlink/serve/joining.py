@@ -164,7 +164,9 @@ class Announcer:
             return
         _, said = health.health(self._worker)
         del said["peers"]  # long, and nothing that a router needs
-        load = msgspec.convert([said.pop(name) for name in presence.Load.__struct_fields__], presence.Load)
+        load = msgspec.convert(
+            [said.pop(name) for name in presence.WorkerLoad.__struct_fields__], presence.WorkerLoad
+        )
         beat = presence.Beat(
             presence.VERSION,
             self._url,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from pdlink.observe.kv_ledger import Place, parents_first
+from pdlink.observe.kv_ledger import BlockPlace, parents_first
 from pdlink.observe.kv_publisher import KVPublisher
 from pdlink.store.interface import MEMORY
 
@@ -35,7 +35,7 @@ def open_publisher(config: KVEventsConfig, name: str, incarnation: str) -> KVPub
 
 def tell_blocks(publisher: KVPublisher, pool: BlockPool, block_tokens: int, *, on_gpu: bool) -> None:
     """From now on tell what is in the blocks of an engine."""
-    place = Place(block_tokens, "GPU" if on_gpu else "CPU")
+    place = BlockPlace(block_tokens, "GPU" if on_gpu else "CPU")
 
     def changed(change: BlockChange) -> None:
         if change.kind == "stored":
@@ -126,5 +126,5 @@ def _tell(publisher: KVPublisher, change: RecordChange, chunk_tokens: int, known
         publisher.removed(place, change.key)
 
 
-def _place(name: str, chunk_tokens: int) -> Place:
-    return Place(chunk_tokens, "CPU") if name == MEMORY else Place(chunk_tokens, "STORAGE", "LOCAL", name)
+def _place(name: str, chunk_tokens: int) -> BlockPlace:
+    return BlockPlace(chunk_tokens, "CPU") if name == MEMORY else BlockPlace(chunk_tokens, "STORAGE", "LOCAL", name)

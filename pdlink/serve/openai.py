@@ -269,7 +269,7 @@ def _read_closely(kind: type[CompletionRequest] | type[ChatRequest], body: bytes
     return request
 
 
-class Answer:
+class AnswerWriter:
     """Writes one answer, whole or as server-sent events. Both legs of a request write the same id and time."""
 
     def __init__(self, request: Generation, transfer_id: str, created: int, num_prompt_tokens: int) -> None:

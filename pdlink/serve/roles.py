@@ -195,20 +195,20 @@ def run_proxy(
     place: dict[str, Any] | None = None,
     reread: Callable[[], ProxyConfig] | None = None,
 ) -> None:
-    """Run a proxy until SIGTERM or the end of its parent. place: it is one of several processes (`Place`). reread:
-    loads the settings again, on SIGHUP."""
+    """Run a proxy until SIGTERM or the end of its parent. place: it is one of several processes (`SiblingPlace`).
+    reread: loads the settings again, on SIGHUP."""
     from pdlink.config import SecurityConfig
     from pdlink.serve import keys
     from pdlink_proxy.app import ROUTER, build_app
     from pdlink_proxy.front import FrontRunner
-    from pdlink_proxy.siblings import Place, Siblings
+    from pdlink_proxy.siblings import SiblingPlace, Siblings
 
     tls = keys.server_tls(config.tls_cert, config.tls_key)
     bound = bind(*config.at, "listen", shared=place is not None)
     credentials = keys.load_credentials(
         SecurityConfig(key_file=config.key_file, allow_file=config.allow_file, token_file=config.token_file)
     )
-    app = build_app(config, Siblings(Place(**place)) if place is not None else None, credentials)
+    app = build_app(config, Siblings(SiblingPlace(**place)) if place is not None else None, credentials)
     if config.workers_file is not None or config.discover:
         pass  # what they list may change
     elif not config.decode:

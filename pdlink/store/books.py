@@ -14,7 +14,7 @@ from math import inf, isinf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
-from pdlink.events import Announcer, RecordsChanged, WriteDropped, emit
+from pdlink.events import ChangeTeller, RecordsChanged, WriteDropped, emit
 from pdlink.store.interface import MEMORY, RecordChange
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Books:
         """Changes that no metric has heard of."""
         self._dropped: Counter[str] = Counter()
         """Debts by tier whose records were evicted, and that no metric has heard of."""
-        self._announcer: Announcer[RecordChange] = Announcer()
+        self._announcer: ChangeTeller[RecordChange] = ChangeTeller()
 
     def leases(self, keys: Sequence[bytes], holder: str, request: str, deadline_s: float) -> list[Lease]:
         """The longest readable prefix of `keys`, as `Catalog.lease`, in pieces. Without the lock."""

@@ -19,7 +19,7 @@ from pdlink.store.copying import Copying
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdlink.cuda.driver import Event
+    from pdlink.cuda.driver import CudaEvent
     from pdlink.store.blocks import AnyPlan
     from pdlink.store.copying import Chunks
     from pdlink.store.gpu_pages import Job
@@ -53,7 +53,7 @@ class LayerCopies:
         layer: int,
         *,
         loading: bool,
-        after: Event | None,
+        after: CudaEvent | None,
         begun: Callable[[Job], None] | None = None,
     ) -> Future[str]:
         """One layer, behind the mark `after`: "" when it is over, or why it is not copied.
@@ -70,7 +70,7 @@ class LayerCopies:
         plan: AnyPlan,
         layer: int,
         over: Future[str],
-        after: Event | None,
+        after: CudaEvent | None,
         begun: Callable[[Job], None] | None,
         *,
         loading: bool,

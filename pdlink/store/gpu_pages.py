@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import numpy as np
 
 from pdlink.cuda.copies import MOST_ROWS, MOST_TOKENS, Copies, kernels_if_any
-from pdlink.cuda.driver import CudaFailure, Event, Stream
+from pdlink.cuda.driver import CudaEvent, CudaFailure, CudaStream
 from pdlink.cuda.steps import PinnedSteps
 from pdlink.cuda.strided import Paged, Strided
 from pdlink.cuda.ways import Ways, ways_of
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Mark: TypeAlias = Event
+Mark: TypeAlias = CudaEvent
 """Stands for what was launched before it."""
 Then: TypeAlias = "Callable[[str], None]"
 """What went wrong, or ""."""
@@ -64,7 +64,7 @@ class Job:
     """A copy, or a part of one that has many rows; of no rows it only ends behind those before it."""
 
     rows: driver.Copies | Strided
-    after: Event | None = None
+    after: CudaEvent | None = None
     then: Then | None = None
     begun: Callable[[Job], None] | None = None
     """Told when it is in its stream."""
@@ -107,9 +107,9 @@ class GpuPages:
         self._bases = np.array([buffer.ptr for buffer in buffers], np.int64)
         self._step_nbytes = step_nbytes
         self._lock = threading.Lock()
-        self._spare: list[Event] = []
-        self._events: list[Event] = []
-        self._joint: Stream | None = None
+        self._spare: list[CudaEvent] = []
+        self._events: list[CudaEvent] = []
+        self._joint: CudaStream | None = None
         """Where marks of several streams meet."""
         self._arena: PinnedSteps | None = None
         self._old_arenas: list[PinnedSteps] = []
@@ -138,7 +138,7 @@ class GpuPages:
 
     # --- The engine's thread
 
-    def mark(self, *streams: int) -> Event:
+    def mark(self, *streams: int) -> CudaEvent:
         """Stands for what this thread has launched by now, and for what these streams have been given.
 
         For one `copy`, or `unmark`. Raises CudaFailure.
@@ -149,20 +149,20 @@ class GpuPages:
                 event.record(self._compute_stream())
                 return event
             if self._joint is None:
-                self._joint = Stream(self._device)
+                self._joint = CudaStream(self._device)
             for stream in (self._compute_stream(), *streams):
                 event.record(stream)
                 self._device.wait(self._joint.handle, event)
             event.record(self._joint)
         return event
 
-    def _unused(self) -> Event:
+    def _unused(self) -> CudaEvent:
         if self._spare:
             return self._spare.pop()
-        self._events.append(Event(self._device))
+        self._events.append(CudaEvent(self._device))
         return self._events[-1]
 
-    def unmark(self, mark: Event) -> None:
+    def unmark(self, mark: CudaEvent) -> None:
         """It is not needed."""
         with self._lock:
             self._spare.append(mark)
@@ -212,7 +212,7 @@ class GpuPages:
         arena: Bytes,
         *,
         loading: bool,
-        after: Event | None,
+        after: CudaEvent | None,
         then: Then,
         begun: Callable[[Job], None] | None = None,
     ) -> Job:
@@ -237,7 +237,7 @@ class GpuPages:
         arena: Bytes,
         *,
         loading: bool,
-        after: Event | None,
+        after: CudaEvent | None,
         then: Then,
         begun: Callable[[Job], None] | None = None,
     ) -> Job:
@@ -255,7 +255,7 @@ class GpuPages:
         make: Callable[[], Sequence[driver.Copies | Strided]],
         loading: bool,
         *,
-        after: Event | None,
+        after: CudaEvent | None,
         then: Then,
         begun: Callable[[Job], None] | None,
     ) -> Job:

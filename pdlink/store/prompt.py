@@ -21,7 +21,7 @@ from pdlink.store.worth import choose
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdlink.cuda.driver import Event
+    from pdlink.cuda.driver import CudaEvent
     from pdlink.kv import hashing
     from pdlink.store.blocks import AnyPlan
     from pdlink.store.interface import AnyFetch
@@ -234,7 +234,7 @@ class StoredPrompt:
             self._summed = source.fuses and source.store.wants_sums
         part.slots = [(chunk, self._filling[chunk].slot) for chunk in chunks if chunk in self._filling]
 
-    def _copy_layer(self, part: _Pass, layer: int, after: Event | None) -> None:
+    def _copy_layer(self, part: _Pass, layer: int, after: CudaEvent | None) -> None:
         source = self.source
         if layer == 0 and not self._withdrawn:
             self._reserve(part)

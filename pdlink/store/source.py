@@ -31,7 +31,7 @@ from pdlink.store.worth import HALF_LIFE_S, Speed
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdlink.cuda.driver import Event
+    from pdlink.cuda.driver import CudaEvent
     from pdlink.kv.layout import KVLayout
     from pdlink.kv.plan import Template
     from pdlink.memory.buffers import AnyBuffer, HostBuffer
@@ -181,11 +181,11 @@ class StoreSource:
 
     # --- Copies of requests. By the engine's thread: `mark`; by the copier's: `move`, `settle`
 
-    def mark(self) -> Event | None:
+    def mark(self) -> CudaEvent | None:
         """Stands for what the engine's thread has launched by now, on a GPU; for one `move`, or `unmark`."""
         return None if self.gpu is None else self.gpu.mark()
 
-    def unmark(self, mark: Event | None) -> None:
+    def unmark(self, mark: CudaEvent | None) -> None:
         """It is not needed."""
         if self.gpu is not None and mark is not None:
             self.gpu.unmark(mark)
@@ -196,7 +196,7 @@ class StoreSource:
         layer: int,
         *,
         loading: bool,
-        after: Event | None,
+        after: CudaEvent | None,
         then: Callable[[str], None],
         sums: Sums | None = None,
         begun: Callable[[Job], None] | None = None,

@@ -4,7 +4,7 @@ One side *invites* a peer to write into its registered buffers; the peer *connec
 *submits* batches of byte runs. `poll()` reports all later occurrences, and `fileno()` is readable when there is one.
 
 Two promises hold for every transport; the state machines rest on them and `tests/conformance` tests them:
-  1. `BatchDone` with `Status.OK` is reported only when the bytes are visible at the destination.
+  1. `BatchDone` with `BatchStatus.OK` is reported only when the bytes are visible at the destination.
   2. `PeerClosed` is reported only when the fence holds: nothing that the peer started can touch our memory any more,
      and this side will write nothing more of its batches that were not reported OK. Closing never blocks: if the
      fence must wait (for a suspended process in the middle of a copy), the report comes later, and until then the
@@ -61,15 +61,15 @@ class Probe:
     """What `pdlink check` prints: versions, library paths, limits."""
 
 
-class Status(enum.Enum):
+class BatchStatus(enum.Enum):
     OK = "ok"
     TIMEOUT = "timeout"
     PEER_FAILED = "peer_failed"
     CANCELLED = "cancelled"
 
 
-_STATUS = {status.value: status for status in Status}
-"""A look-up takes a tenth of the time of `Status(value)`."""
+_STATUS = {status.value: status for status in BatchStatus}
+"""A look-up takes a tenth of the time of `BatchStatus(value)`."""
 
 
 class BatchDone(msgspec.Struct, frozen=True, gc=False):
@@ -77,7 +77,7 @@ class BatchDone(msgspec.Struct, frozen=True, gc=False):
 
     ticket: int
     peer: str
-    status: Status
+    status: BatchStatus
     nbytes: int
     submitted_s: float
     done_s: float

@@ -33,7 +33,7 @@ class PeerMemory:
 
 
 @dataclass(eq=False)
-class Batch:
+class GpuBatch:
     ticket: int
     submitted_s: float
     deadline_s: float
@@ -45,11 +45,11 @@ class Batch:
 
 
 @dataclass(eq=False)
-class Slice:
+class GpuLaunch:
     """One launch of a batch."""
 
-    peer: Peer
-    batch: Batch
+    peer: GpuPeer
+    batch: GpuBatch
     memory: PeerMemory
     gated: bool
     """It has entered the gate: it writes bytes."""
@@ -58,7 +58,7 @@ class Slice:
 
 
 @dataclass(eq=False)
-class Peer:
+class GpuPeer:
     """One peer of the copier."""
 
     name: str
@@ -66,9 +66,9 @@ class Peer:
     """Invited."""
     memory: PeerMemory | None = None
     """Connected, and not failed."""
-    queue: deque[Batch] = field(default_factory=deque)
+    queue: deque[GpuBatch] = field(default_factory=deque)
     """Not launched in full."""
-    open: dict[int, Batch] = field(default_factory=dict)
+    open: dict[int, GpuBatch] = field(default_factory=dict)
     """Not reported, by ticket, in order."""
     failure: str = ""
     closing: bool = False

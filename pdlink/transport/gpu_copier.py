@@ -31,8 +31,8 @@ from pdlink import _cuda
 from pdlink.cuda.driver import CudaFailure
 from pdlink.cuda.launches import Launches
 from pdlink.errors import TransportFailure
-from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Status
-from pdlink.transport.gpu_batches import Batch, Peer, Slice
+from pdlink.transport.base import BatchDone, BatchStatus, Occurrence, PeerClosed, PeerFailed
+from pdlink.transport.gpu_batches import GpuBatch, GpuLaunch, GpuPeer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,8 +60,8 @@ class GpuCopier:
         self._slice_nbytes = slice_nbytes
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._peers: dict[str, Peer] = {}
-        self._turns: deque[Peer] = deque()
+        self._peers: dict[str, GpuPeer] = {}
+        self._turns: deque[GpuPeer] = deque()
         self._reports: list[Occurrence] = []
         self._next_ticket = 1
         self._broken = ""
@@ -70,7 +70,7 @@ class GpuCopier:
         self._quiet_look_s = _QUIET_LOOKS_S[0]
         self._give_up_s: float | None = None
         """Set once closing down: when to stop waiting for others."""
-        self._lives: dict[int, Peer] = {}
+        self._lives: dict[int, GpuPeer] = {}
         """By the descriptor of the peer's life."""
         self._thread: threading.Thread | None = None
         with contextlib.ExitStack() as made:
@@ -81,7 +81,7 @@ class GpuCopier:
             self._epoll = select.epoll()
             made.callback(self._epoll.close)
             self._epoll.register(self._wake, select.EPOLLIN)
-            self._launches: Launches[Slice] = Launches(device, kernels, self._wake)
+            self._launches: Launches[GpuLaunch] = Launches(device, kernels, self._wake)
             made.pop_all()
         weakref.finalize(self, os.close, self._told)  # what was not fetched before `close` can be fetched after it
         self._thread = threading.Thread(target=self._run, name="pdlink-gpu-copy", daemon=True)
@@ -124,7 +124,7 @@ class GpuCopier:
             self._writable(name)
             peer = self._peers[name]
             asleep = not self._launches.in_flight
-            batch = Batch(self._next_ticket, submitted_s, submitted_s + timeout_s, rows.nbytes, rows)
+            batch = GpuBatch(self._next_ticket, submitted_s, submitted_s + timeout_s, rows.nbytes, rows)
             self._next_ticket += 1
             peer.queue.append(batch)
             peer.open[batch.ticket] = batch
@@ -203,8 +203,8 @@ class GpuCopier:
                 raise TransportFailure(f"the GPU has failed: {self._broken}")
             yield
 
-    def _peer_for(self, name: str) -> Peer:
-        peer = self._peers.setdefault(name, Peer(name))
+    def _peer_for(self, name: str) -> GpuPeer:
+        peer = self._peers.setdefault(name, GpuPeer(name))
         if peer.closing or peer.failure:
             raise ValueError(f"peer name {name} is used twice")
         return peer
@@ -219,7 +219,7 @@ class GpuCopier:
             raise TransportFailure(f"not connected to peer {name}")
         return peer.memory
 
-    def _begin_closing(self, peer: Peer) -> None:
+    def _begin_closing(self, peer: GpuPeer) -> None:
         if not peer.closing:
             peer.closing = True
             self._quiet_look_s = _QUIET_LOOKS_S[0]
@@ -289,14 +289,14 @@ class GpuCopier:
                 part.memory.gate.leave()
             part.memory.in_flight -= 1
             if part.last and part.batch.ticket in part.peer.open:
-                self._report_batch(part.peer, part.batch, Status.OK, "")
+                self._report_batch(part.peer, part.batch, BatchStatus.OK, "")
             self._close_unused(part.memory)
 
     def _expire(self) -> None:
         now = time.monotonic()
         for peer in list(self._peers.values()):
             if not peer.failure and any(batch.deadline_s <= now for batch in peer.open.values()):
-                self._fail(peer, "batch deadline passed", Status.TIMEOUT)
+                self._fail(peer, "batch deadline passed", BatchStatus.TIMEOUT)
 
     def _launch(self) -> None:
         """A slice of each peer in turn, while there are slots."""
@@ -306,9 +306,9 @@ class GpuCopier:
             if memory is None or peer.closing or not peer.queue:
                 continue
             batch = peer.queue[0]
-            part = Slice(peer, batch, memory, gated=not batch.rows.empty)
+            part = GpuLaunch(peer, batch, memory, gated=not batch.rows.empty)
             if part.gated and not memory.gate.enter():
-                self._fail(peer, "peer closed", Status.CANCELLED)
+                self._fail(peer, "peer closed", BatchStatus.CANCELLED)
                 continue
             self._begin(part)
             if part.last:
@@ -318,7 +318,7 @@ class GpuCopier:
             if not part.gated:
                 self._kick()  # nobody else will
 
-    def _begin(self, part: Slice) -> None:
+    def _begin(self, part: GpuLaunch) -> None:
         """Launch the next slice of its batch, whose gate is entered. Raises CudaFailure: the context is dead."""
         before = len(self._launches.in_flight)
         try:
@@ -339,17 +339,17 @@ class GpuCopier:
             return
         self._unwatch(life_fd)
         if not peer.closing:
-            self._fail(peer, f"process {peer.memory.pid} has ended", Status.PEER_FAILED)
+            self._fail(peer, f"process {peer.memory.pid} has ended", BatchStatus.PEER_FAILED)
 
-    def _fail(self, peer: Peer, reason: str, status: Status) -> None:
+    def _fail(self, peer: GpuPeer, reason: str, status: BatchStatus) -> None:
         """With TIMEOUT, only the batches that missed their own deadline are TIMEOUT."""
         now = time.monotonic()
         if not peer.closing:
             peer.failure = reason
             self._report(PeerFailed(peer.name, reason))
         for batch in list(peer.open.values()):
-            other = status is Status.TIMEOUT and batch.deadline_s > now
-            self._report_batch(peer, batch, Status.PEER_FAILED if other else status, reason)
+            other = status is BatchStatus.TIMEOUT and batch.deadline_s > now
+            self._report_batch(peer, batch, BatchStatus.PEER_FAILED if other else status, reason)
         self._drop_memory(peer)
 
     def _break(self, reason: str) -> None:
@@ -360,13 +360,13 @@ class GpuCopier:
         self._launches.in_flight.clear()
         for peer in self._peers.values():
             if not peer.failure and (peer.memory is not None or not peer.closing):
-                self._fail(peer, f"the GPU has failed: {reason}", Status.PEER_FAILED)
+                self._fail(peer, f"the GPU has failed: {reason}", BatchStatus.PEER_FAILED)
 
     def _advance_closing(self) -> None:
         for peer in [peer for peer in self._peers.values() if peer.closing]:
             for batch in list(peer.open.values()):
                 if not batch.launched:
-                    self._report_batch(peer, batch, Status.CANCELLED, "closed by this side")
+                    self._report_batch(peer, batch, BatchStatus.CANCELLED, "closed by this side")
             peer.queue.clear()
             if peer.unfinished or any(launch.work.peer is peer for launch in self._launches.in_flight):
                 continue
@@ -375,7 +375,7 @@ class GpuCopier:
                 del self._peers[peer.name]
                 self._report(PeerClosed(peer.name))
 
-    def _drop_memory(self, peer: Peer) -> None:
+    def _drop_memory(self, peer: GpuPeer) -> None:
         memory, peer.memory = peer.memory, None
         peer.queue.clear()
         if memory is not None:
@@ -392,7 +392,7 @@ class GpuCopier:
             with contextlib.suppress(CudaFailure):  # of a dead context: the mapping is gone with it
                 memory.close()
 
-    def _report_batch(self, peer: Peer, batch: Batch, status: Status, detail: str) -> None:
+    def _report_batch(self, peer: GpuPeer, batch: GpuBatch, status: BatchStatus, detail: str) -> None:
         del peer.open[batch.ticket]
         now = time.monotonic()
         self._report(BatchDone(batch.ticket, peer.name, status, batch.nbytes, batch.submitted_s, now, detail))

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import msgspec
 
-from pdlink.cuda.virtual import FABRIC_HANDLE_NBYTES, Shared
+from pdlink.cuda.virtual import FABRIC_HANDLE_NBYTES, SharedMemory
 from pdlink.errors import LocalError, ProtocolError, TransportFailure
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _CREDENTIALS: Final = struct.Struct("iii")
 Secret = Annotated[bytes, msgspec.Meta(min_length=SECRET_NBYTES, max_length=SECRET_NBYTES)]
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class DoorPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Where a door is; a part of an invitation."""
 
     name: Annotated[str, msgspec.Meta(max_length=100)]
@@ -77,7 +77,7 @@ class HandleDoor:
 
     def __init__(self) -> None:
         """Raises OSError."""
-        self.place = Place(f"pdlink-{os.getpid()}-{secrets.token_hex(8)}", secrets.token_bytes(SECRET_NBYTES))
+        self.place = DoorPlace(f"pdlink-{os.getpid()}-{secrets.token_hex(8)}", secrets.token_bytes(SECRET_NBYTES))
         self._ranges: dict[int, Range] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -125,7 +125,7 @@ class HandleDoor:
             connection.send(msgspec.msgpack.encode(_Answer((), (), "no such memory is shared with you")))
             return
         for first in range(0, len(memory.chunks), _MOST_AT_ONCE):
-            shared: list[Shared] = []
+            shared: list[SharedMemory] = []
             try:
                 try:
                     for chunk in memory.chunks[first : first + _MOST_AT_ONCE]:
@@ -141,7 +141,7 @@ class HandleDoor:
                 _close(_descriptors(shared))
 
 
-def handles(place: Place, pid: int, region: int, nbytes: int, deadline_s: float) -> Iterator[Shared]:
+def handles(place: DoorPlace, pid: int, region: int, nbytes: int, deadline_s: float) -> Iterator[SharedMemory]:
     """The chunks of a region that a process offers, `nbytes` together or more. Each is the caller's from then on.
 
     deadline_s: of `time.monotonic`. Raises TransportFailure, ProtocolError for what is no answer, OSError.
@@ -176,7 +176,7 @@ def _limit(connection: socket.socket, deadline_s: float) -> None:
     connection.settimeout(left_s)
 
 
-def _received(connection: socket.socket) -> list[Shared]:
+def _received(connection: socket.socket) -> list[SharedMemory]:
     message, descriptors, flags, _ = socket.recv_fds(connection, _MOST_NBYTES, _MOST_AT_ONCE, socket.MSG_CMSG_CLOEXEC)
     try:
         if flags & socket.MSG_CTRUNC:
@@ -198,7 +198,7 @@ def _received(connection: socket.socket) -> list[Shared]:
     except BaseException:
         _close(descriptors)
         raise
-    return [Shared(size, handle) for size, handle in zip(answer.sizes, given, strict=True)]
+    return [SharedMemory(size, handle) for size, handle in zip(answer.sizes, given, strict=True)]
 
 
 def _caller(connection: socket.socket) -> _Caller:
@@ -207,11 +207,11 @@ def _caller(connection: socket.socket) -> _Caller:
     return _Caller(*_CREDENTIALS.unpack(raw))
 
 
-def _address(place: Place) -> str:
+def _address(place: DoorPlace) -> str:
     return f"\0{place.name}"
 
 
-def _descriptors(shared: list[Shared]) -> list[int]:
+def _descriptors(shared: list[SharedMemory]) -> list[int]:
     return [one.handle for one in shared if isinstance(one.handle, int)]
 
 

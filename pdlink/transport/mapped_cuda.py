@@ -36,7 +36,7 @@ from pdlink.transport.base import Occurrence, Probe, Site, Transport
 from pdlink.transport.edge import decoded, require_this_host, translated
 from pdlink.transport.gpu_batches import PeerMemory
 from pdlink.transport.gpu_copier import SLICE_NBYTES, GpuCopier
-from pdlink.transport.handle_door import HandleDoor, Place, handles
+from pdlink.transport.handle_door import DoorPlace, HandleDoor, handles
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from pdlink.capabilities import MemoryKind
     from pdlink.config import TransportConfig
     from pdlink.cuda.buffers import DeviceMemory
-    from pdlink.cuda.virtual import Range, Shared
+    from pdlink.cuda.virtual import Range, SharedMemory
     from pdlink.kv.layout import Piece
     from pdlink.memory.buffers import AnyBuffer
 
@@ -77,7 +77,7 @@ class _Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
         Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)],
     ]
     """Descriptor, device, inode, and the nonce in the page, which proves that this process made the invitation."""
-    door: Place | None = None
+    door: DoorPlace | None = None
     """If there is virtual memory among the regions."""
 
 
@@ -271,7 +271,7 @@ class MappedCudaTransport(Transport):
                         raise ProtocolError(f"region {index} of peer {peer} is no device memory of this process")
                     regions.append((region.address, region.nbytes))
                 else:
-                    chunks: Iterable[Shared] = ()
+                    chunks: Iterable[SharedMemory] = ()
                     if region.export.range_nbytes:
                         if there.door is None:
                             raise ProtocolError(f"region {index} of peer {peer} is virtual memory without a door")

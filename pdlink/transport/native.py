@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pdlink.memory.buffers import AnyBuffer
 
 
-class Engine(Protocol):
+class NativeEngine(Protocol):
     """The part of a native engine that all of them have; `_copy.pyi` says what each method does."""
 
     def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int: ...
@@ -32,7 +32,7 @@ class Engine(Protocol):
     def close(self, grace_s: float) -> None: ...
 
 
-AnyEngine = TypeVar("AnyEngine", bound=Engine)
+AnyEngine = TypeVar("AnyEngine", bound=NativeEngine)
 Kept = TypeVar("Kept", bound="AnyBuffer")
 
 

@@ -12,7 +12,7 @@ from pdlink.api.fields import decoded
 from pdlink.errors import ConfigError, InvalidApiKey, InvalidRequest
 
 from .access import may_enter
-from .membership import Entry, Members, Membership, Role, parse
+from .membership import ListedWorker, Members, Membership, Role, parse
 from .steps import Leg
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Change = Callable[[web.Request], Awaitable[Members]]
 
 
-class _Added(Entry, frozen=True, kw_only=True):
+class _Added(ListedWorker, frozen=True, kw_only=True):
     role: Role
 
 
@@ -59,8 +59,8 @@ def add_routes(
 
     async def add(request: web.Request) -> Members:
         added: _Added = decoded(await request.read(), _Added, strict=False)
-        fields = {name: getattr(added, name) for name in Entry.__struct_fields__}
-        members = membership.members.with_entry(added.role, Entry(**fields))
+        fields = {name: getattr(added, name) for name in ListedWorker.__struct_fields__}
+        members = membership.members.with_entry(added.role, ListedWorker(**fields))
         return parse(msgspec.to_builtins(members), "workers", dialect=membership.dialect)
 
     async def remove(request: web.Request) -> Members:

@@ -22,7 +22,7 @@ from .admin import add_routes
 from .client_answer import ClientAnswer
 from .fleet import wanted
 from .membership import from_settings
-from .page.reports import Reports
+from .page.reports import WorkerReports
 from .page.routes import add_page
 from .passthrough import PATHS, PassThrough, own_headers
 from .probe import add_probe
@@ -88,7 +88,7 @@ class Router:
                 records=services.records,
                 queue=queue,
             )
-            services.opened(shared, Reports(shared))
+            services.opened(shared, WorkerReports(shared))
             if (relays := opened_relays()) is not None:
                 shared.relays = relays
                 stack.callback(relays.close)

@@ -11,7 +11,7 @@ from pdlink.api import kv_path
 from pdlink.observe.spans import new_span_id
 
 from .decision_log import logged_attempt
-from .dialects import Transfer
+from .dialects import TransferTerms
 from .http_client import header_lines
 from .ids import new_id
 from .leg import WorkerLeg
@@ -84,7 +84,7 @@ class Attempt:
             return
         shared = self._shared
         dialect = shared.dialect
-        transfer = Transfer(
+        transfer = TransferTerms(
             transfer_id=self.transfer_id,
             created=int(time.time()),
             seed=self._seed,

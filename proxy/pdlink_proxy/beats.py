@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdlink.api.health import Health
-    from pdlink.api.presence import Load
+    from pdlink.api.presence import WorkerLoad
 
     from .pools import Pools
 
@@ -42,7 +42,7 @@ class Beats:
             worker.heard(health, faults_when_asked=worker.faults)
             self._pools.heard(worker)
 
-    def loaded(self, url: str, epoch: str, load: Load) -> None:
+    def loaded(self, url: str, epoch: str, load: WorkerLoad) -> None:
         """The beat of the worker at this URL, of which only the load may have changed."""
         for worker in self._pools.at(url):
             worker.beats = True

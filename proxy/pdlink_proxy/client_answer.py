@@ -42,7 +42,7 @@ class _Sent(web.StreamResponse):
 _SENT, _SENT_LAST = _Sent(keep=True), _Sent(keep=False)
 
 
-class Connection(Protocol):
+class ClientConnection(Protocol):
     """To a client."""
 
     @property
@@ -80,7 +80,7 @@ class ClientAnswer:
 
     __slots__ = ("_chunked", "_connection", "keep", "begun", "ended")
 
-    def __init__(self, connection: Connection, *, chunked: bool = True, keep: bool = True) -> None:
+    def __init__(self, connection: ClientConnection, *, chunked: bool = True, keep: bool = True) -> None:
         """chunked: it knows HTTP/1.1. keep: the connection stays after the answer."""
         self._connection, self._chunked, self.keep = connection, chunked, keep
         self.begun = self.ended = False

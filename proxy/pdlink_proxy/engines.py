@@ -15,7 +15,7 @@ from pdlink.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from .membership import Entry
+    from .membership import ListedWorker
 
 HEADER = "X-data-parallel-rank"
 """Of vLLM (0.24 to 0.32), which counts the engines behind one port from 0."""
@@ -26,7 +26,7 @@ def id_of(url: str, engine: int | None) -> str:
     return url if engine is None else f"{url}?data_parallel_rank={engine}"
 
 
-class Engine(NamedTuple):
+class EngineBehind(NamedTuple):
     number: int | None
     """None of a server that is not told which of its engines to use."""
     control: tuple[str, ...]
@@ -38,14 +38,14 @@ class Engine(NamedTuple):
         return {} if self.number is None else {HEADER: str(self.number)}
 
 
-def engines_of(entry: Entry) -> tuple[Engine, ...]:
+def engines_of(entry: ListedWorker) -> tuple[EngineBehind, ...]:
     """The engines of a server, which lists the addresses of one after those of another.
 
     Raises ConfigError for addresses that cannot be shared out evenly.
     """
     count = entry.data_parallel
     if count == 1:
-        return (Engine(None, entry.control, entry.kv_events),)
+        return (EngineBehind(None, entry.control, entry.kv_events),)
     for name, found in (("control", entry.control), ("kv_events", entry.kv_events)):
         if len(found) % count:
             raise ConfigError(
@@ -53,14 +53,14 @@ def engines_of(entry: Entry) -> tuple[Engine, ...]:
                 "engine; list those of the first engine, then of the second, or a range of ports"
             )
     return tuple(
-        Engine(index, _part(entry.control, index, count), _part(entry.kv_events, index, count))
+        EngineBehind(index, _part(entry.control, index, count), _part(entry.kv_events, index, count))
         for index in range(count)
     )
 
 
-def workers_of(side: str, entries: Iterable[Entry]) -> list[tuple[str, Entry, Engine]]:
+def workers_of(side: str, entries: Iterable[ListedWorker]) -> list[tuple[str, ListedWorker, EngineBehind]]:
     """All workers of the servers that are listed, with base URLs. Raises ConfigError, also for a repeated one."""
-    found: list[tuple[str, Entry, Engine]] = []
+    found: list[tuple[str, ListedWorker, EngineBehind]] = []
     urls = set()
     for entry in entries:
         url = entry.url.rstrip("/")

@@ -19,7 +19,7 @@ from .http_connection import Connection, NoConnection
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .http_connection import HttpError, Listener
+    from .http_connection import AnswerListener, HttpError
 
 KEEPALIVE_S = 2.5
 """Lifetime of an idle connection: shorter than the servers' (5 s for uvicorn and vLLM), or requests would go into
@@ -99,7 +99,7 @@ class HttpClient:
         self,
         method: str,
         url: str,
-        listener: Listener,
+        listener: AnswerListener,
         body: bytes = b"",
         lines: bytes = b"",
     ) -> HttpRequest:
@@ -116,7 +116,7 @@ class HttpClient:
         return request
 
     def send(
-        self, method: str, url: str, listener: Listener, body: bytes = b"", lines: bytes = b""
+        self, method: str, url: str, listener: AnswerListener, body: bytes = b"", lines: bytes = b""
     ) -> Connection | HttpRequest:
         """As `start`, with a connection in place of a request where one is idle: it serves the listener until the
         listener has heard the end, and others then."""
@@ -245,7 +245,7 @@ class HttpRequest:
         self._client, self.host = client, host
         self.connection: Connection | None = None
         """While it has one."""
-        self.unsent: tuple[bytes, bytes, Listener] | None = None
+        self.unsent: tuple[bytes, bytes, AnswerListener] | None = None
         """Head, body and listener until the connection has them: it has this request, and a cycle would wait for the
         collector."""
         self.connecting: asyncio.Task[None] | None = None

@@ -45,7 +45,7 @@ class NoConnection(HttpError):
     """The connection was not made; its cause says why."""
 
 
-class Disconnected(HttpError):
+class WorkerGone(HttpError):
     """The worker closed the connection before the end of its answer."""
 
     def __init__(self, cause: Exception | None, *, reused: bool, answered: bool) -> None:
@@ -116,7 +116,7 @@ def _lower(name: str) -> bytes:
     return name.lower().encode("latin-1", "replace")
 
 
-class Listener:
+class AnswerListener:
     """Hears one answer, and its end or its loss."""
 
     __slots__ = ()
@@ -182,7 +182,7 @@ class Connection(asyncio.Protocol):
         self._answers = Answers()
         self._unusual: Unusual | None = None
         """Reads the present answer, if it is not plain."""
-        self._listener: Listener | None = None
+        self._listener: AnswerListener | None = None
         self._uses: Uses | None = None
         self._status = 0
         self._parts: list[bytes] = []
@@ -200,7 +200,7 @@ class Connection(asyncio.Protocol):
         self._heard = False
         """Something of the answer has come."""
 
-    def ask(self, head: bytes, body: bytes, listener: Listener, uses: Uses) -> None:
+    def ask(self, head: bytes, body: bytes, listener: AnswerListener, uses: Uses) -> None:
         """uses: hears that the connection is free before the listener hears of the end."""
         transport = self._transport
         if transport is None:
@@ -328,7 +328,7 @@ class Connection(asyncio.Protocol):
         self._lost, self.keeps = True, False
         listener, unusual = self._listener, self._unusual
         if listener is None or error is not None or unusual is None or not unusual.ends_with_connection:
-            self._fail(Disconnected(error, reused=self.reused, answered=self._heard))
+            self._fail(WorkerGone(error, reused=self.reused, answered=self._heard))
             return
         body = self._joined()
         self._end(MORE)

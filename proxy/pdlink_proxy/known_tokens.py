@@ -75,7 +75,7 @@ def text_of(request: PlacementRequest, call: Call) -> Text | None:
     return Text({"model": request.model, **fields}, chain(seed, words, KEY_TOKENS))
 
 
-class Known(NamedTuple):
+class KnownIds(NamedTuple):
     ids: Tokens
     share: float
     """Of the prompt's bytes that these stand for."""
@@ -96,7 +96,7 @@ class KnownTokens:
         """Tokens."""
         return self._num_tokens
 
-    def find(self, text: Text, nbytes: int) -> Known | None:
+    def find(self, text: Text, nbytes: int) -> KnownIds | None:
         """The tokens of the longest beginning that is known. nbytes: of the prompt."""
         by_key, least, most = self._by_key, 0, len(text.keys)
         while least < most:  # who has a key has all before it
@@ -111,8 +111,8 @@ class KnownTokens:
         self._of.move_to_end(number)
         prompt = self._of[number]
         if least == len(text.keys) == len(prompt.keys) and nbytes == prompt.nbytes:
-            return Known(prompt.ids, 1.0)
-        return Known(prompt.ids[:num], least * CHUNK_NBYTES / nbytes)
+            return KnownIds(prompt.ids, 1.0)
+        return KnownIds(prompt.ids[:num], least * CHUNK_NBYTES / nbytes)
 
     def note(self, text: Text, nbytes: int, ids: Tokens) -> None:
         """These are all tokens of a prompt of `nbytes`."""

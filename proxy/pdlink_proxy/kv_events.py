@@ -49,7 +49,7 @@ TURN_S = 0.002
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
-class Source(NamedTuple):
+class EventSource(NamedTuple):
     """Where events are published."""
 
     endpoint: str
@@ -60,13 +60,13 @@ class Source(NamedTuple):
     """Of a publisher that has KV of several models: what it calls the worker's; if empty, the model's name tells."""
 
 
-def source(text: str, url: str) -> Source:
+def source(text: str, url: str) -> EventSource:
     """From a setting, or what a worker says: ENDPOINT, ENDPOINT,REPLAY or ENDPOINT,REPLAY,SCOPE. url: the worker's,
     whose host is taken for one that binds all addresses. Raises ConfigError."""
     endpoint, replay, scope, *more = (part.strip() for part in f"{text},,".split(",", 3))
     if "".join(more).strip(","):
         raise ConfigError(f"kv_events: got {printable(text)!r} for {url}; expected ENDPOINT,REPLAY,SCOPE; cut it")
-    return Source(_reached(endpoint, url), _reached(replay, url) if replay else None, scope)
+    return EventSource(_reached(endpoint, url), _reached(replay, url) if replay else None, scope)
 
 
 def _reached(endpoint: str, url: str) -> str:
@@ -89,7 +89,7 @@ class _Told:
 
     work: WorkerState
     said: tuple[str, ...]
-    listeners: tuple[tuple[Source, str], ...]
+    listeners: tuple[tuple[EventSource, str], ...]
     """Of `KVEvents._listening`."""
     owes_s: float | None = None
     """When it was sent the first prompt after its last batch."""
@@ -100,7 +100,7 @@ class _Told:
 class _Listening(NamedTuple):
     """To one publisher, about one model."""
 
-    listener: Listener
+    listener: EventListener
     task: asyncio.Task[None]
     workers: set[str]
     """URLs of those whose KV it is."""
@@ -115,7 +115,7 @@ class KVEvents:
         """By id of a worker, where its events are published, as `source` reads it, if it does not say so."""
         self._told: dict[str, _Told] = {}
         """By URL."""
-        self._listening: dict[tuple[Source, str], _Listening] = {}
+        self._listening: dict[tuple[EventSource, str], _Listening] = {}
         """By source and model."""
         self._of: dict[Publisher, _Listening] = {}
         self._numbers = itertools.count(1)
@@ -164,11 +164,11 @@ class KVEvents:
                 told.silence = told.work.silence = ""
                 log.warning("%s: its KV events come", url)
 
-    def _begin(self, where: Source, model: str) -> _Listening:
+    def _begin(self, where: EventSource, model: str) -> _Listening:
         listening = self._listening.get((where, model))
         if listening is None:
             publisher = Publisher(where.endpoint, next(self._numbers))
-            listener = Listener(self.index, publisher, where.replay, where.scope)
+            listener = EventListener(self.index, publisher, where.replay, where.scope)
             listening = _Listening(listener, asyncio.create_task(listener.listen(model)), set())
             listener.spoke = partial(self._spoke, listening)
             self._listening[where, model] = self._of[publisher] = listening
@@ -212,7 +212,7 @@ class KVEvents:
         """Listen no more."""
         self.follow({})
 
-    def _end(self, url: str, but: Collection[tuple[Source, str]] = ()) -> None:
+    def _end(self, url: str, but: Collection[tuple[EventSource, str]] = ()) -> None:
         """Listen for this worker to those only."""
         told = self._told.pop(url, None)
         for each in told.listeners if told is not None else ():
@@ -225,7 +225,7 @@ class KVEvents:
                 listening.task.cancel()
 
 
-def _listeners(url: str, model: str, said: Sequence[str]) -> tuple[tuple[Source, str], ...]:
+def _listeners(url: str, model: str, said: Sequence[str]) -> tuple[tuple[EventSource, str], ...]:
     try:
         return tuple(dict.fromkeys((source(text, url), model) for text in said))
     except ConfigError as error:
@@ -233,7 +233,7 @@ def _listeners(url: str, model: str, said: Sequence[str]) -> tuple[tuple[Source,
         return ()
 
 
-class Listener:
+class EventListener:
     """One publisher's events, in order, into the index."""
 
     def __init__(self, index: KVIndex, publisher: Publisher, replay: str | None, scope: str = "") -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from pdlink.logs import about
 
 from .http_client import header_lines
-from .http_connection import Disconnected, Listener
+from .http_connection import AnswerListener, WorkerGone
 from .records import LegRecord
 from .steps import Leg
 from .upstream import describe, loss_of
@@ -53,7 +53,7 @@ class Hears(Protocol):
         """It is cancelled, because one of these calls raised."""
 
 
-class WorkerLeg(Listener):
+class WorkerLeg(AnswerListener):
     """Listens to one answer. Once it has ended it tells no more."""
 
     url = ""
@@ -132,7 +132,7 @@ class WorkerLeg(Listener):
         """Its worker is not there any more, and its connection says nothing of it: the same as if that had broken."""
         if self._hears is not None:
             self._leave()
-            self.on_lost(Disconnected(ConnectionError(reason), reused=False, answered=self.answered_s is not None))
+            self.on_lost(WorkerGone(ConnectionError(reason), reused=False, answered=self.answered_s is not None))
 
     def let_go(self) -> None:
         """It is not needed any more: close its connection unless it ends by itself in a moment."""

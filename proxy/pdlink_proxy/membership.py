@@ -46,7 +46,7 @@ _LIST_S = 0.05
 Role: TypeAlias = Literal["prefill", "decode", "both"]
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class ListedWorker(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One worker."""
 
     url: str
@@ -66,17 +66,17 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 class Members(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All workers."""
 
-    prefill: tuple[Entry, ...] = ()
-    decode: tuple[Entry, ...] = ()
-    both: tuple[Entry, ...] = ()
+    prefill: tuple[ListedWorker, ...] = ()
+    decode: tuple[ListedWorker, ...] = ()
+    both: tuple[ListedWorker, ...] = ()
     """Plain servers: they serve requests by themselves."""
 
-    def of(self, side: Leg) -> tuple[Entry, ...]:
+    def of(self, side: Leg) -> tuple[ListedWorker, ...]:
         return self.prefill if side is Leg.PREFILL else self.decode
 
-    def with_entry(self, role: Role, entry: Entry) -> Members:
+    def with_entry(self, role: Role, entry: ListedWorker) -> Members:
         """The same with this worker, in place of one of its URL."""
-        entries: tuple[Entry, ...] = getattr(self, role)
+        entries: tuple[ListedWorker, ...] = getattr(self, role)
         kept = (each for each in entries if each.url.rstrip("/") != entry.url.rstrip("/"))
         return msgspec.structs.replace(self, **{role: (*kept, entry)})
 
@@ -111,7 +111,7 @@ def from_settings(config: ProxyConfig, dialect: Dialect) -> Members:
     members = Members(
         *(
             tuple(
-                Entry(
+                ListedWorker(
                     url,
                     control=control.get(url, ()),
                     kv_events=kv_events.get(url, ()),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from pdlink.api.health import Health
 
-    from .membership import Entry, Members
+    from .membership import ListedWorker, Members
     from .mismatches import Mismatch
     from .records import Records
     from .refusals import RefusedPair
@@ -116,7 +116,7 @@ class Pools:
         for worker in self.all:
             self._at.setdefault(worker.url, []).append(worker)
 
-    def _on_both_sides(self, listed: dict[Leg, tuple[Entry, ...]]) -> dict[Leg, tuple[Entry, ...]]:
+    def _on_both_sides(self, listed: dict[Leg, tuple[ListedWorker, ...]]) -> dict[Leg, tuple[ListedWorker, ...]]:
         """The same, and workers that can change their role on the other side, too."""
         here = {side: {entry.url.rstrip("/") for entry in entries} for side, entries in listed.items()}
         self._turning &= here[Leg.PREFILL] | here[Leg.DECODE]

@@ -21,7 +21,7 @@ from pdlink.api.health import Health
 from pdlink.api.openai import COMPLETIONS, parse
 from pdlink.errors import InvalidRequest, PdlinkError
 
-from .dialects import Known, Transfer
+from .dialects import KnownHealth, TransferTerms
 from .http_client import header_lines
 from .http_connection import HttpError
 from .page.reports import Report
@@ -31,7 +31,7 @@ from .upstream import Asking, Streamed, ask, describe, printable, tell_to_stop
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pdlink.observe.timeline import Ended
+    from pdlink.observe.timeline import EndedTransfer
 
     from .services import Services
     from .worker import Worker
@@ -123,7 +123,7 @@ class Prober:
         ids = [33 + byte % 90 for byte in secrets.token_bytes(num_tokens)]  # printable: no tokenizer lacks them
         asked = {"model": decode.health.model if decode.health else "", "prompt": ids, "max_tokens": 2}
         call = parse(COMPLETIONS, msgspec.json.encode({**asked, "temperature": 0}))
-        attempt = Transfer(
+        attempt = TransferTerms(
             transfer_id=transfer_id,
             created=int(time.time()),
             seed=secrets.randbits(31),
@@ -206,7 +206,7 @@ class Prober:
         """What differs, by decode's health of now: the last poll may be older than the refusal."""
         asking = Asking(self._services.shared.control, decode.url, _REPORT_S)
         try:
-            health = await self._services.dialect.look(asking, Known(decode.health, well=True))
+            health = await self._services.dialect.look(asking, KnownHealth(decode.health, well=True))
         except (HttpError, OSError, PdlinkError):
             return None
         for each in health.refused if isinstance(health, Health) else ():
@@ -218,7 +218,7 @@ class Prober:
                 }
         return None
 
-    async def _sent(self, prefill: Worker, transfer_id: str) -> Ended | None:
+    async def _sent(self, prefill: Worker, transfer_id: str) -> EndedTransfer | None:
         """What its sender measured; None if it does not say."""
         asking = Asking(self._services.shared.control, prefill.url, _REPORT_S)
         deadline_s = time.monotonic() + _REPORT_S

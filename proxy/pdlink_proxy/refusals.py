@@ -18,7 +18,7 @@ from .upstream import printable
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pdlink.api.health import Refused
+    from pdlink.api.health import WorkerRefusal
 
     from .worker import Worker
 
@@ -196,7 +196,7 @@ def _tell(pair: RefusedPair) -> None:
     log.warning("%s%s; requests avoid this pair, and decode recomputes where there is no other", pair, values)
 
 
-def _found(prefill: Worker, decode: Worker) -> Refused | None:
+def _found(prefill: Worker, decode: Worker) -> WorkerRefusal | None:
     """Decode's refusal of prefill, which it dials, or else prefill's refusal of decode."""
     for asked, about in ((decode, prefill), (prefill, decode)):
         if asked.health is None or about.health is None:

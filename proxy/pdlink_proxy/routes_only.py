@@ -26,7 +26,7 @@ from pdlink.errors import InvalidRequest, NoWorker, Overloaded
 from .access import key_of
 from .admission import Admission
 from .decision_log import Logged, hash_ids, logged_attempt
-from .dialects import Transfer
+from .dialects import TransferTerms
 from .fleet import wanted
 from .steps import Leg, Place, Placed, Unplaced, Waits, Why
 
@@ -164,7 +164,7 @@ class Decider:
         answer["decode"] = {**to_decode, "set": {}, "remove": []}
         if prefill is not None:
             dialect = shared.dialect
-            transfer = Transfer(
+            transfer = TransferTerms(
                 transfer_id=transfer_id,
                 created=int(time.time()),
                 seed=secrets.randbits(32),

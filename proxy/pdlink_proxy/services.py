@@ -22,7 +22,7 @@ from .decision_log import DecisionLog
 from .decisions import Decisions
 from .dialects import DIALECTS
 from .discovery.joined import Discovery
-from .discovery.register import Door
+from .discovery.register import JoinRules
 from .entry import Entry
 from .membership import Membership, from_settings
 from .metrics import Metrics
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from pdlink.protocol.auth import Credentials
 
     from .decisions import Decision
-    from .page.reports import Reports
+    from .page.reports import WorkerReports
     from .records import RequestRecord
     from .shared import Shared
     from .siblings import Answer, Siblings
@@ -89,7 +89,7 @@ class Services:
         self.membership = Membership(self.pools, self._watch, self.dialect, config.workers_file, members=members)
         self.membership.found_by = ", ".join(config.discover)
         beats = Beats(self.pools, lambda: self.shared.serve_queue())
-        door = Door(beats, credentials, config.insecure, siblings.number if siblings is not None else 0)
+        door = JoinRules(beats, credentials, config.insecure, siblings.number if siblings is not None else 0)
         self.discovery = Discovery.of(config.discover, self.dialect, self.membership.replace, members, door)
         self.worker_headers = worker_headers(config, bearer=self.dialect.key_as_bearer)
         self.entry = Entry(config, self.pools, keyed="Authorization" in self.worker_headers)
@@ -106,7 +106,7 @@ class Services:
                 self.spans = SpanSender(config.tracing, "pdlink-proxy", f"{platform.node()}-{os.getpid()}")
         self.started = int(time.time())
         self._shared: Shared | None = None
-        self.reports: Reports
+        self.reports: WorkerReports
         """Of the workers, once the app runs."""
         self.decider: Decides | None = None
         """Of POST /route, if it is answered."""
@@ -121,7 +121,7 @@ class Services:
             raise RuntimeError("used before the app was started")
         return self._shared
 
-    def opened(self, shared: Shared, reports: Reports) -> None:
+    def opened(self, shared: Shared, reports: WorkerReports) -> None:
         """The app runs."""
         self._shared, self.reports = shared, reports
 

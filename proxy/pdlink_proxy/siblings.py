@@ -32,7 +32,7 @@ MEMBERS_FILE = "members.json"
 """The workers as an operator has changed them."""
 
 
-class Place(msgspec.Struct, frozen=True):
+class SiblingPlace(msgspec.Struct, frozen=True):
     """Of one process among them."""
 
     directory: str
@@ -54,7 +54,7 @@ class Doing(msgspec.Struct, frozen=True):
 class Siblings:
     """The others, seen from one process. Use it as a context manager once `answers` are set."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: SiblingPlace) -> None:
         self.number, self.processes = place.number, place.processes
         self.directory = Path(place.directory)
         self.answers: Mapping[str, Answer] = {}

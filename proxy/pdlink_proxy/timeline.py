@@ -12,7 +12,7 @@ from aiohttp import web
 from pdlink.api.errors import refused
 from pdlink.observe.spans import new_span_id
 from pdlink.observe.timeline import Dump, clock
-from pdlink.observe.trace import TRACE_HEADER, TRACE_TYPE, Request, laid, make
+from pdlink.observe.trace import TRACE_HEADER, TRACE_TYPE, TracedRequest, laid, make
 
 from .http_connection import HttpError
 from .records import MAX_RECORDS
@@ -49,7 +49,7 @@ def add_timeline(app: web.Application, services: Services) -> None:
         both_sides = {worker.url: worker for worker in services.pools.all if worker.state is not State.UNREACHABLE}
         answers = await asyncio.gather(*(_ask(services, worker) for worker in both_sides.values()))
         workers = [answer for answer in answers if not isinstance(answer, str)]
-        requests = [Request(_transfers(each), request_spans(each, new_span_id())) for each in records]
+        requests = [TracedRequest(_transfers(each), request_spans(each, new_span_id())) for each in records]
         made = await asyncio.to_thread(make, workers, requests, only=only)
         if only is not None and not made.num_transfers + made.num_requests:
             got = (asked or "")[:80]

@@ -15,7 +15,7 @@ import msgspec
 
 from .access import worker_tls
 from .http_client import HttpClient, header_lines
-from .http_connection import BadAnswer, Disconnected, Headers, HttpError, Listener, NoConnection
+from .http_connection import AnswerListener, BadAnswer, Headers, HttpError, NoConnection, WorkerGone
 from .steps import Loss
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ async def answer_of(
         request.leave()
 
 
-class _Whole(Listener):
+class _Whole(AnswerListener):
     """Listens until the end."""
 
     def __init__(self, max_nbytes: int) -> None:
@@ -122,7 +122,7 @@ async def streamed(
         request.leave()
 
 
-class Streamed(Listener):
+class Streamed(AnswerListener):
     """Listens for somebody who reads at their own pace; the worker is held back meanwhile."""
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ def loss_of(error: Exception) -> Loss:
         case NoConnection():
             cause = error.__cause__
             return Loss.LOCAL if isinstance(cause, OSError) and cause.errno in _OUT_OF_SOCKETS else Loss.CONNECT
-        case Disconnected():
+        case WorkerGone():
             return Loss.STALE if error.stale else Loss.RESET
         case ConnectionError():
             return Loss.RESET

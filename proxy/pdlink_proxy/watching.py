@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pdlink.errors import WorkerKeyRefused
 
-from .dialects import Known, look_at_plain
+from .dialects import KnownHealth, look_at_plain
 from .http_connection import HttpError
 from .upstream import describe
 from .worker import State
@@ -48,7 +48,7 @@ async def watch(
         faults, asked_s = [each.faults for each in workers], time.monotonic()
         try:
             well = all(each.state is State.OK for each in workers)
-            known = Known(first.health, well)
+            known = KnownHealth(first.health, well)
             health = await (look_at_plain if first.plain else dialect.look)(asking, known)
             for each, count in zip(workers, faults, strict=True):
                 each.heard(health, faults_when_asked=count)

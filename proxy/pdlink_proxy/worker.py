@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from pdlink.api.health import Health
-    from pdlink.api.presence import Load
+    from pdlink.api.presence import WorkerLoad
 
     from .steps import Leg
 
@@ -208,7 +208,7 @@ class Worker:
             self.quiet_until_s = min(self.quiet_until_s, self.heard_s)
             self._become(State.OK, "")
 
-    def loaded(self, load: Load) -> None:
+    def loaded(self, load: WorkerLoad) -> None:
         """It is as it was, but for its load. Its health must be known."""
         assert self.health is not None
         self.heard_s = time.monotonic()

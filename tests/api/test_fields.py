@@ -11,7 +11,7 @@ from pdlink.api.openai import COMPLETIONS, Said, Sampling, parse
 from pdlink.integrations.vllm_parts.params import parse as parse_in_vllm
 from pdlink.serve.openai import CompletionRequest
 from pdlink.serve.openai import parse as parse_in_worker
-from pdlink_proxy.dialects import DIALECTS, Transfer
+from pdlink_proxy.dialects import DIALECTS, TransferTerms
 
 BODY = b'{"model":"m","prompt":"x","seed":3}'
 
@@ -39,7 +39,7 @@ def test_what_is_wrong_is_told_by_field_range_and_value(
 @pytest.mark.parametrize("control", ["tcp://h:1", ("tcp://h:1", "tcp://h:2")])
 def test_what_the_proxy_writes_of_a_leg_the_workers_read_alike(control: str | tuple[str, ...]) -> None:
     call, address = parse(COMPLETIONS, BODY), PrefillAddress(control, "p")
-    attempt = Transfer(transfer_id="xfer-1", created=7, seed=9, prefill=address)
+    attempt = TransferTerms(transfer_id="xfer-1", created=7, seed=9, prefill=address)
     common = {"transfer_id": "xfer-1", "seed": 3, "created": 7}
     bodies = DIALECTS["pdlink"].legs(call, attempt)
     read = [parse_in_worker(CompletionRequest, body, "m").kv_transfer_params for body in bodies]

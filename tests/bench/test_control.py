@@ -45,10 +45,10 @@ def test_everything_is_measured_and_written(tmp_path: Path, capsys: pytest.Captu
 def test_transport_that_fails_is_reported_and_the_run_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def turn(self: control.Lane, keep: bool) -> None:
+    def turn(self: control.ControlLane, keep: bool) -> None:
         raise WorkerFailed("it broke")
 
-    monkeypatch.setattr(control.Lane, "turn", turn)
+    monkeypatch.setattr(control.ControlLane, "turn", turn)
     assert control.run(options(*SHORT, "--transport", "mapped")) == 1
     assert "mapped: it broke" in capsys.readouterr().out
 

@@ -15,10 +15,10 @@ from rich.progress import Progress
 from pdlink.errors import TransportFailure
 from pdlink.kv.layout import RunArray
 from pdlink.memory.buffers import Buffer
-from pdlink.transport.base import BatchDone, Probe, Status
+from pdlink.transport.base import BatchDone, BatchStatus, Probe
 from pdlink_bench import anchors, peers
 from pdlink_bench.foreign import ForeignTransport
-from pdlink_bench.rounds import Contestant, Settings, measure
+from pdlink_bench.rounds import Contestant, RoundSettings, measure
 from pdlink_bench.workload import Workload
 
 needs_anchors = pytest.mark.skipif(not anchors.BUILT, reason=anchors.NOT_BUILT)
@@ -35,7 +35,7 @@ def test_anchors_deliver_every_byte_of_every_layout() -> None:
         "puts-shm": Contestant(partial(anchors.PutLoop, "shm"), asynchronous=False),
         "puts-tcp": Contestant(partial(anchors.PutLoop, "tcp"), asynchronous=False),
     }
-    results = measure(WORKLOADS, contestants, Settings((), 1, 1, 10.0), Progress(disable=True))
+    results = measure(WORKLOADS, contestants, RoundSettings((), 1, 1, 10.0), Progress(disable=True))
     unusable = {anchors.NOT_BUILT} | ({anchors.PutLoop.probe().reason} - {""})
     for case in results.cases.values():
         for name, lane in case.transports.items():
@@ -132,7 +132,7 @@ def test_batches_are_prepared_once_and_reported_each_time(recorder: Recorder) ->
             ticket = recorder.submit("peer", plan.pieces(layer), 1.0)
             [done] = recorder.poll()
             assert isinstance(done, BatchDone)
-            assert (done.ticket, done.status, done.nbytes) == (ticket, Status.OK, workload.nbytes // 3)
+            assert (done.ticket, done.status, done.nbytes) == (ticket, BatchStatus.OK, workload.nbytes // 3)
     assert len(recorder.prepared) == workload.num_layers
     assert sum(int(runs[:, 2].sum()) for runs in recorder.prepared) == workload.nbytes
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from pdlink_bench.gpu import bench
-from pdlink_bench.gpu.figures import BARS, CASES, MAPPED, UCX, Figure, Run, table
+from pdlink_bench.gpu.figures import BARS, CASES, MAPPED, UCX, GpuFigure, Run, table
 
 ROOT = Path(__file__).parents[2]
 
 
-def figure(run: Run, name: str) -> Figure:
+def figure(run: Run, name: str) -> GpuFigure:
     return next(one for one in run.complete() if one.name == name)
 
 
@@ -33,29 +33,29 @@ def test_every_bar_has_a_row_although_nothing_was_measured() -> None:
 
 
 def test_a_ratio_is_judged_by_its_bar() -> None:
-    assert Figure("NHD to HND", 1.0, ratio=0.75).verdict == "met"
-    assert Figure("NHD to HND", 1.0, ratio=0.749).verdict == "MISSED"
-    assert Figure("exposed transfer time", 1.0, ratio=2 / 32).verdict == "met"
-    assert Figure("exposed transfer time", 1.0, ratio=0.063).verdict == "MISSED"
-    assert Figure("something else", 1.0, ratio=0.1).verdict == ""
+    assert GpuFigure("NHD to HND", 1.0, ratio=0.75).verdict == "met"
+    assert GpuFigure("NHD to HND", 1.0, ratio=0.749).verdict == "MISSED"
+    assert GpuFigure("exposed transfer time", 1.0, ratio=2 / 32).verdict == "met"
+    assert GpuFigure("exposed transfer time", 1.0, ratio=0.063).verdict == "MISSED"
+    assert GpuFigure("something else", 1.0, ratio=0.1).verdict == ""
 
 
 def test_two_processes_are_compared_across_cases() -> None:
-    run = Run(figures=[Figure(MAPPED, 0.001, 268.0), Figure(UCX, 0.0015)])
+    run = Run(figures=[GpuFigure(MAPPED, 0.001, 268.0), GpuFigure(UCX, 0.0015)])
     one = figure(run, "mapped-cuda against UCX")
     assert one.ratio == pytest.approx(1.5)
     assert one.verdict == "MISSED"
 
 
 def test_what_is_not_present_is_said_in_the_row_of_its_bar() -> None:
-    run = Run(figures=[Figure(MAPPED, 0.001), Figure(UCX, None, note="not present: no UCX")])
+    run = Run(figures=[GpuFigure(MAPPED, 0.001), GpuFigure(UCX, None, note="not present: no UCX")])
     one = figure(run, "mapped-cuda against UCX")
     assert (one.verdict, one.note) == ("not measured", "not present: no UCX")
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
-    run = Run({"device": "some GPU"}, [], [Figure("NHD to HND", 0.5, 3.0, "copy", 0.8)], {"ucx": "hung"})
+    run = Run({"device": "some GPU"}, [], [GpuFigure("NHD to HND", 0.5, 3.0, "copy", 0.8)], {"ucx": "hung"})
     run.write(path)
     again = Run.read(path)
     assert again == run
@@ -90,8 +90,8 @@ def test_a_case_that_fails_is_told_and_the_others_go_on(
 
 def test_a_run_is_good_only_with_every_bar_met(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
-    best = [Figure(bar.figure, 1.0, ratio=0.0 if bar.at_most else 9.0) for bar in BARS]
-    links = [Figure(MAPPED, 1.0), Figure(UCX, 9.0)]
+    best = [GpuFigure(bar.figure, 1.0, ratio=0.0 if bar.at_most else 9.0) for bar in BARS]
+    links = [GpuFigure(MAPPED, 1.0), GpuFigure(UCX, 9.0)]
     Run(figures=[*best, *links]).write(path)
     assert bench.main(["--show", str(path)]) == 0
     stages = tmp_path / "stages"

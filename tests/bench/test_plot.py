@@ -13,20 +13,23 @@ from pdlink_bench.measure import summarise
 
 PANELS: list[plot.Panel] = [
     plot.Bars(
-        "one group", "GB/s", {"": [plot.Bar("mapped", 8.0, 7.0, 9.0), plot.Bar("tcp", 5.0, 4.0, 6.0)]}, {"limit": 8.8}
+        "one group",
+        "GB/s",
+        {"": [plot.PlottedBar("mapped", 8.0, 7.0, 9.0), plot.PlottedBar("tcp", 5.0, 4.0, 6.0)]},
+        {"limit": 8.8},
     ),
     plot.Bars(
         "two groups",
         "GB/s",
-        {"same": [plot.Bar("mapped", 8.0, 7.0, 9.0)], "other": [plot.Bar("mapped", 4.0, 3.0, 5.0)]},
+        {"same": [plot.PlottedBar("mapped", 8.0, 7.0, 9.0)], "other": [plot.PlottedBar("mapped", 4.0, 3.0, 5.0)]},
     ),
     plot.Lines(
         "sizes",
         "bytes",
         "s",
         [
-            plot.Line("tcp", [1e3, 1e6], [0.1, 2.0], [0.05, 1.0], [0.2, 3.0]),
-            plot.Line("theory", [1e3], [1], dashed=True),
+            plot.PlottedLine("tcp", [1e3, 1e6], [0.1, 2.0], [0.05, 1.0], [0.2, 3.0]),
+            plot.PlottedLine("theory", [1e3], [1], dashed=True),
         ],
         log_x=True,
         log_y=True,
@@ -60,7 +63,7 @@ def test_a_file_that_cannot_be_written_is_refused(name: str, tmp_path: Path) -> 
 
 
 def test_a_bar_of_speeds_has_the_slow_times_at_its_low_end() -> None:
-    bar = plot.Bar.of("mapped", summarise([1.0, 2.0, 4.0]), lambda seconds: 8.0 / seconds)
+    bar = plot.PlottedBar.of("mapped", summarise([1.0, 2.0, 4.0]), lambda seconds: 8.0 / seconds)
     assert bar.value == 4.0
     assert bar.low is not None
     assert bar.high is not None
@@ -68,6 +71,6 @@ def test_a_bar_of_speeds_has_the_slow_times_at_its_low_end() -> None:
 
 
 def test_a_line_has_its_band_around_its_medians() -> None:
-    line = plot.Line.of("tcp", {2.0: summarise([1.0, 2.0, 4.0])}, 1e3)
+    line = plot.PlottedLine.of("tcp", {2.0: summarise([1.0, 2.0, 4.0])}, 1e3)
     assert list(line.x) == [2.0]
     assert line.low[0] < line.y[0] == 2e3 < line.high[0]

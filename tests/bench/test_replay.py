@@ -17,13 +17,13 @@ from pdlink.store.ingestion import INGESTIONS, make_ingestion
 from pdlink.store.policies.base import Key
 from pdlink.store.policies.registry import POLICIES, make_policy
 from pdlink_bench import replay
-from pdlink_bench.replay import Request
+from pdlink_bench.replay import ReplayedRequest
 
 
-def prompts(*texts: str) -> list[Request]:
+def prompts(*texts: str) -> list[ReplayedRequest]:
     """A letter is a block; equal prefixes share theirs."""
     return [
-        Request(len(text) * replay.BLOCK_TOKENS, tuple(text[: end + 1].encode() for end in range(len(text))))
+        ReplayedRequest(len(text) * replay.BLOCK_TOKENS, tuple(text[: end + 1].encode() for end in range(len(text))))
         for text in texts
     ]
 
@@ -35,7 +35,7 @@ def test_a_hit_ends_at_the_first_block_that_is_not_there() -> None:
 
 def test_tokens_of_a_partial_last_block_count_as_many_as_they_are() -> None:
     keys = (b"1", b"2")
-    requests = [Request(600, keys), Request(600, keys)]
+    requests = [ReplayedRequest(600, keys), ReplayedRequest(600, keys)]
     assert replay.hit_rate(requests, make_policy("lru"), 9) == pytest.approx(0.5)
 
 

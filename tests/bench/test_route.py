@@ -10,7 +10,7 @@ import pytest
 
 from pdlink.plan.closed_form import prefill_times
 from pdlink.plan.curves import Curves
-from pdlink.plan.fleet import Outcome, Simulation, at_load
+from pdlink.plan.fleet import PolicyOutcome, Simulation, at_load
 from pdlink_bench.chats import conversations
 from pdlink_proxy.pair_times import PairTimes
 from pdlink_proxy.policies.registry import POLICIES
@@ -18,7 +18,7 @@ from pdlink_proxy.policies.registry import POLICIES
 CURVES = Curves()
 
 
-def played(policy: str, *, seed: int = 1, load: float = 0.8, slow: float = 0.0, num: int = 600) -> Outcome:
+def played(policy: str, *, seed: int = 1, load: float = 0.8, slow: float = 0.0, num: int = 600) -> PolicyOutcome:
     requests = at_load(conversations(num, seed), load, 4, CURVES)
     return Simulation((policy, policy), 4, 4, slow=slow).run(requests)
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from pdlink_bench import serving
-from pdlink_bench.http_load import BadAnswer, once, stream
+from pdlink_bench.http_load import WrongAnswer, once, stream
 from pdlink_bench.measure import Measured
-from pdlink_bench.serving import Settings
+from pdlink_bench.serving import ServingSettings
 from tests.proxy.fakes import command
 
 
@@ -81,15 +81,17 @@ class Standing:
 def test_a_system_that_fails_has_no_more_turns_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[str] = []
 
-    def turn(deployment: Standing, _prompts: object, _settings: Settings, measured: Measured, *, first: bool) -> None:
+    def turn(
+        deployment: Standing, _prompts: object, _settings: ServingSettings, measured: Measured, *, first: bool
+    ) -> None:
         turns.append(deployment.name)
         if deployment.name == "never" or (deployment.name == "once" and not first):
-            raise BadAnswer("no tokens")
+            raise WrongAnswer("no tokens")
         measured.add(serving.PER_S, 1.0)
 
     monkeypatch.setattr(serving, "_turn", turn)
     systems: list[Any] = [Standing(name) for name in ("always", "once", "never")]
-    results = serving.measure(systems, Settings(rounds=3), lambda: None)
+    results = serving.measure(systems, ServingSettings(rounds=3), lambda: None)
     assert sorted(turns) == ["always"] * 3 + ["never"] + ["once"] * 2
     assert [one.samples.get(serving.PER_S) for one in results.values()] == [[1.0] * 3, [1.0], None]
     assert [one.problem.partition(";")[0] for one in results.values()] == [
@@ -148,10 +150,10 @@ def test_a_stream_gives_its_text_and_the_prefill_legs_time() -> None:
     [(503, b"busy"), (200, TOKEN), (200, b"data: [DONE]\n\n"), (200, TOKEN + b'data: {"error":{"message":"m"}}\n\n')],
 )
 def test_what_is_no_whole_answer_is_not_measured(status: int, body: bytes) -> None:
-    with answering(status, body) as url, pytest.raises(BadAnswer):
+    with answering(status, body) as url, pytest.raises(WrongAnswer):
         stream(url, {})
 
 
 def test_a_refused_request_is_not_measured() -> None:
-    with answering(400, b"no") as url, pytest.raises(BadAnswer, match="400: no"):
+    with answering(400, b"no") as url, pytest.raises(WrongAnswer, match="400: no"):
         once(url, {})

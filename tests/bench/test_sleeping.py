@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from pdlink.engine.attention import Span
+from pdlink.engine.attention import QuerySpan
 from pdlink.engine.paged_cache import PagedCache
 from pdlink_bench.sleeping import Costs, SleepingModel
 from tests.engine.small import BLOCK, NUM_LAYERS, small_model
@@ -18,9 +18,9 @@ COSTS = Costs(prompt_s=1e-3, token_s=1e-4, attention_s=1e-6, step_s=2e-3, sequen
 def test_a_pass_takes_what_the_curves_of_a_plan_say() -> None:
     model = SleepingModel.of(small_model(), COSTS)
     blocks = torch.arange(8)
-    prompts = [Span(blocks, 0, 20), Span(blocks, 10, 30)]
+    prompts = [QuerySpan(blocks, 0, 20), QuerySpan(blocks, 10, 30)]
     assert model.seconds(prompts) == pytest.approx(1e-3 + 40e-4 + 1e-6 * 20 * (10 + 10 + 10))
-    answers = [Span(blocks, 9, 10), Span(blocks, 29, 30)]
+    answers = [QuerySpan(blocks, 9, 10), QuerySpan(blocks, 29, 30)]
     assert model.seconds(answers) == pytest.approx(2e-3 + 2e-4 + 40e-6)
 
 
@@ -34,7 +34,7 @@ def test_layers_are_told_in_order_and_no_sooner_than_they_would_be() -> None:
         logits = model.logits(
             cache,
             torch.zeros(2 * BLOCK, dtype=torch.int64),
-            [Span(torch.arange(2), 0, 2 * BLOCK)],
+            [QuerySpan(torch.arange(2), 0, 2 * BLOCK)],
             [2 * BLOCK - 1],
             layer_written=lambda layer: told.append((layer, time.monotonic() - began_s)),
         )

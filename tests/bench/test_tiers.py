@@ -63,7 +63,7 @@ def test_a_store_that_is_not_installed_is_left_out_with_the_reason(
 def test_a_lane_that_gives_other_bytes_back_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tier_lanes.Tiered, "get", lambda _: None)
+    monkeypatch.setattr(tier_lanes.DiskLane, "get", lambda _: None)
     assert main(["bench", "tiers", "--directory", str(tmp_path), *WORDS]) == 1
     assert "disk: other bytes were read than written" in capsys.readouterr().err
 

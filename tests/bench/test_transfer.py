@@ -23,12 +23,12 @@ from pdlink.transport.base import Occurrence, Probe
 from pdlink.transport.mapped import MappedTransport
 from pdlink_bench import harness, transfer
 from pdlink_bench.bars import judge
-from pdlink_bench.harness import Lane, Table, opened
+from pdlink_bench.harness import Lane, TextTable, opened
 from pdlink_bench.measure import Measured, machine_facts, median_ratio, summarise
 from pdlink_bench.report import report
-from pdlink_bench.rounds import Case, Contestant, Results, Settings, measure
+from pdlink_bench.rounds import Case, Contestant, RoundResults, RoundSettings, measure
 from pdlink_bench.transfer import TRANSPORTS
-from pdlink_bench.workers import Worker
+from pdlink_bench.workers import WorkerProcess
 from pdlink_bench.workload import DEFAULT, Workload, check_and_clear, fill_source
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ SMALL = Workload(
     src_order="LBPTH",
     dst_order="LPBHT",
 )
-QUICK = Settings(layer_ms=(0.1,), rounds=2, warm_ups=1, timeout_s=3.0)
+QUICK = RoundSettings(layer_ms=(0.1,), rounds=2, warm_ups=1, timeout_s=3.0)
 
 
 class Standing:
@@ -106,7 +106,7 @@ LATENT = Workload(num_layers=2, num_parts=1, num_heads=1, head_dim=36, num_token
 
 
 @pytest.fixture(scope="module")
-def results() -> Results:
+def results() -> RoundResults:
     """One run in which one transport works and every other one goes wrong in its own way."""
     contestants = {
         "good": Contestant(MappedTransport, asynchronous=True),
@@ -120,12 +120,12 @@ def results() -> Results:
 
 
 @pytest.fixture
-def default(results: Results) -> Case:
+def default(results: RoundResults) -> Case:
     return results.cases[DEFAULT]
 
 
 @pytest.mark.parametrize("case", [DEFAULT, "latent"])
-def test_a_good_transport_is_measured_in_every_mode_whatever_the_others_do(results: Results, case: str) -> None:
+def test_a_good_transport_is_measured_in_every_mode_whatever_the_others_do(results: RoundResults, case: str) -> None:
     good = results.cases[case].transports["good"]
     assert (good.problem, good.lane) == ("", "mapped")
     assert {name: len(samples) for name, samples in good.samples.items()} == {
@@ -136,13 +136,13 @@ def test_a_good_transport_is_measured_in_every_mode_whatever_the_others_do(resul
     assert all(seconds > 0 for samples in good.samples.values() for seconds in samples)
 
 
-def test_a_contestant_takes_part_in_its_cases_only_and_a_blocking_one_in_no_prefill(results: Results) -> None:
+def test_a_contestant_takes_part_in_its_cases_only_and_a_blocking_one_in_no_prefill(results: RoundResults) -> None:
     assert "blocking" not in results.cases[DEFAULT].transports
     assert set(results.cases["latent"].transports["blocking"].samples) == {"whole", "layers"}
 
 
 @pytest.mark.parametrize("case", [DEFAULT, "latent"])
-def test_ceilings_copy_the_same_bytes_in_the_same_run(results: Results, case: str) -> None:
+def test_ceilings_copy_the_same_bytes_in_the_same_run(results: RoundResults, case: str) -> None:
     ceiling = results.cases[case].ceiling
     assert ceiling.problem == ""
     assert {name: len(samples) for name, samples in ceiling.samples.items()} == {"memcpy": 2, "nt": 2}
@@ -156,7 +156,7 @@ def test_ceilings_copy_the_same_bytes_in_the_same_run(results: Results, case: st
         ("silent", "silent sender: DeadlineExceeded"),
     ],
 )
-def test_a_failing_transport_is_named_and_has_no_figures(results: Results, name: str, problem: str) -> None:
+def test_a_failing_transport_is_named_and_has_no_figures(results: RoundResults, name: str, problem: str) -> None:
     for case in results.cases.values():
         measured = case.transports[name]
         assert measured.failed
@@ -169,7 +169,7 @@ def test_a_transport_that_cannot_work_here_is_skipped_with_its_own_reason(defaul
     assert (measured.failed, measured.problem) == (False, "needs a device that is not here")
 
 
-def test_every_sample_and_ratio_is_kept_and_a_failure_has_its_row(results: Results, default: Case) -> None:
+def test_every_sample_and_ratio_is_kept_and_a_failure_has_its_row(results: RoundResults, default: Case) -> None:
     found = report(results)
     case = found.kept["cases"][DEFAULT]
     assert case["transports"] is default.transports
@@ -178,7 +178,7 @@ def test_every_sample_and_ratio_is_kept_and_a_failure_has_its_row(results: Resul
     assert case["workload"]["nbytes"] == 3 * 2 * 37 * 2 * 12 * 2
     assert found.kept["cases"]["latent"]["workload"]["nbytes"] == 2 * 21 * 36 * 2
     assert set(found.problems) == {"corrupting", "dying", "silent", "unavailable"}
-    rows = {row[0]: row[1] for row in found.shown[2].rows if row} if isinstance(found.shown[2], Table) else {}
+    rows = {row[0]: row[1] for row in found.shown[2].rows if row} if isinstance(found.shown[2], TextTable) else {}
     assert (rows["good"], rows["dying"], rows["unavailable"]) == ("mapped", "failed", "unavailable")
 
 
@@ -284,7 +284,7 @@ def test_bars_compare_speeds_and_say_what_is_missing() -> None:
             "bare-sockets": measured(whole=1.5),
         },
     )
-    verdicts = {bar.what: bar for bar in judge(Results(QUICK, {DEFAULT: case}))}
+    verdicts = {bar.what: bar for bar in judge(RoundResults(QUICK, {DEFAULT: case}))}
     by_layer = verdicts["mapped by layer to nixl-shm whole"]
     assert (by_layer.ratio, by_layer.met) == (4.0, True)
     assert by_layer.at_best == pytest.approx(8.0 / 0.9)
@@ -396,7 +396,7 @@ def test_no_process_outlives_the_run(end: str, tmp_path: Path) -> None:
 
 def test_interrupt_while_one_process_ends_leaves_none_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C twice: multiprocessing joins its daemons at exit, and SIGTERM does not end one that is stopped."""
-    lane = Lane(*(Worker(name, Standing) for name in ("first", "second")))
+    lane = Lane(*(WorkerProcess(name, Standing) for name in ("first", "second")))
     ends: list[int] = []
 
     def interrupted(self: object, timeout: float | None = None) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from pdlink.cli import main
 from pdlink_bench import warm
-from pdlink_bench.http_load import BadAnswer
+from pdlink_bench.http_load import WrongAnswer
 
 WORDS = ["--tokens", "1024", "--turns", "1", "--rounds", "1", "--answer-tokens", "4", "--layers", "1"]
 
@@ -38,12 +38,12 @@ def test_each_prompt_comes_from_where_its_row_says_and_nothing_is_left_on_the_di
     ("what", "places"), [(warm.COLD, {"memory": 256}), (warm.DISK, {"memory": 256}), (warm.MEMORY, {})]
 )
 def test_a_prompt_that_came_from_elsewhere_than_its_row_says_ends_the_run(what: str, places: dict[str, int]) -> None:
-    with pytest.raises(BadAnswer, match="from elsewhere"):
+    with pytest.raises(WrongAnswer, match="from elsewhere"):
         warm._check(what, [{"loaded": sum(places.values()), "places": places}], 0)
 
 
 def test_a_prompt_of_which_only_a_part_was_loaded_ends_the_run() -> None:
     sourced = {"loaded": 256, "places": {"disk": 256}}
     warm._check(warm.DISK, [sourced], 256)
-    with pytest.raises(BadAnswer, match="loaded 256 of 512 tokens"):
+    with pytest.raises(WrongAnswer, match="loaded 256 of 512 tokens"):
         warm._check(warm.DISK, [sourced], 512)

@@ -9,7 +9,7 @@ import tempfile
 
 import pytest
 
-from pdlink_bench.chaos.ledger import Held, held, parse_metrics, process, segments
+from pdlink_bench.chaos.ledger import HeldResources, held, parse_metrics, process, segments
 
 METRICS = """\
 # HELP pdlink_blocks Blocks of the KV pool
@@ -29,7 +29,7 @@ HEALTH = {"num_blocks": 64, "free_blocks": 54, "running": 1, "waiting": 2}
 
 def test_what_is_held_is_added_up_from_health_and_metrics() -> None:
     found = held(HEALTH, parse_metrics(METRICS))
-    assert found == Held(
+    assert found == HeldResources(
         blocks=10,
         requests=3,
         sender_transfers=3,
@@ -45,10 +45,10 @@ def test_what_is_held_is_added_up_from_health_and_metrics() -> None:
 
 
 def test_a_worker_is_idle_with_sessions_and_nothing_else() -> None:
-    assert Held(live_peers=3).idle
-    assert not Held(quarantined_blocks=1).idle
-    assert not Held(closing_peers=1).idle
-    assert not Held(unreadable="does not answer").idle
+    assert HeldResources(live_peers=3).idle
+    assert not HeldResources(quarantined_blocks=1).idle
+    assert not HeldResources(closing_peers=1).idle
+    assert not HeldResources(unreadable="does not answer").idle
 
 
 @pytest.mark.usefixtures("steady_descriptors")

@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pdlink_bench.chaos.judge import Case, End, Expected, Outcome
-from pdlink_bench.chaos.load import COMPLETIONS, NEVER, Load, ask, awkward, catalogue, find_answers, hot, invalid
+from pdlink_bench.chaos.judge import ClientEnd, ExchangeOutcome, Expected, KnownRequest
+from pdlink_bench.chaos.load import COMPLETIONS, NEVER, ChaosLoad, ask, awkward, catalogue, find_answers, hot, invalid
 
 ANSWER = "abcdef"
 DEADLINE_S = 10.0
@@ -88,38 +88,41 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
         yield found
 
 
-CASES = [Case(COMPLETIONS, {"model": "m", "prompt": [65] * 3}, Expected(ANSWER, "length", (3, 6)))]
+CASES = [KnownRequest(COMPLETIONS, {"model": "m", "prompt": [65] * 3}, Expected(ANSWER, "length", (3, 6)))]
 
 
-async def tally_of(session: aiohttp.ClientSession, server: Server, cases: list[Case], count: int = 40) -> Load:
-    load = Load(session, server.url, cases, [], seed=3, deadline_s=DEADLINE_S)
+async def tally_of(
+    session: aiohttp.ClientSession, server: Server, cases: list[KnownRequest], count: int = 40
+) -> ChaosLoad:
+    load = ChaosLoad(session, server.url, cases, [], seed=3, deadline_s=DEADLINE_S)
     await load.burst(count)
     return load
 
 
 async def test_right_answers_are_called_right(session: aiohttp.ClientSession, server: Server) -> None:
     tally = (await tally_of(session, server, CASES)).tally
-    assert tally.counts[Outcome.RIGHT] + tally.counts[Outcome.LEFT] == 40
-    assert tally.counts[Outcome.RIGHT] > 20
+    assert tally.counts[ExchangeOutcome.RIGHT] + tally.counts[ExchangeOutcome.LEFT] == 40
+    assert tally.counts[ExchangeOutcome.RIGHT] > 20
 
 
 async def test_one_wrong_token_is_called_wrong(session: aiohttp.ClientSession, server: Server) -> None:
     """The judge is only worth something if it can condemn: the answer expected here is another one."""
     corrupt = [replace(CASES[0], expected=Expected("abcXef", "length", (3, 6)))]
     tally = (await tally_of(session, server, corrupt)).tally
-    assert tally.counts[Outcome.RIGHT] == 0
-    assert tally.counts[Outcome.WRONG] > 20
+    assert tally.counts[ExchangeOutcome.RIGHT] == 0
+    assert tally.counts[ExchangeOutcome.WRONG] > 20
     assert "differs from character 3" in tally.wrong[0]
 
 
 @pytest.mark.parametrize(
-    ("fault", "outcome"), [("stream error", Outcome.ERROR), ("short", Outcome.WRONG), ("cut", Outcome.CUT)]
+    ("fault", "outcome"),
+    [("stream error", ExchangeOutcome.ERROR), ("short", ExchangeOutcome.WRONG), ("cut", ExchangeOutcome.CUT)],
 )
 async def test_ends_of_streams_are_told_apart(
-    session: aiohttp.ClientSession, server: Server, fault: str, outcome: Outcome
+    session: aiohttp.ClientSession, server: Server, fault: str, outcome: ExchangeOutcome
 ) -> None:
     server.fault = fault
-    load = Load(session, server.url, CASES, [], seed=0, deadline_s=DEADLINE_S)
+    load = ChaosLoad(session, server.url, CASES, [], seed=0, deadline_s=DEADLINE_S)
     reply = await ask(session, server.url, CASES[0], stream=True, deadline_s=DEADLINE_S)
     assert reply.text == "abc"
     assert load.tally.add(CASES[0], reply).outcome is outcome
@@ -131,11 +134,11 @@ async def test_silence_ends_at_the_deadline_or_when_the_client_leaves(
     server.fault = "silence"
     late = await ask(session, server.url, CASES[0], stream=False, deadline_s=0.05)
     left = await ask(session, server.url, CASES[0], stream=False, deadline_s=5.0, leave_after_s=0.05)
-    assert (late.end, left.end) == (End.DEADLINE, End.LEFT)
+    assert (late.end, left.end) == (ClientEnd.DEADLINE, ClientEnd.LEFT)
 
 
 async def test_clients_send_until_they_are_stopped(session: aiohttp.ClientSession, server: Server) -> None:
-    load = Load(session, server.url, CASES, [], seed=1, deadline_s=DEADLINE_S)
+    load = ChaosLoad(session, server.url, CASES, [], seed=1, deadline_s=DEADLINE_S)
     load.start(4)
     async with asyncio.timeout(DEADLINE_S):
         await server.busy.wait()
@@ -174,8 +177,8 @@ def test_awkward_requests_hold_text_back_in_every_way() -> None:
 
 
 async def test_pools_are_filled_with_the_longest_request(session: aiohttp.ClientSession, server: Server) -> None:
-    long = Case(COMPLETIONS, {"model": "m", "prompt": [65] * 9, "max_tokens": 9}, None)
-    load = Load(
+    long = KnownRequest(COMPLETIONS, {"model": "m", "prompt": [65] * 9, "max_tokens": 9}, None)
+    load = ChaosLoad(
         session,
         server.url,
         [*CASES, replace(long, expected=Expected(ANSWER, "length", (9, 6)))],

@@ -11,25 +11,25 @@ from rich.console import Console
 from pdlink.cli import main
 from pdlink.config import WorkerConfig
 from pdlink_bench.chaos import command, report
-from pdlink_bench.chaos.judge import Case, End, Expected, Reply, Tally
-from pdlink_bench.chaos.ledger import Held
+from pdlink_bench.chaos.judge import ClientEnd, ClientReply, ExchangeTally, Expected, KnownRequest
+from pdlink_bench.chaos.ledger import HeldResources
 
-CASE = Case("/v1/completions", {}, Expected("abc", "length", (1, 3)))
-RIGHT = Reply(end=End.COMPLETE, status=200, text="abc", finish_reason="length", usage=(1, 3), ended_s=1.0)
-WRONG = Reply(end=End.COMPLETE, status=200, text="abX", finish_reason="length", usage=(1, 3), ended_s=1.0)
-CUT = Reply(end=End.BROKEN, detail="reset", started_s=1.0, ended_s=2.0)
+CASE = KnownRequest("/v1/completions", {}, Expected("abc", "length", (1, 3)))
+RIGHT = ClientReply(end=ClientEnd.COMPLETE, status=200, text="abc", finish_reason="length", usage=(1, 3), ended_s=1.0)
+WRONG = ClientReply(end=ClientEnd.COMPLETE, status=200, text="abX", finish_reason="length", usage=(1, 3), ended_s=1.0)
+CUT = ClientReply(end=ClientEnd.BROKEN, detail="reset", started_s=1.0, ended_s=2.0)
 
 
-def verdict_of(*replies: Reply, absences: list[tuple[float, float]] | None = None) -> report.Verdict:
-    tally = Tally()
+def verdict_of(*replies: ClientReply, absences: list[tuple[float, float]] | None = None) -> report.RunVerdict:
+    tally = ExchangeTally()
     for reply in replies:
         tally.add(CASE, reply)
-    verdict = report.Verdict("pdlink chaos", seed=7, seconds=60)
+    verdict = report.RunVerdict("pdlink chaos", seed=7, seconds=60)
     verdict.take(tally, absences or [])
     return verdict
 
 
-def printed(verdict: report.Verdict) -> str:
+def printed(verdict: report.RunVerdict) -> str:
     out = io.StringIO()
     Console(file=out, width=160).print(report.final(verdict))
     return out.getvalue()
@@ -43,7 +43,7 @@ def test_right_answers_only_are_ok() -> None:
 
 
 @pytest.mark.parametrize("replies", [(RIGHT, WRONG), (RIGHT, CUT), (CUT,), ()], ids=str)
-def test_anything_that_must_not_be_fails_the_verdict_and_is_named(replies: tuple[Reply, ...]) -> None:
+def test_anything_that_must_not_be_fails_the_verdict_and_is_named(replies: tuple[ClientReply, ...]) -> None:
     verdict = verdict_of(*replies)
     assert not verdict.ok
     assert "verdict: FAILED" in printed(verdict)
@@ -69,9 +69,12 @@ def test_the_json_holds_the_command_the_seed_and_the_verdict() -> None:
 
 def test_the_live_table_shows_every_process() -> None:
     out = io.StringIO()
-    held = {"decode-0": Held(blocks=5, quarantined_blocks=2), "decode-1": Held(unreadable="does not answer")}
+    held = {
+        "decode-0": HeldResources(blocks=5, quarantined_blocks=2),
+        "decode-1": HeldResources(unreadable="does not answer"),
+    }
     states = {"decode-0": "up", "decode-1": "up", "proxy": "away"}
-    Console(file=out, width=120).print(report.live("title", states, held, Tally(), 3, "faults: kill"))
+    Console(file=out, width=120).print(report.live("title", states, held, ExchangeTally(), 3, "faults: kill"))
     text = out.getvalue()
     assert all(label in text for label in states)
     assert "3 running" in text
@@ -111,9 +114,9 @@ def test_flags_reach_the_workers_it_starts(
 ) -> None:
     started: list[WorkerConfig] = []
 
-    async def run_local(_: object, prefill: WorkerConfig, decode: WorkerConfig, *more: object) -> report.Verdict:
+    async def run_local(_: object, prefill: WorkerConfig, decode: WorkerConfig, *more: object) -> report.RunVerdict:
         started.extend([prefill, decode])
-        return report.Verdict("command", 0, 1.0)
+        return report.RunVerdict("command", 0, 1.0)
 
     monkeypatch.setattr(command, "run_local", run_local)
     assert main(["chaos", *flags]) == 0

@@ -11,7 +11,7 @@ import pytest
 
 from pdlink.endpoint.channel import Channel, Received
 from pdlink.protocol.deadlines import Deadlines
-from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Status
+from pdlink.transport.base import BatchDone, BatchStatus, Occurrence, PeerClosed, PeerFailed
 from pdlink_bench.chaos.tamper import LinkFaults, SlowLink, TamperedChannel, channels, slow_down
 from tests.endpoint.conftest import Pair, until
 from tests.loopback import LoopbackHub, LoopbackTransport
@@ -126,7 +126,7 @@ def test_whatever_is_lost_repeated_or_late_no_transfer_waits_for_its_deadline() 
     pair.close()
 
 
-def done(ticket: int, peer: str, nbytes: int = 100, status: Status = Status.OK) -> BatchDone:
+def done(ticket: int, peer: str, nbytes: int = 100, status: BatchStatus = BatchStatus.OK) -> BatchDone:
     return BatchDone(ticket, peer, status, nbytes, 0.0, 0.0)
 
 
@@ -147,7 +147,7 @@ def test_slow_link_reports_batches_one_after_the_other_as_it_carries_them() -> N
     assert link.passed([]) == [third]
 
 
-@pytest.mark.parametrize("news", [PeerFailed("a", "x"), PeerClosed("a"), done(9, "a", status=Status.CANCELLED)])
+@pytest.mark.parametrize("news", [PeerFailed("a", "x"), PeerClosed("a"), done(9, "a", status=BatchStatus.CANCELLED)])
 def test_slow_link_does_not_hold_up_bad_news_and_keeps_the_order_of_a_peer(news: Occurrence) -> None:
     link = SlowLink(1.0, lambda: 10.0)
     mine, other = done(1, "a"), done(2, "b")

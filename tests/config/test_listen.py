@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdlink.config import ProxyConfig, StoreConfig, WorkerConfig, load
-from pdlink.config.listen import LinkListen, ListenConfig, Place, place_of
+from pdlink.config.listen import HostPort, LinkListen, ListenConfig, place_of
 from pdlink.errors import ConfigError
 
 
@@ -24,7 +24,7 @@ from pdlink.errors import ConfigError
 )
 def test_an_address_is_a_host_with_or_without_a_port(text: str, place: tuple[str, int]) -> None:
     assert place_of(text) == place
-    assert place_of(str(Place(*place))) == place
+    assert place_of(str(HostPort(*place))) == place
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import pdlink
-from pdlink.cuda.driver import Device, Stream
+from pdlink.cuda.driver import CudaStream, Device
 from pdlink.errors import InvalidRequest, TransferFailed
 from pdlink.memory.buffers import Buffer
 from tests.cuda.double import Kv, Reached
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Memory(Kv):
-    stream: Stream
+    stream: CudaStream
 
     def compute_stream(self) -> int:
         return self.stream.handle
@@ -36,7 +36,7 @@ class GpuPages(Pages):
     """The pages of test_cache.py in device memory. What the engine computes comes there by a copy in its stream."""
 
     def __init__(self, device: Device, order: str = "LPBTH", block_tokens: int = 16, **settings: Any) -> None:
-        self.device, self.stream = device, Stream(device)
+        self.device, self.stream = device, CudaStream(device)
         super().__init__(order, block_tokens)
         self.cache.close()
         drafts = self.memory

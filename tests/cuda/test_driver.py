@@ -14,7 +14,7 @@ import torch
 
 from pdlink import _cuda
 from pdlink.cuda import driver, virtual
-from pdlink.cuda.driver import CudaFailure, CudaUnavailable, Device, Event, Stream
+from pdlink.cuda.driver import CudaEvent, CudaFailure, CudaStream, CudaUnavailable, Device
 from pdlink.cuda.kernels import Kernels
 from tests.cuda.double import Kv, Reached
 from tests.cuda.fake import IMAGE, Fake
@@ -82,7 +82,7 @@ def test_open_and_close_may_be_repeated(double: Fake) -> None:
 
 def test_a_copy_follows_what_its_stream_has_before_it(device: Device, double: Fake) -> None:
     """The held kernel writes; the copy behind it must see what it wrote, and no sooner."""
-    kernels, stream = Kernels(device, IMAGE), Stream(device)
+    kernels, stream = Kernels(device, IMAGE), CudaStream(device)
     source, middle, target = (torch.full((64,), n, dtype=torch.uint8) for n in (1, 2, 3))
     for one in (middle, target):  # an asynchronous copy takes no other memory of the host
         device.pin(one.data_ptr(), 64)
@@ -98,7 +98,7 @@ def test_a_copy_follows_what_its_stream_has_before_it(device: Device, double: Fa
     assert target.tolist() == [1] * 64
     for one in (middle, target):
         device.unpin(one.data_ptr())
-    for made in (kernels, stream, Event(device)):
+    for made in (kernels, stream, CudaEvent(device)):
         made.close()
         made.close()
 
@@ -130,7 +130,7 @@ def test_a_launch_has_the_grid_and_the_argument_that_were_planned(device: Device
 
 
 def test_a_call_with_a_stream_or_an_event_that_is_gone_is_refused(device: Device) -> None:
-    stream, event = Stream(device), Event(device)
+    stream, event = CudaStream(device), CudaEvent(device)
     gone, last = stream.handle, event.handle
     stream.close()
     with pytest.raises(CudaFailure, match="cuMemcpyAsync failed with CUDA_ERROR_INVALID_HANDLE"):
@@ -150,7 +150,7 @@ def test_a_host_function_must_not_call_the_driver(device: Device, double: Fake) 
     called = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(
         lambda _: answers.append(device.driver.status("cuInit", ctypes.c_uint(0)))
     )
-    stream = Stream(device)
+    stream = CudaStream(device)
     with device.current() as cuda:
         cuda.call("cuLaunchHostFunc", ctypes.c_void_p(stream.handle), called, ctypes.c_void_p(0))
     stream.synchronize()

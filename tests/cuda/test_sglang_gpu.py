@@ -21,7 +21,7 @@ import torch
 from pdlink.config.transport import TransportConfig
 from pdlink.cuda import buffers, driver
 from pdlink.cuda.buffers import DeviceMemory
-from pdlink.cuda.driver import Device, Event, Stream
+from pdlink.cuda.driver import CudaEvent, CudaStream, Device
 from pdlink.integrations.sglang_parts.arrivals import DecodeRooms
 from pdlink.integrations.sglang_parts.ends import Ends
 from pdlink.integrations.sglang_parts.gpu import GpuOrder, WrittenPages
@@ -43,7 +43,7 @@ class DriverEvent:
     """A node's event, recorded on the stream that the test computes on."""
 
     def __init__(self, device: Device, stream: Callable[[], int]) -> None:
-        self._event, self._stream = Event(device), stream
+        self._event, self._stream = CudaEvent(device), stream
 
     def record(self) -> None:
         self._event.record(self._stream())
@@ -91,15 +91,15 @@ Make = Callable[..., tuple[Rank, Rank]]
 
 
 @pytest.fixture
-def stream(device: Device) -> Iterator[Stream]:
+def stream(device: Device) -> Iterator[CudaStream]:
     """What both ranks compute on."""
-    made = Stream(device)
+    made = CudaStream(device)
     yield made
     made.close()
 
 
 @pytest.fixture
-def ranks(double: Fake, device: Device, stream: Stream, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def ranks(double: Fake, device: Device, stream: CudaStream, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setattr(driver, "LIBRARY", double.path)
     with ExitStack() as made:
 
@@ -139,7 +139,7 @@ def test_a_chunk_goes_from_pools_to_pools(ranks: Make, kind: str, lane: str) -> 
 
 
 def test_a_layer_is_pushed_when_its_pass_has_written_it_and_the_hook_does_not_wait(
-    ranks: Make, double: Fake, stream: Stream
+    ranks: Make, double: Fake, stream: CudaStream
 ) -> None:
     """Nor are the numbers of its pages read before: they are on their way from the GPU, too."""
     prefill, decode = ranks()
@@ -164,7 +164,7 @@ def test_a_layer_is_pushed_when_its_pass_has_written_it_and_the_hook_does_not_wa
 
 
 def test_the_hooks_of_a_pass_push_its_pages_layer_by_layer(
-    ranks: Make, double: Fake, stream: Stream, monkeypatch: pytest.MonkeyPatch
+    ranks: Make, double: Fake, stream: CudaStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang's hooks, without SGLang: its registry is a stand-in, its scheduler what the hooks read of one."""
     registry = ModuleType("hook_registry")
@@ -217,7 +217,7 @@ def test_the_hooks_of_a_pass_push_its_pages_layer_by_layer(
 
 
 def test_pages_of_a_pass_whose_room_is_another_request_s_by_now_are_dropped(
-    ranks: Make, double: Fake, stream: Stream
+    ranks: Make, double: Fake, stream: CudaStream
 ) -> None:
     prefill, decode = ranks()
     ask(prefill, decode, 7)
@@ -237,17 +237,17 @@ def test_pages_of_a_pass_whose_room_is_another_request_s_by_now_are_dropped(
 
 
 def test_a_prefix_that_the_step_before_may_still_write_follows_sglang_s_event(
-    ranks: Make, double: Fake, device: Device, stream: Stream, monkeypatch: pytest.MonkeyPatch
+    ranks: Make, double: Fake, device: Device, stream: CudaStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a stream of its own: what the scheduler launches next does not wait."""
-    current, forward, apart, written = [stream.handle], Stream(device), Stream(device), Event(device)
+    current, forward, apart, written = [stream.handle], CudaStream(device), CudaStream(device), CudaEvent(device)
 
     class SideStream:
         def __init__(self, index: int) -> None:
             assert index == 0
             self.handle = apart.handle
 
-        def wait_event(self, event: Event) -> None:
+        def wait_event(self, event: CudaEvent) -> None:
             device.wait(self.handle, event)
 
     @contextmanager
@@ -296,7 +296,7 @@ def test_pages_are_offered_when_the_device_has_done_what_was_launched(
     prefill, decode = ranks()
     transfer_id = ask(prefill, decode, 7)
     before = decode.pages(DST)
-    forward = Stream(device)
+    forward = CudaStream(device)
     double.hold_stream(forward.handle)
     try:
         decode.gpu.after_all(offer(prefill, decode, 7, transfer_id), decode.lost.append)

@@ -17,9 +17,9 @@ import torch
 
 from pdlink.cuda import driver
 from pdlink.cuda.buffers import DeviceMemory
-from pdlink.cuda.driver import Device, Stream
+from pdlink.cuda.driver import CudaStream, Device
 from pdlink.errors import TransferFailed
-from pdlink.integrations.sglang_parts.device_loads import Load
+from pdlink.integrations.sglang_parts.device_loads import DeviceLoad
 from pdlink.integrations.sglang_parts.device_pages import DevicePages
 from pdlink.integrations.sglang_parts.hicache import RankScheme
 from pdlink.integrations.sglang_parts.pages import StillCopied
@@ -60,7 +60,7 @@ class Rank:
     """Of plain attention, or of a latent. Its scheduler uses one stream, its passes another one."""
 
     def __init__(self, device: Device, seed: int, *, latent: bool) -> None:
-        self.device, self.planning, self.forward = device, Stream(device), Stream(device)
+        self.device, self.planning, self.forward = device, CudaStream(device), CudaStream(device)
         self.current = self.planning.handle
         self.parts = 1 if latent else 2
         self.kvs = [Kv(device, NBYTES, seed + number, Reached) for number in range(self.parts * LAYERS)]
@@ -103,7 +103,7 @@ class Rank:
     def store(self, hashes: list[str], pages: list[int]) -> list[bool]:
         return self.pages.offer(hashes, lambda: pages)()
 
-    def held(self, hashes: list[str], pages: list[int]) -> Load:
+    def held(self, hashes: list[str], pages: list[int]) -> DeviceLoad:
         load = self.pages.begin(hashes, lambda: pages)
         assert load is not None
         return load

@@ -25,7 +25,7 @@ from pdlink.transport.base import PeerClosed, Transport
 from pdlink.transport.mapped import MappedTransport
 from pdlink.transport.staging import stager as stager_module
 from pdlink.transport.staging import wire
-from pdlink.transport.staging.line import Line
+from pdlink.transport.staging.line import StagingLine
 from pdlink.transport.staging.open_blocks import OpenBlocks
 from pdlink.transport.staging.owner import Owner
 from pdlink.transport.tcp import TcpTransport
@@ -310,7 +310,7 @@ class Stranger:
     def __init__(self, owner: Transport, name: str) -> None:
         there = msgspec.msgpack.decode(owner.invite(name), type=wire.Invitation)
         self.socket = socket.create_connection((there.host, there.port), timeout=WAIT_S)
-        self._inflow = wire.Inflow(wire.MAX_FRAME_NBYTES)
+        self._inflow = wire.FrameCutter(wire.MAX_FRAME_NBYTES)
         self.say(wire.Hello(there.session, there.token))
 
     def say(self, frame: wire.Frame) -> None:
@@ -371,7 +371,7 @@ def test_connection_that_fails_leaves_no_descriptor(monkeypatch: pytest.MonkeyPa
     def dial(*_: object) -> Any:
         raise OSError("no route")
 
-    monkeypatch.setattr(Line, "dial", dial)
+    monkeypatch.setattr(StagingLine, "dial", dial)
     for number in range(5):
         with pytest.raises(TransportFailure, match="no route"):
             writer.transport.connect(f"owner#{number}", invitation)

@@ -16,11 +16,11 @@ import pytest
 
 from pdlink.cuda.buffers import DeviceMemory
 from pdlink.cuda.copies import Copies
-from pdlink.cuda.driver import Device, Stream
+from pdlink.cuda.driver import CudaStream, Device
 from pdlink.cuda.kernels import Kernels
 from pdlink.cuda.launches import Launches
 from pdlink.cuda.steps import PinnedSteps
-from pdlink.cuda.ways import RUN_NBYTES, Measured, Ways, ways_of
+from pdlink.cuda.ways import RUN_NBYTES, MeasuredWay, Ways, ways_of
 from pdlink.errors import TransferFailed
 from pdlink.memory.buffers import Buffer
 from pdlink.store import gpu_pages
@@ -42,7 +42,7 @@ BY_KERNEL, BY_ENGINE = Ways(1 << 62, 1 << 62), Ways(0, 0)
 class Pages(Kv):
     """Device memory of an engine that computes in `stream`."""
 
-    stream: Stream
+    stream: CudaStream
 
     def compute_stream(self) -> int:
         return self.stream.handle
@@ -62,7 +62,7 @@ class GpuEngine(Engine):
         **more: Any,
     ) -> None:
         self.device, self.ways, self.step_nbytes = device, ways, step_nbytes
-        self.stream = Stream(device)
+        self.stream = CudaStream(device)
         super().__init__(store, order, block_tokens, **more)
         copier = self.source.gpu
         assert copier is not None
@@ -400,7 +400,7 @@ def test_runs_are_cut_where_steps_meet_and_a_step_is_pinned_when_it_is_used(devi
 def test_the_copy_engine_takes_the_lengths_at_which_it_was_not_slower(
     device: Device, double: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [Measured(n, way, *((1.0, 2.0) if n >= first else (2.0, 1.0))) for n in RUN_NBYTES
+    rows = [MeasuredWay(n, way, *((1.0, 2.0) if n >= first else (2.0, 1.0))) for n in RUN_NBYTES
             for way, first in ((False, 64 << 10), (True, 1 << 30))]  # fmt: skip
     chosen = Ways.chosen(tuple(rows))
     assert (chosen.to_host_nbytes, chosen.to_device_nbytes) == (64 << 10, 2 << 20)

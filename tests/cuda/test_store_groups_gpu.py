@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from pdlink.cuda.driver import Device, Stream
+from pdlink.cuda.driver import CudaStream, Device
 from pdlink.cuda.ways import Ways
 from pdlink.store import gpu_pages
 from pdlink.store.gpu_pages import GpuPages
@@ -31,7 +31,7 @@ DRAFTS_NBYTES = 4 << 20
 
 
 class _Pages(Kv):
-    stream: Stream
+    stream: CudaStream
 
     def compute_stream(self) -> int:
         return self.stream.handle
@@ -39,7 +39,7 @@ class _Pages(Kv):
 
 class GpuServer(Server):
     def __init__(self, store: Store, device: Device) -> None:
-        self.device, self.stream = device, Stream(device)
+        self.device, self.stream = device, CudaStream(device)
         self.drafts, self.at = Kv(device, DRAFTS_NBYTES, 1, Reached), 0
         super().__init__(store, random.Random(0), WAIT_S)
 

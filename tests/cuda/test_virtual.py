@@ -19,9 +19,9 @@ import pytest
 
 from pdlink.cuda.buffers import BorrowedDeviceBuffer, DeviceBuffer
 from pdlink.cuda.driver import CudaFailure, CudaUnavailable, Device
-from pdlink.cuda.virtual import PeerRange, Range, Shared
+from pdlink.cuda.virtual import PeerRange, Range, SharedMemory
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
-from pdlink.transport.handle_door import HandleDoor, Place, handles
+from pdlink.transport.handle_door import DoorPlace, HandleDoor, handles
 from pdlink.transport.mapped_cuda import MappedCudaTransport
 from tests.conformance.transports.side import Side
 from tests.cuda.double import DoubleTransport
@@ -176,7 +176,7 @@ def test_a_peer_that_does_not_answer_is_given_up(double: Fake) -> None:
     thread.start()
     began_s = time.monotonic()
     with listener, pytest.raises(TimeoutError):
-        list(handles(Place(name, bytes(16)), os.getpid(), 0, 2**40, began_s + 0.5))
+        list(handles(DoorPlace(name, bytes(16)), os.getpid(), 0, 2**40, began_s + 0.5))
     assert time.monotonic() - began_s < 10
     thread.join(20)
 
@@ -234,7 +234,7 @@ def test_what_is_mapped_is_the_same_memory(device: Device) -> None:
     with closing(Segment(device, 4 * PAGE, PAGE)) as segment:
         found = Range.under(device, segment.ptr, segment.nbytes)
         segment.array[:] = np.arange(4 * PAGE, dtype=np.uint8)
-        shared: Iterator[Shared] = (found.export(chunk) for chunk in found.chunks)
+        shared: Iterator[SharedMemory] = (found.export(chunk) for chunk in found.chunks)
         with closing(PeerRange(device, segment.nbytes, shared)) as mapped:
             assert device.extent(mapped.ptr) == (mapped.ptr, PAGE)
             assert ctypes.string_at(mapped.ptr, 4 * PAGE) == segment.array.tobytes()

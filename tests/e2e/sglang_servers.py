@@ -17,7 +17,7 @@ from pdlink.config import ProxyConfig
 from pdlink.engine import tiny
 from pdlink.fleet.child import Child, start, stop
 from pdlink.fleet.ports import free_ports
-from pdlink.observe.timeline import Dump, Kept
+from pdlink.observe.timeline import Dump, KeptTransfer
 from tests.e2e.engine_servers import MODEL, Answer, EngineServer, body_of, post, save_model, until
 
 ROOT = Path(__file__).parents[2]
@@ -207,7 +207,7 @@ class SglangPair:
             do()
             return asked.result()
 
-    def transfers_of(self, num_tokens: int) -> list[Kept]:
+    def transfers_of(self, num_tokens: int) -> list[KeptTransfer]:
         """Those of prompts of so many tokens, in whole pages, as prefill has seen them to their ends."""
         if not self.timeline.exists():
             return []
@@ -220,7 +220,7 @@ class SglangPair:
             server.kill()
 
 
-def _end_of(transfer: Kept) -> int:
+def _end_of(transfer: KeptTransfer) -> int:
     return max((each.end for each in transfer.written), default=0)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import aiohttp
 import pytest
 
-from pdlink_bench.chaos.judge import Case, Outcome, judge
+from pdlink_bench.chaos.judge import ExchangeOutcome, KnownRequest, judge
 from pdlink_bench.chaos.load import CHAT, NEVER, ask, awkward, catalogue, find_answers, parts_of_characters
 
 from .deployment import Deployment, worker_settings
@@ -25,12 +25,12 @@ def deployment() -> Iterator[Deployment]:
         yield deployment
 
 
-def _chats(texts: list[str]) -> list[Case]:
+def _chats(texts: list[str]) -> list[KnownRequest]:
     body = {"model": MODEL, "max_tokens": 6, "temperature": 0}
     prompts = ["grüße 🙂", "a"]
     stops = [[texts[0][0] + NEVER], [NEVER], []]
     return [
-        Case(CHAT, {**body, "messages": [{"role": "user", "content": prompt}], "stop": stop})
+        KnownRequest(CHAT, {**body, "messages": [{"role": "user", "content": prompt}], "stop": stop})
         for prompt in prompts
         for stop in stops
     ]
@@ -39,7 +39,7 @@ def _chats(texts: list[str]) -> list[Case]:
 def test_awkward_answers_through_the_proxy_are_those_of_one_process(deployment: Deployment) -> None:
     decode, proxy = deployment.url("decode"), deployment.url("proxy")
 
-    async def run() -> list[Case]:
+    async def run() -> list[KnownRequest]:
         async with aiohttp.ClientSession() as session:
             plain = await find_answers(session, decode, catalogue(SEED, MODEL, 18), DEADLINE_S)
             texts = [case.expected.text for case in plain if case.expected]
@@ -51,7 +51,7 @@ def test_awkward_answers_through_the_proxy_are_those_of_one_process(deployment: 
             )
         for (case, stream), reply in zip(both, replies, strict=True):
             verdict = judge(case, reply)
-            assert verdict.outcome is Outcome.RIGHT, (stream, case, verdict)
+            assert verdict.outcome is ExchangeOutcome.RIGHT, (stream, case, verdict)
         return cases
 
     cases = asyncio.run(run())

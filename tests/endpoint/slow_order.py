@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdlink.endpoint.order import OVERDUE_S, Entry
+from pdlink.endpoint.order import OVERDUE_S, QueuedPush
 
 if TYPE_CHECKING:
     from pdlink.endpoint.sharing import Sharing
 
 
 @dataclass(slots=True, eq=False)
-class Asked(Entry):
+class Asked(QueuedPush):
     """What a test knows of an entry."""
 
     transfer: str

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdlink.endpoint.order import OVERDUE_S, Backlog, Flow, Order
+from pdlink.endpoint.order import OVERDUE_S, Backlog, Order, PeerQueue
 from pdlink.endpoint.sharing import Sharing
 from tests.endpoint.slow_order import Asked, SlowOrder
 
@@ -26,7 +26,7 @@ class Names:
 
     def __init__(self, sharing: Sharing) -> None:
         self.order: Order[Asked] = Order(sharing)
-        self.flows: dict[str, Flow[Asked]] = {}
+        self.flows: dict[str, PeerQueue[Asked]] = {}
         self.backlogs: dict[str, Backlog[Asked]] = {}
 
     def add(self, transfer: str, peer: str, nbytes: int, total_nbytes: int, number: int = 0) -> Asked:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdlink.engine.attention import AttentionPlan, Span, paged_attention
+from pdlink.engine.attention import AttentionPlan, QuerySpan, paged_attention
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
 
@@ -36,7 +36,7 @@ class _Case:
     """Requests with random KV in random blocks of a pool whose other bytes are NaN."""
 
     cache: _Cache
-    spans: list[Span]
+    spans: list[QuerySpan]
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
@@ -55,7 +55,7 @@ def _case(spans: list[tuple[int, int]], block_tokens: int, seed: int) -> _Case:
         positions = torch.arange(end)
         for pool, new in zip((k, v), history, strict=True):
             pool[blocks[positions // block_tokens], positions % block_tokens] = new
-        made.append(Span(blocks, start, end))
+        made.append(QuerySpan(blocks, start, end))
         keys.append(history[0][start:])
         values.append(history[1][start:])
         histories.append((history[0], history[1]))

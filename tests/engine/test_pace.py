@@ -13,21 +13,21 @@ from pdlink.engine.pace import COLD_PASSES, MIN_PASSES, Curve, Pace
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdlink.engine.scheduler import Work
+    from pdlink.engine.scheduler import PassWork
 
 
-def work(start: int, end: int, num_prompt: int) -> Work:
-    return cast("Work", SimpleNamespace(start=start, end=end, sequence=SimpleNamespace(num_prompt=num_prompt)))
+def work(start: int, end: int, num_prompt: int) -> PassWork:
+    return cast("PassWork", SimpleNamespace(start=start, end=end, sequence=SimpleNamespace(num_prompt=num_prompt)))
 
 
-def prefill_s(batch: Sequence[Work]) -> float:
+def prefill_s(batch: Sequence[PassWork]) -> float:
     return 0.004 + sum(
         3e-5 * (each.end - each.start) + 2e-9 * (each.end - each.start) * (each.start + (each.end - each.start) / 2)
         for each in batch
     )
 
 
-def decode_s(batch: Sequence[Work]) -> float:
+def decode_s(batch: Sequence[PassWork]) -> float:
     return 0.007 + 5e-4 * len(batch) + 1e-6 * sum(each.end for each in batch)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdlink.engine.attention import Span
+from pdlink.engine.attention import QuerySpan
 from pdlink.engine.paged_cache import PagedCache
 from pdlink.memory.buffers import Buffer
 from tests.engine.small import BLOCK, NUM_LAYERS, oracle_model, prompt_of, rig, small_model
@@ -23,7 +23,7 @@ def test_every_vector_lies_where_the_layout_says(order: str, kernels: bool) -> N
     num_tokens = 11
     key, value = (torch.randn(1, model.num_kv_heads, num_tokens, model.head_dim) for _ in range(2))
     layer = 1
-    cache.begin([Span(torch.tensor(blocks), 0, num_tokens)])
+    cache.begin([QuerySpan(torch.tensor(blocks), 0, num_tokens)])
     cache.update(key, value, layer)
     cache.end()
     layout = cache.layout

@@ -12,7 +12,7 @@ import pytest
 from pdlink import __version__
 from pdlink.fleet.child import ChildFailed
 from pdlink.fleet.placing import NodeRoom
-from pdlink.fleet.post import LAUNCH_S, STEADY_S, Ended, Post, PostPlan, Report
+from pdlink.fleet.post import LAUNCH_S, STEADY_S, Post, PostPlan, ProcessEnded, ProcessReport
 
 PLAN = PostPlan("decode-0", "decode", {}, "ray.decode_resources", {"CPU": 1.0})
 READY = {"url": "http://10.0.0.1:1"}
@@ -22,7 +22,7 @@ LOST_AFTER_S = 3.0
 @dataclass
 class Actor:
     node: str
-    says: Report | Exception | None = None
+    says: ProcessReport | Exception | None = None
     killed: bool = False
 
 
@@ -52,7 +52,7 @@ class FakeCluster:
         self.actors.append(Actor(self.groups[group][0]))
         return self.actors[-1]
 
-    def hear(self, actor: Actor) -> Report | None:
+    def hear(self, actor: Actor) -> ProcessReport | None:
         if isinstance(actor.says, Exception):
             raise actor.says
         return actor.says
@@ -79,7 +79,7 @@ class Stage:
 
     def say(self, **fields: Any) -> None:
         actor = self.cluster.actors[-1]
-        actor.says = dataclasses.replace(Report(actor.node, version=__version__), **fields)
+        actor.says = dataclasses.replace(ProcessReport(actor.node, version=__version__), **fields)
 
     def become_ready(self) -> Actor:
         self.pass_time(1.0)
@@ -117,7 +117,7 @@ def test_it_waits_for_room_as_long_as_it_takes(stage: Stage, caplog: pytest.LogC
 def test_an_actor_that_served_for_long_and_died_is_replaced_at_once_in_the_same_place(stage: Stage) -> None:
     first = stage.become_ready()
     stage.pass_time(STEADY_S)
-    first.says = Ended("SIGKILL")
+    first.says = ProcessEnded("SIGKILL")
     stage.pass_time(0.5)
     assert (first.killed, stage.post.ready) == (True, False)
     stage.pass_time(0.5)
@@ -162,7 +162,7 @@ def test_a_new_actor_has_more_time_for_its_first_word(stage: Stage) -> None:
 def test_failures_in_a_row_make_pauses_that_grow_and_a_steady_worker_ends_them(stage: Stage) -> None:
     times_s = []
     for _ in range(4):
-        stage.become_ready().says = Ended("again")
+        stage.become_ready().says = ProcessEnded("again")
         stage.pass_time(0.5)
         lost_s, count = stage.now_s, len(stage.cluster.actors)
         while len(stage.cluster.actors) == count:
@@ -198,11 +198,11 @@ def test_actors_that_die_before_they_are_ready_end_the_start_after_three(stage: 
     for _ in range(2):
         while stage.post.actor is None:
             stage.pass_time(0.5)
-        stage.cluster.actors[-1].says = Ended("No module named 'pdlink'")
+        stage.cluster.actors[-1].says = ProcessEnded("No module named 'pdlink'")
         stage.pass_time(0.5)
     while stage.post.actor is None:
         stage.pass_time(0.5)
-    stage.cluster.actors[-1].says = Ended("No module named 'pdlink'")
+    stage.cluster.actors[-1].says = ProcessEnded("No module named 'pdlink'")
     with pytest.raises(ChildFailed, match="No module named 'pdlink'"):
         stage.pass_time(0.5)
 

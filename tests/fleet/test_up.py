@@ -23,7 +23,7 @@ from pdlink.errors import ConfigError
 from pdlink.fleet import keeping, up
 from pdlink.fleet.child import Child, ChildFailed, start, stop
 from pdlink.fleet.keeping import await_all
-from pdlink.fleet.post import Here, Post, PostPlan, Report
+from pdlink.fleet.post import Here, Post, PostPlan, ProcessReport
 from pdlink.serve import process
 from pdlink.serve.process import bind
 
@@ -55,7 +55,7 @@ def test_what_up_prints_says_that_the_text_is_noise_and_where_to_look() -> None:
         {"url": "http://h:2"},
     ]
     posts: Any = [
-        SimpleNamespace(plan=PostPlan(label, label), url=fact["url"], report=Report(facts=fact))
+        SimpleNamespace(plan=PostPlan(label, label), url=fact["url"], report=ProcessReport(facts=fact))
         for label, fact in zip(("p", "proxy"), facts, strict=True)
     ]
     text = up._picture(UpConfig(), posts[:1], posts[1:], 1.0)

@@ -28,7 +28,7 @@ from sglang.test.kits.unified_radix_cache.fixtures import build_fixture
 
 from pdlink.cuda import driver
 from pdlink.cuda.buffers import DeviceMemory
-from pdlink.cuda.driver import Device, Stream
+from pdlink.cuda.driver import CudaStream, Device
 from tests.cuda.double import Reached
 from tests.cuda.fake import fake
 from tests.integrations.sglang_process import serve
@@ -82,7 +82,7 @@ class Engine:
             driver.LIBRARY = fake().path  # type: ignore[misc]
             self.device = Device(0, fake().path)
             self.device.open()
-            forward, self.computing = Stream(self.device), Stream(self.device)
+            forward, self.computing = CudaStream(self.device), CudaStream(self.device)
             DeviceMemory.make_event = lambda _: Reached()  # type: ignore[method-assign,assignment]
             DeviceMemory.compute_stream = lambda _: self.computing.handle  # type: ignore[method-assign,assignment]
             for name in ("kv_buffer",) if latent else ("k_buffer", "v_buffer"):

@@ -21,7 +21,7 @@ from pdlink.integrations.vllm_parts.layout import (
     describe,
 )
 from pdlink.integrations.vllm_parts.settings import read
-from pdlink.integrations.vllm_parts.shards import Place, shards_of
+from pdlink.integrations.vllm_parts.shards import RankPlace, shards_of
 from pdlink.kv.plan import bind, template
 from tests.integrations.context_slots import slot_of
 
@@ -207,17 +207,17 @@ def test_servers_that_are_not_carried_are_refused_at_start(
 def test_shards_are_counted_alike_whoever_has_the_tokens() -> None:
     """Two parts of heads, each of two parts of tokens, in two stages."""
 
-    def numbers(place: Place, num_stages: int = 2) -> list[int]:
+    def numbers(place: RankPlace, num_stages: int = 2) -> list[int]:
         return [shard.number for shard in shards_of(place, num_stages, 2, 2)]
 
-    assert numbers(Place(0, 1, 0, 1)) == list(range(8))
-    assert numbers(Place(0, 1, 1, 2)) == [2, 3, 6, 7]
-    assert [numbers(Place(1, 2, 1, 2, context=one, num_contexts=2)) for one in range(2)] == [[6], [7]]
-    assert [numbers(Place(0, 1, 0, 1, context=one, num_contexts=2)) for one in range(2)] == [
+    assert numbers(RankPlace(0, 1, 0, 1)) == list(range(8))
+    assert numbers(RankPlace(0, 1, 1, 2)) == [2, 3, 6, 7]
+    assert [numbers(RankPlace(1, 2, 1, 2, context=one, num_contexts=2)) for one in range(2)] == [[6], [7]]
+    assert [numbers(RankPlace(0, 1, 0, 1, context=one, num_contexts=2)) for one in range(2)] == [
         [0, 2, 4, 6],
         [1, 3, 5, 7],
     ]
-    turns = [shards_of(Place(0, 1, rank, 4), 1, 1, 8, sends_alike=True) for rank in range(4)]
+    turns = [shards_of(RankPlace(0, 1, rank, 4), 1, 1, 8, sends_alike=True) for rank in range(4)]
     assert [[(shard.number, shard.context) for shard in mine] for mine in turns] == [
         [(2 * rank, 2 * rank), (2 * rank + 1, 2 * rank + 1)] for rank in range(4)
     ]

@@ -14,8 +14,8 @@ from pdlink.integrations.shared_allocation import SharedAllocation
 from pdlink.integrations.vllm_parts import host_copy
 from pdlink.integrations.vllm_parts.host_copy import HostCopy
 from pdlink.integrations.vllm_parts.layout import PACKED, ROWS, STATE, CacheGroups, GroupKind, LayerView, describe
-from pdlink.integrations.vllm_parts.requests import Chunk, Offer, Scheduled, StepPlan
-from pdlink.integrations.vllm_parts.store_book import Keep, Load, Prompt, Save, StorePlan
+from pdlink.integrations.vllm_parts.requests import ComputedChunk, OfferedBlocks, Scheduled, StepPlan
+from pdlink.integrations.vllm_parts.store_book import BlocksToLoad, BookedPrompt, Keep, Save, StorePlan
 from tests.endpoint.conftest import Node, Pair, until
 from tests.integrations.test_worker import DST, NAMES, SRC, Server, ask, cache_of, offer
 
@@ -239,8 +239,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_of_a_chunk_is_copied_what_decode_needs_of_it_in_each_group(small_pieces: None) -> None:
     cache = Hybrid()
-    first = StepPlan(chunks=[Chunk("p", tuple(table[:2] for table in TABLES), True, 0, 8, 17)])
-    rest = StepPlan(chunks=[Chunk("p", tuple(table[2:] for table in TABLES), False, 8, 17, 17)])
+    first = StepPlan(chunks=[ComputedChunk("p", tuple(table[:2] for table in TABLES), True, 0, 8, 17)])
+    rest = StepPlan(chunks=[ComputedChunk("p", tuple(table[2:] for table in TABLES), False, 8, 17, 17)])
     cache.host.compute(first, {"p"})
     assert cache.host.layer_saved("full")
     cache.host.end()
@@ -260,8 +260,8 @@ def test_blocks_that_only_a_kernel_reads_are_copied_whole_as_soon_as_they_hold_a
     assert cache.groups.layouts[0].position_tokens == TOKENS
     host = HostCopy({"a": tensor}, mirrored, cache, layerwise=True)
     for chunk, there in (
-        (Chunk("p", (3, 5), True, 0, 6, 14), {3, 5}),
-        (Chunk("p", (7, 2), False, 6, 14, 14), {5, 7, 2}),
+        (ComputedChunk("p", (3, 5), True, 0, 6, 14), {3, 5}),
+        (ComputedChunk("p", (7, 2), False, 6, 14, 14), {5, 7, 2}),
     ):
         mirrored["a"].zero_()
         host.compute(StepPlan(chunks=[chunk]), {"p"})
@@ -276,7 +276,7 @@ def test_a_store_is_given_every_chunk_and_the_state_at_the_end_of_a_step() -> No
     cache.host.compute(StepPlan(store=StorePlan(saves=[save])), ())
     cache.host.end()
     assert cache.taken() == [0, 1, 2, 3, 4, 8, 9], "full attention from its beginning: what was loaded is kept, too"
-    keep = Keep(Prompt("s", b""), TABLES, 17)
+    keep = Keep(BookedPrompt("s", b""), TABLES, 17)
     cache = Hybrid()
     cache.host.prepare(StepPlan(store=StorePlan(keeps=[keep])))
     assert cache.taken() == [0, *range(1, 12)]
@@ -286,8 +286,8 @@ def test_a_store_is_given_every_chunk_and_the_state_at_the_end_of_a_step() -> No
 def test_what_came_is_given_to_the_device_once_and_nothing_that_is_no_number(failed: bool) -> None:
     """The mirror's blocks had another group's bytes, NaN as numbers, behind the last token."""
     cache = Hybrid()
-    plan = StepPlan(offers=[Offer("d", TABLES, 8, 17, after_load=True)])
-    plan.store.loads.append(Load("d", TABLES, 4, 8, receives=True))
+    plan = StepPlan(offers=[OfferedBlocks("d", TABLES, 8, 17, after_load=True)])
+    plan.store.loads.append(BlocksToLoad("d", TABLES, 4, 8, receives=True))
     cache.host.prepare(plan)
     for name, first, last in (("full", 1, 4), ("window", 2, 4), ("state", 4, 5)):
         for block in TABLES[("full", "window", "state").index(name)][first:last]:
@@ -308,7 +308,7 @@ def test_what_came_is_given_to_the_device_once_and_nothing_that_is_no_number(fai
 
 def test_an_aborted_request_is_given_nothing() -> None:
     cache = Hybrid()
-    cache.host.prepare(StepPlan(offers=[Offer("d", TABLES, 0, 17)]))
+    cache.host.prepare(StepPlan(offers=[OfferedBlocks("d", TABLES, 0, 17)]))
     cache.host.over(["d"])
     cache.host.received(["d"], ())
     assert cache.given() == []

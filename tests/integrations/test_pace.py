@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdlink.integrations.vllm_parts.pace import Pace
+from pdlink.integrations.vllm_parts.pace import VllmPace
 
 
 class Clock:
@@ -16,7 +16,7 @@ class Clock:
 
 def test_steps_with_tokens_of_prompts_are_measured_and_others_are_not() -> None:
     clock = Clock()
-    pace = Pace(clock=clock)
+    pace = VllmPace(clock=clock)
     pace.begin(0)
     clock.now_s += 5.0
     pace.end()
@@ -31,7 +31,7 @@ def test_steps_with_tokens_of_prompts_are_measured_and_others_are_not() -> None:
 
 def test_what_another_server_sends_is_measured_if_it_comes() -> None:
     clock = Clock()
-    pace = Pace(clock=clock)
+    pace = VllmPace(clock=clock)
     pace.offered("a", 160)
     pace.offered("b", 160)
     clock.now_s += 1.0

@@ -12,12 +12,12 @@ from pdlink.integrations.vllm_parts import params
 from pdlink.integrations.vllm_parts.requests import (
     NOTHING,
     Announce,
-    Chunk,
-    Expect,
-    Offer,
+    ComputedChunk,
+    ExpectedRequest,
+    OfferedBlocks,
     RequestBook,
     Scheduled,
-    Stop,
+    StoppedRequest,
 )
 from pdlink.reasons import ABORTED, Code, Reason
 
@@ -39,18 +39,20 @@ class TestSending:
         requests.arrived("r", PREFILL, PROMPT)
         first = requests.step([Scheduled("r", (7, 8), True, 0, 32)])
         assert first.announces == [Announce("r", ID, 100)]
-        assert first.chunks == [Chunk("r", (7, 8), True, 0, 32, 100)]
+        assert first.chunks == [ComputedChunk("r", (7, 8), True, 0, 32, 100)]
         assert requests.step([Scheduled("r", (9, 3), False, 32, 64)]).chunks == [
-            Chunk("r", (9, 3), False, 32, 96, 100)
+            ComputedChunk("r", (9, 3), False, 32, 96, 100)
         ]
-        assert requests.step([Scheduled("r", (), False, 96, 4)]).chunks == [Chunk("r", (), False, 96, 100, 100)]
+        assert requests.step([Scheduled("r", (), False, 96, 4)]).chunks == [
+            ComputedChunk("r", (), False, 96, 100, 100)
+        ]
         assert requests.step([Scheduled("r", (), False, 100, 1)]) is NOTHING, "generated tokens are not sent"
 
     def test_a_cached_prefix_is_sent_with_the_first_chunk(self) -> None:
         requests = book()
         requests.arrived("r", PREFILL, PROMPT)
         assert requests.step([Scheduled("r", (1, 2, 3), True, 64, 36)]).chunks == [
-            Chunk("r", (1, 2, 3), True, 0, 100, 100)
+            ComputedChunk("r", (1, 2, 3), True, 0, 100, 100)
         ]
 
     def test_a_prompt_of_layers_that_do_not_keep_all_is_computed_but_for_its_last_token(self) -> None:
@@ -60,7 +62,7 @@ class TestSending:
         tables = ((7, 8), (9,))
         plan = requests.step([Scheduled("r", tables, True, 0, 99)])
         assert plan.announces == [Announce("r", ID, 99)]
-        assert plan.chunks == [Chunk("r", tables, True, 0, 99, 99)]
+        assert plan.chunks == [ComputedChunk("r", tables, True, 0, 99, 99)]
         assert requests.arrived("one", {**PREFILL, "transfer_id": "b"}, PROMPT[:1]) == 0, "nothing would be left"
         assert requests.arrived("d", {**DECODE, "transfer_id": "c"}, PROMPT) == 0
         assert requests.arrived("alone", None, PROMPT) == 0
@@ -82,7 +84,7 @@ class TestSending:
             requests.step([Scheduled("r", (1,), True, 0, computed)])
         assert requests.ended("r"), "pushes may be in flight"
         plan = requests.step([])
-        assert plan.stops == [Stop("r", ABORTED)]
+        assert plan.stops == [StoppedRequest("r", ABORTED)]
         assert bool(plan.announces) == (computed == 0), "the peer that waits for it hears of it, too"
 
     def test_a_preempted_request_is_withdrawn_and_published_anew(self) -> None:
@@ -91,14 +93,16 @@ class TestSending:
         requests.step([Scheduled("r", (1, 2), True, 0, 64)])
         assert requests.step([], {"r", "stranger"}).withdrawn == ["r"]
         again = requests.step([Scheduled("r", (5,), True, 0, 32)])
-        assert again.chunks == [Chunk("r", (5,), True, 0, 32, 100)]
+        assert again.chunks == [ComputedChunk("r", (5,), True, 0, 32, 100)]
         assert again.stops == []
 
     def test_a_preemption_nobody_told_of_ends_the_transfer(self) -> None:
         requests = book()
         requests.arrived("r", PREFILL, PROMPT)
         requests.step([Scheduled("r", (1, 2), True, 0, 64)])
-        assert requests.step([Scheduled("r", (5,), True, 0, 32)]).stops == [Stop("r", Reason(Code.PREEMPTED))]
+        assert requests.step([Scheduled("r", (5,), True, 0, 32)]).stops == [
+            StoppedRequest("r", Reason(Code.PREEMPTED))
+        ]
 
     def test_of_two_requests_with_one_id_the_second_is_not_sent(self) -> None:
         requests = book()
@@ -112,10 +116,10 @@ class TestReceiving:
     def test_decode_asks_for_all_but_the_last_token(self) -> None:
         requests = book()
         requests.arrived("r", DECODE, PROMPT)
-        assert requests.step([]).expects == [Expect("r", ID, 99, (CONTROL,))]
+        assert requests.step([]).expects == [ExpectedRequest("r", ID, 99, (CONTROL,))]
         assert requests.missing("r", 0) == requests.missing("r", 0) == (99, True)
         requests.allocated("r", [4, 5, 6, 7], 99)
-        assert requests.step([]).offers == [Offer("r", (4, 5, 6, 7), 0, 99)]
+        assert requests.step([]).offers == [OfferedBlocks("r", (4, 5, 6, 7), 0, 99)]
         requests.received({"r"})
         assert requests.missing("r", 99) == (0, False)
         requests.allocated("r", [4, 5, 6, 7], 0)
@@ -126,7 +130,7 @@ class TestReceiving:
         requests.arrived("r", DECODE, PROMPT)
         assert requests.missing("r", 64) == (35, True)
         requests.allocated("r", [4, 5, 6, 7], 35)
-        assert requests.step([]).offers == [Offer("r", (4, 5, 6, 7), 64, 99)]
+        assert requests.step([]).offers == [OfferedBlocks("r", (4, 5, 6, 7), 64, 99)]
 
     def test_where_nothing_is_missing_the_sender_is_told_so(self) -> None:
         requests = book()
@@ -134,7 +138,7 @@ class TestReceiving:
         assert requests.missing("r", 99) == (0, False)
         requests.allocated("r", [4, 5, 6, 7], 0)
         plan = requests.step([])
-        assert (plan.offers, plan.stops) == ([], [Stop("r", Reason(Code.NOT_NEEDED))])
+        assert (plan.offers, plan.stops) == ([], [StoppedRequest("r", Reason(Code.NOT_NEEDED))])
         assert requests.path("r") == "cached"
         assert not requests.ended("r")
         assert requests.step([]) is NOTHING
@@ -158,7 +162,7 @@ class TestReceiving:
         if offered:
             requests.allocated("r", [1, 2], 99)
         assert not requests.ended("r"), "vLLM keeps a parked request's blocks by itself"
-        assert requests.step([]).stops == [Stop("r", ABORTED)]
+        assert requests.step([]).stops == [StoppedRequest("r", ABORTED)]
         assert not requests._receiving
 
     def test_samples_of_one_prompt_wait_for_the_first_one(self) -> None:
@@ -171,7 +175,7 @@ class TestReceiving:
         requests.received({"0_r"})
         assert requests.missing("1_r", 64) == (0, False)
         requests.allocated("1_r", [1, 3], 0)
-        assert requests.step([]).offers == [Offer("0_r", (1, 2), 0, 99)]
+        assert requests.step([]).offers == [OfferedBlocks("0_r", (1, 2), 0, 99)]
 
     def test_samples_whose_first_one_is_aborted_compute_the_prompt(self) -> None:
         requests = book()
@@ -356,5 +360,5 @@ def test_a_request_that_wants_its_whole_prompt_computed_takes_nothing_from_elsew
     requests.arrived("r", DECODE, PROMPT)
     assert requests.missing("r", 0, computes_all=True) == (0, False)
     assert requests.allocated("r", (1, 2, 3), 0) == 0
-    assert requests.step([]).stops == [Stop("r", Reason(Code.NOT_NEEDED))]
+    assert requests.step([]).stops == [StoppedRequest("r", Reason(Code.NOT_NEEDED))]
     assert requests.path("r") == "recomputed;reason=whole_prompt"

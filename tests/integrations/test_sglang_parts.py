@@ -14,7 +14,7 @@ import torch
 from pdlink.errors import ConfigError
 from pdlink.integrations.sglang_parts import host_pool, versions, wire
 from pdlink.integrations.sglang_parts.arrivals import DecodeRooms
-from pdlink.integrations.sglang_parts.ends import Cut, End, Ends, Rank, comes_from_another, shared_heads
+from pdlink.integrations.sglang_parts.ends import Cut, Ends, NodeEnd, RankShare, comes_from_another, shared_heads
 from pdlink.integrations.sglang_parts.hicache import HostPages, RankScheme
 from pdlink.integrations.sglang_parts.pages import restorable
 from pdlink.integrations.sglang_parts.pool import Memory, layout_of, state_of
@@ -103,7 +103,7 @@ def joined() -> tuple[PrefillRooms, DecodeRooms, News]:
     return PrefillRooms(news.conclude, news.drain), DecodeRooms(news.fail), news
 
 
-Parts = dict[int, tuple[End, int]]
+Parts = dict[int, tuple[NodeEnd, int]]
 
 
 def asked(
@@ -114,14 +114,14 @@ def asked(
     prefix: int,
     *,
     places: list[int] | None = None,
-    cut: tuple[Cut, tuple[Rank, Rank]] | None = None,
+    cut: tuple[Cut, tuple[RankShare, RankShare]] | None = None,
 ) -> str:
     """Decode asks for a room, and hears where prefill's nodes are. cut: with the ranks of prefill and decode."""
     states = [places] if places else []
     transfer_id = receiving.open(7, prefix, pages, 2, states)
     here = [side.ends.own if cut is None else side.ends.kv(cut[0], cut[1][at]) for at, side in enumerate(sides)]
     ends: Parts = {KV: (here[0], len(pages))} if pages else {}
-    theirs: dict[int, tuple[End, str]] = {KV: (here[1], here[0].port.node.address)}
+    theirs: dict[int, tuple[NodeEnd, str]] = {KV: (here[1], here[0].port.node.address)}
     if places:
         ends[0] = (sides[0].ends.state(0), len(places))
         theirs[0] = (sides[1].ends.state(0), ends[0][0].port.node.address)
@@ -193,15 +193,15 @@ def test_ranks_of_other_numbers_exchange_the_heads_that_they_share(make: Make, p
     flat = [(np.arange(2 * PAGE * 2 * TOKEN) * 7 + entry).astype(np.uint8) for entry in range(2 * LAYERS)]
     whole = [one.reshape(2, PAGE, 2, TOKEN) for one in flat]
 
-    def of_rank(rank: Rank, entry: int) -> Any:
+    def of_rank(rank: RankShare, entry: int) -> Any:
         return whole[entry][:, :, rank.heads].reshape(2, -1)
 
-    ranks = [Rank((rank, prefill), 2) for rank in range(prefill)]
+    ranks = [RankShare((rank, prefill), 2) for rank in range(prefill)]
     for rank, side in zip(ranks, sending_sides, strict=True):
         for entry, buffer in enumerate(side.entries):
             buffer[[3, 5]] = of_rank(rank, entry)
     for number, receiver in enumerate(receiving_sides):
-        theirs = Rank((number, decode), 2)
+        theirs = RankShare((number, decode), 2)
         for rank, sender in zip(ranks, sending_sides, strict=True):
             if not {*rank.heads} & {*theirs.heads}:
                 with pytest.raises(UnsupportedSglang, match="share heads"):
@@ -222,7 +222,7 @@ def test_ranks_of_other_numbers_exchange_the_heads_that_they_share(make: Make, p
 def test_each_head_of_a_decode_rank_comes_from_one_prefill_rank(prefill: int, decode: int, num_heads: int) -> None:
     """Of those that it asks; a block of decode's is open to one writer at a time."""
     for number in range(decode):
-        theirs = Rank((number, decode), num_heads)
+        theirs = RankShare((number, decode), num_heads)
         if prefill <= decode:
             asked_ranks = [number * prefill // decode]
         else:
@@ -230,8 +230,8 @@ def test_each_head_of_a_decode_rank_comes_from_one_prefill_rank(prefill: int, de
         sent = [
             head
             for rank in asked_ranks
-            if not comes_from_another(Rank((rank, prefill), num_heads), theirs.tp)
-            for head in Rank((rank, prefill), num_heads).heads
+            if not comes_from_another(RankShare((rank, prefill), num_heads), theirs.tp)
+            for head in RankShare((rank, prefill), num_heads).heads
             if head in theirs.heads
         ]
         assert sorted(sent) == list(theirs.heads)
@@ -240,7 +240,7 @@ def test_each_head_of_a_decode_rank_comes_from_one_prefill_rank(prefill: int, de
 def test_a_decode_rank_of_all_layers_is_served_by_the_ranks_of_each_stage(make: Make) -> None:
     prefill, decode = make("prefill"), make("decode")
     prefill.fill([3], 5)
-    rank = Rank((0, 1), 0)
+    rank = RankShare((0, 1), 0)
     for layers in ((0, 1), (2,)):
         sending, receiving, _ = joined()
         transfer_id = asked(
@@ -469,7 +469,7 @@ def test_messages_that_no_pdlink_sends_cost_themselves(frames: list[bytes]) -> N
 
 def test_messages_of_sglang_are_left_to_it() -> None:
     assert wire.decode([b"ABORT", b"7"]) is None
-    ask = wire.Ask(2**63 - 1, "t", "127.0.0.1", 1, 0, 3, (1,), (1, 2), 2, 2, True)
+    ask = wire.RoomAsked(2**63 - 1, "t", "127.0.0.1", 1, 0, 3, (1,), (1, 2), 2, 2, True)
     assert wire.decode(wire.encode(ask)) == ask
-    here = wire.Here(1, "t", {-1: "tcp://a:1", 0: "tcp://a:2"}, (1, 2), (0, 1), (0, 1))
+    here = wire.PrefillNodes(1, "t", {-1: "tcp://a:1", 0: "tcp://a:2"}, (1, 2), (0, 1), (0, 1))
     assert wire.decode(wire.encode(here)) == here

@@ -10,7 +10,7 @@ import pytest
 
 from pdlink.integrations.vllm_parts.layout import CacheGroups, CacheLayout, UnsupportedCache
 from pdlink.integrations.vllm_parts.requests import RequestBook, Scheduled
-from pdlink.integrations.vllm_parts.shards import Place, by_stage, dealt, shards_of
+from pdlink.integrations.vllm_parts.shards import RankPlace, by_stage, dealt, shards_of
 from pdlink.integrations.vllm_parts.worker import WorkerHalf
 from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.memory.buffers import Buffer
@@ -179,13 +179,15 @@ def test_a_rank_with_all_layers_and_two_stages_serve_each_other(one_prefills: bo
 def test_shards_are_counted_alike_by_servers_of_other_ranks_and_stages() -> None:
     every = range(8)
     for stages, ranks in ((1, 1), (1, 2), (2, 1), (2, 4), (1, 4)):
-        places = [Place(stage, stages, rank, ranks) for stage in range(stages) for rank in range(ranks)]
+        places = [RankPlace(stage, stages, rank, ranks) for stage in range(stages) for rank in range(ranks)]
         held = [shard for place in places for shard in shards_of(place, 2, 4)]
         assert sorted(shard.number for shard in held) == list(every)
         assert all(shard.stage == shard.number // 4 for shard in held)
-    assert [shard.number for shard in shards_of(Place(0, 1, 1, 2), 2, 4)] == [2, 3, 6, 7]
-    assert shards_of(Place(1, 2, 1, 2, 0, 3), 2, 2) == shards_of(Place(1, 2, 1, 2), 2, 2), "of those with the same KV"
-    assert shards_of(Place(1, 2, 1, 2, 2, 3), 2, 2) == [], "one sends"
+    assert [shard.number for shard in shards_of(RankPlace(0, 1, 1, 2), 2, 4)] == [2, 3, 6, 7]
+    assert shards_of(RankPlace(1, 2, 1, 2, 0, 3), 2, 2) == shards_of(RankPlace(1, 2, 1, 2), 2, 2), (
+        "of those with the same KV"
+    )
+    assert shards_of(RankPlace(1, 2, 1, 2, 2, 3), 2, 2) == [], "one sends"
 
 
 def test_layers_of_another_ranks_stage_are_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 from pdlink.errors import HandshakeRefused
 from pdlink.integrations.vllm_parts import states
 from pdlink.integrations.vllm_parts.layout import CacheGroups, UnsupportedCache
-from pdlink.integrations.vllm_parts.states import Segment, StateTensor
+from pdlink.integrations.vllm_parts.states import RowSegment, StateTensor
 from pdlink.protocol.handshake import compare
 from pdlink.protocol.messages import MAX_HELLO_NBYTES, VERSION, Envelope, Hello, Identity, encode
 from tests.integrations.moved_states import LAYERS, NUM_BLOCKS, Bytes, Pages, move
@@ -26,9 +26,9 @@ def inside(order: str, num_groups: int, num_ranks: int) -> tuple[StateTensor, ..
     heads, groups = HEADS // num_ranks, max(1, num_groups // num_ranks)
     widths = [(heads * SIZE, heads), *[(groups * INNER, groups if groups > 1 or num_groups > 1 else 0)] * 2]
     rows, item = (ROWS, ITEM) if order == "SD" else (1, ITEM * ROWS)
-    convolution = StateTensor(order, 0, rows, tuple(Segment(width * item, pieces) for width, pieces in widths))
+    convolution = StateTensor(order, 0, rows, tuple(RowSegment(width * item, pieces) for width, pieces in widths))
     begin, nbytes = sum(width for width, _ in widths) * ROWS * ITEM, heads * SIZE * INNER * ITEM
-    return convolution, StateTensor("recurrent", begin, 1, (Segment(nbytes, heads),))
+    return convolution, StateTensor("recurrent", begin, 1, (RowSegment(nbytes, heads),))
 
 
 def content(order: str, num_groups: int, rank: int, num_ranks: int, seed: int) -> Bytes:
@@ -124,7 +124,7 @@ def test_a_handshake_names_states_that_lie_otherwise() -> None:
 def test_a_handshake_takes_the_layouts_of_models_with_many_small_groups() -> None:
     """54 layers of Mamba 2 whose x is 114 times as wide as the groups of 64, as in Zamba 2."""
     x, size, item = 7168, 64, 2
-    segments = (Segment(x * item, 112), Segment(size * item, 0), Segment(size * item, 0))
+    segments = (RowSegment(x * item, 112), RowSegment(size * item, 0), RowSegment(size * item, 0))
     convolution = StateTensor("bfloat16 convolution SD", 0, 3, segments)
     layout = convolution.part_of(Pages(50, ()).cache, 0, 1, first=True).layout
     layers = tuple(layout.layers[at % LAYERS] for at in range(54))

@@ -7,14 +7,14 @@ from array import array
 
 import pytest
 
-from pdlink.integrations.vllm_parts.requests import Offer, RequestBook, Scheduled, Stop
+from pdlink.integrations.vllm_parts.requests import OfferedBlocks, RequestBook, Scheduled, StoppedRequest
 from pdlink.integrations.vllm_parts.store_book import (
+    BlocksToLoad,
+    BookedPrompt,
     Chosen,
     Keep,
-    Load,
     Look,
     Looked,
-    Prompt,
     Save,
     StoreBook,
     StorePlan,
@@ -47,7 +47,7 @@ def loading() -> tuple[RequestBook, StoreBook]:
     book, store = found(48)
     assert book.missing("r", 0) == (48, True)
     book.allocated("r", [3, 4, 5, 6], 48)
-    assert book.step([]).store.loads == [Load("r", (3, 4, 5, 6), 0, 48)]
+    assert book.step([]).store.loads == [BlocksToLoad("r", (3, 4, 5, 6), 0, 48)]
     return book, store
 
 
@@ -56,7 +56,7 @@ def test_a_prompt_is_looked_up_when_vllm_asks_and_vllm_asks_again_until_there_is
     assert book.missing("r", 0) == (None, False)
     assert book.missing("r", 0) == (None, False)
     plan = book.step([]).store
-    assert plan.prompts == [Prompt("r", array("I", PROMPT).tobytes(), "salt")]
+    assert plan.prompts == [BookedPrompt("r", array("I", PROMPT).tobytes(), "salt")]
     assert plan.looks == [Look("r", 1, 0)]
     assert not book.step([]).short, "it does not wait for blocks"
     assert book.missing("r", 0) == (None, False)
@@ -105,7 +105,7 @@ def test_what_vllm_has_itself_is_neither_fetched_nor_loaded() -> None:
     book, _ = found(48, computed=24)
     assert book.missing("r", 24) == (24, True)
     book.allocated("r", [1, 2, 3, 4], 24)
-    assert book.step([]).store.loads == [Load("r", (1, 2, 3, 4), 24, 48)]
+    assert book.step([]).store.loads == [BlocksToLoad("r", (1, 2, 3, 4), 24, 48)]
 
 
 def test_a_prompt_whose_beginning_vllm_has_evicted_meanwhile_is_looked_up_again() -> None:
@@ -187,7 +187,7 @@ def test_a_request_that_ends_while_it_loads_is_reported_by_the_load_alone() -> N
     assert not book.ended("r")
     plan = book.step([])
     assert plan.store.parked == ["r"]
-    assert plan.stops == [Stop("r", ABORTED)], "the server that waits for it hears of it"
+    assert plan.stops == [StoppedRequest("r", ABORTED)], "the server that waits for it hears of it"
     assert not book._sending
 
 
@@ -223,8 +223,8 @@ def test_decode_loads_what_its_store_has_and_offers_for_the_rest_then() -> None:
     assert book.missing("d", 0) == (49, True), "vLLM waits for both"
     assert book.allocated("d", [3, 4, 5, 6], 49) == 32
     plan = book.step([])
-    assert plan.store.loads == [Load("d", (3, 4, 5, 6), 0, 32, receives=True)]
-    assert plan.offers == [Offer("d", (3, 4, 5, 6), 0, 49, after_load=True)]
+    assert plan.store.loads == [BlocksToLoad("d", (3, 4, 5, 6), 0, 32, receives=True)]
+    assert plan.offers == [OfferedBlocks("d", (3, 4, 5, 6), 0, 49, after_load=True)]
     assert book.path("d") == ""
     book.received(["d"])
     assert book.path("d") == "transferred"
@@ -240,7 +240,7 @@ def test_decode_offers_for_all_that_neither_vllm_nor_its_store_has(end: int) -> 
     assert book.allocated("d", [3, 4, 5, 6], 25) == 0
     plan = book.step([])
     assert (plan.store.loads, plan.store.drops) == ([], ["d"])
-    assert plan.offers == [Offer("d", (3, 4, 5, 6), 24, 49)]
+    assert plan.offers == [OfferedBlocks("d", (3, 4, 5, 6), 24, 49)]
 
 
 def test_what_was_found_earlier_is_not_loaded_over_what_vllm_has_by_now() -> None:
@@ -249,7 +249,7 @@ def test_what_was_found_earlier_is_not_loaded_over_what_vllm_has_by_now() -> Non
     assert book.missing("d", 0) == (49, True)
     assert book.missing("d", 48) == (1, True)
     assert book.allocated("d", [3, 4, 5, 6], 1) == 0
-    assert book.step([]).offers == [Offer("d", (3, 4, 5, 6), 48, 49)]
+    assert book.step([]).offers == [OfferedBlocks("d", (3, 4, 5, 6), 48, 49)]
 
 
 def test_decode_keeps_nothing_of_what_it_receives_unless_it_is_told_to() -> None:
@@ -266,7 +266,7 @@ def test_decode_keeps_nothing_of_what_it_receives_unless_it_is_told_to() -> None
         assert not any(book.step([part]).store.saves for part in parts)
         known = [*PROMPT, *range(20)]
         assert book.ended("d", known, (3, 4, 5, 6, 7)) == keeps_answers
-        whole = Prompt("d", array("I", known[:64]).tobytes())
+        whole = BookedPrompt("d", array("I", known[:64]).tobytes())
         assert book.step([]).store.keeps == ([Keep(whole, (3, 4, 5, 6, 7), 64)] if keeps_answers else [])
 
 

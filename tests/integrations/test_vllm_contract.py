@@ -41,9 +41,9 @@ from pdlink.events import LayerLanded  # noqa: E402
 from pdlink.integrations.vllm import PDLinkConnector, PDLinkMetadata, PDLinkNews, PDLinkStats  # noqa: E402
 from pdlink.integrations.vllm_parts import cache_groups, host_copy, versions, weights  # noqa: E402
 from pdlink.integrations.vllm_parts.layout import LayerView, UnsupportedCache, describe  # noqa: E402
-from pdlink.integrations.vllm_parts.requests import NOTHING, Expect, Offer, StepPlan  # noqa: E402
+from pdlink.integrations.vllm_parts.requests import NOTHING, ExpectedRequest, OfferedBlocks, StepPlan  # noqa: E402
 from pdlink.integrations.vllm_parts.stats import Counts  # noqa: E402
-from pdlink.integrations.vllm_parts.store_book import Look, Looked, Prompt, StorePlan  # noqa: E402
+from pdlink.integrations.vllm_parts.store_book import BookedPrompt, Look, Looked, StorePlan  # noqa: E402
 from pdlink.observe.gauges import LinkState  # noqa: E402
 from pdlink_proxy.dialects import DIALECTS  # noqa: E402
 
@@ -101,8 +101,10 @@ def test_only_layerwise_servers_need_piecewise_graphs() -> None:
 
 
 def test_a_plan_survives_the_way_to_the_workers() -> None:
-    plan = StepPlan(expects=[Expect("r", "t", 3, ("tcp://127.0.0.1:1",))], offers=[Offer("r", (1, 2), 0, 2)])
-    plan.store = StorePlan(prompts=[Prompt("r", b"1234")], looks=[Look("r", 1, 0)])
+    plan = StepPlan(
+        expects=[ExpectedRequest("r", "t", 3, ("tcp://127.0.0.1:1",))], offers=[OfferedBlocks("r", (1, 2), 0, 2)]
+    )
+    plan.store = StorePlan(prompts=[BookedPrompt("r", b"1234")], looks=[Look("r", 1, 0)])
     assert pickle.loads(pickle.dumps(PDLinkMetadata(plan))).plan == plan
     assert pickle.loads(pickle.dumps(PDLinkMetadata(NOTHING))).plan == NOTHING
 

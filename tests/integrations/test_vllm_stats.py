@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from pdlink.integrations.vllm_parts.stats import Counts, add_up, in_short, link_state
-from pdlink.node.report import Report
+from pdlink.node.report import NodeReport
 
 PEER = {"peer": "decode/0", "address": "tcp://a:1", "state": "ready", "transport": "tcp", "lane": "tcp/eth0"}
 
 
-def report(**more: Any) -> Report:
+def report(**more: Any) -> NodeReport:
     said: dict[str, Any] = {"epoch": "e", "fingerprint": "f", "failure": "", "stalled_s": 0.0, "sending": {}}
     said |= {"receiving": {}, "quarantined_blocks": 0, "num_peers": 0, "num_closing": 0, "peers": [], "refused": []}
     said |= {"push_nbytes": {"waiting": 0, "in_flight": 0}, "control_nbytes": {"early": 0, "queued": 0}}
-    return Report(**(said | more))
+    return NodeReport(**(said | more))
 
 
 def test_a_gauge_is_told_as_its_change_and_only_then() -> None:

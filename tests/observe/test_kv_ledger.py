@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdlink.kv.hashing import Preimage
-from pdlink.observe.kv_ledger import BlockRemoved, BlockStored, EventBatch, Ledger, Place, events_of
+from pdlink.observe.kv_ledger import BlockPlace, BlockRemoved, BlockStored, EventBatch, Ledger, events_of
 from pdlink_proxy.kv_index import KVIndex, Publisher, events_in
 from tests.proxy.test_kv_index import tokens_in
 
 if TYPE_CHECKING:
     from pdlink.observe.kv_ledger import Event
 
-POOL, DISK = Place(4, "GPU"), Place(8, "STORAGE", "LOCAL", "disk")
+POOL, DISK = BlockPlace(4, "GPU"), BlockPlace(8, "STORAGE", "LOCAL", "disk")
 
 
 def key(number: int) -> bytes:
@@ -55,7 +55,7 @@ class Subscriber:
         )
     )
 )
-def test_what_is_told_adds_up_to_what_is_there(steps: list[tuple[bool, Place, int] | int]) -> None:
+def test_what_is_told_adds_up_to_what_is_there(steps: list[tuple[bool, BlockPlace, int] | int]) -> None:
     ledger, truth = Ledger(), set[tuple[str | None, bytes]]()
     early, late = Subscriber(), Subscriber()
     late.hear(events_of(ledger.told()))
@@ -106,7 +106,7 @@ def test_a_chain_is_one_event_and_what_does_not_follow_another() -> None:
 def test_a_block_that_reaches_another_place_keeps_its_tokens() -> None:
     """A tier knows keys only."""
     ledger = Ledger()
-    memory = Place(4, "CPU")
+    memory = BlockPlace(4, "CPU")
     ledger.stored(memory, key(3), of(3))
     ledger.stored(DISK, key(3))
     ledger.stored(DISK, key(4))

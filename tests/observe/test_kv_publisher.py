@@ -12,7 +12,7 @@ from pdlink.config import KVEventsConfig
 from pdlink.errors import ConfigError
 from pdlink.kv.hashing import Preimage
 from pdlink.observe import kv_publisher
-from pdlink.observe.kv_ledger import Place
+from pdlink.observe.kv_ledger import BlockPlace
 from pdlink.observe.kv_publisher import KVPublisher
 
 from .subscriber import WAIT_MS, AllBlocksCleared, BlockRemoved, BlockStored, Subscriber
@@ -20,7 +20,7 @@ from .subscriber import WAIT_MS, AllBlocksCleared, BlockRemoved, BlockStored, Su
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PLACE = Place(2, "CPU")
+PLACE = BlockPlace(2, "CPU")
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def subscribed(publisher: KVPublisher) -> Iterator[Subscriber]:
         number = 0
         while not subscriber.sub.poll(20):
             number += 1
-            publisher.stored(Place(1, "GPU"), b"%d" % number)
+            publisher.stored(BlockPlace(1, "GPU"), b"%d" % number)
         yield subscriber
     finally:
         subscriber.close()
@@ -99,7 +99,7 @@ def test_a_subscriber_that_missed_some_is_told_what_is_there(buffer_steps: int) 
         number = 0
         while not subscriber.sub.poll(20):
             number += 1
-            publisher.stored(Place(1, "GPU"), b"again %d" % number)
+            publisher.stored(BlockPlace(1, "GPU"), b"again %d" % number)
         subscriber.hear()
         assert subscriber.replays == before + 1
         assert cpu(subscriber) == set(here[1:])

@@ -11,8 +11,8 @@ from rich.console import Console
 from pdlink.observe import cache_command, explain, top
 from pdlink.observe.plain import plain
 from pdlink_bench.chaos import report
-from pdlink_bench.chaos.judge import Tally
-from pdlink_bench.chaos.ledger import Held
+from pdlink_bench.chaos.judge import ExchangeTally
+from pdlink_bench.chaos.ledger import HeldResources
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +49,7 @@ def _cache_stats() -> list[RenderableType]:
 
 def _verdict() -> RenderableType:
     said = {"errors": {HOSTILE: 1}, "faults": {HOSTILE: 1}, "held": {HOSTILE: HOSTILE}, "problems": [HOSTILE]}
-    return report.final(report.Verdict("pdlink chaos", seed=7, seconds=1, **said))  # type: ignore[arg-type]
+    return report.final(report.RunVerdict("pdlink chaos", seed=7, seconds=1, **said))  # type: ignore[arg-type]
 
 
 def _top() -> RenderableType:
@@ -85,7 +85,12 @@ def printed(*shown: RenderableType) -> str:
         (lambda: [_explain()], 5),
         (_cache_stats, 6),
         (lambda: [cache_command._rates({HOSTILE: 1.0})], 1),
-        (lambda: [report.live("", {HOSTILE: HOSTILE}, {HOSTILE: Held(blocks=1)}, Tally(), 1, HOSTILE)], 3),
+        (
+            lambda: [
+                report.live("", {HOSTILE: HOSTILE}, {HOSTILE: HeldResources(blocks=1)}, ExchangeTally(), 1, HOSTILE)
+            ],
+            3,
+        ),
         (lambda: [_verdict()], 5),
         (lambda: [_top()], 20),
     ],

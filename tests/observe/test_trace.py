@@ -6,8 +6,8 @@ import pytest
 
 from pdlink.events import LayerLanded, LayerWritten, TransferEnded
 from pdlink.observe.spans import Span
-from pdlink.observe.timeline import Dump, Kept
-from pdlink.observe.trace import Laid, Request, laid, make
+from pdlink.observe.timeline import Dump, KeptTransfer
+from pdlink.observe.trace import Laid, TracedRequest, laid, make
 from tests.observe.traced import Traced, events_of, samples_of, tracks_of
 
 
@@ -26,16 +26,16 @@ def written(layer: int, at_s: float) -> LayerWritten:
     return LayerWritten(transfer_id="t", layer=layer, start=0, end=8, at_s=at_s)
 
 
-SENT = Kept(
+SENT = KeptTransfer(
     "t",
     [written(0, 11.0), written(1, 12.0)],
     [landed(0, 11.5, 12.5, asked_s=11.0), landed(1, 12.0, 14.0)],
     ended("sender", "decode-0", 10.0, 14.5),
 )
-RECEIVED = Kept("t", ended=ended("receiver", "prefill-0", 1010.0, 1014.4))
+RECEIVED = KeptTransfer("t", ended=ended("receiver", "prefill-0", 1010.0, 1014.4))
 PREFILL = Dump(name="prefill-0", clock="here", now_s=20.0, transfers=[SENT])
 DECODE = Dump(name="decode-0", clock="there", now_s=1020.0, transfers=[RECEIVED])
-REQUEST = Request(
+REQUEST = TracedRequest(
     ["t"],
     [
         Span(name="request", label="req-1", track="requests", span_id="r", begin_s=9.0, end_s=17.0),
@@ -99,7 +99,7 @@ def test_arrows_lead_from_the_request_over_prefill_to_decode() -> None:
 
 
 def test_one_request_shows_nothing_of_others() -> None:
-    other = Kept("other", [LayerWritten(transfer_id="other", layer=0, start=0, end=1, at_s=1.0)])
+    other = KeptTransfer("other", [LayerWritten(transfer_id="other", layer=0, start=0, end=1, at_s=1.0)])
     dump = Dump(name="prefill-0", clock="here", now_s=20.0, transfers=[other, SENT])
     made = make([Laid(dump)], [REQUEST, REQUEST._replace(transfer_ids=["other"])], only={"t"})
     assert (made.num_transfers, made.num_requests) == (1, 1)
@@ -107,7 +107,9 @@ def test_one_request_shows_nothing_of_others() -> None:
 
 
 def test_an_arrow_leads_to_the_transfer_of_each_attempt() -> None:
-    first = Kept("t0", [LayerWritten(transfer_id="t0", layer=0, start=0, end=1, at_s=at_s) for at_s in (10.0, 10.5)])
+    first = KeptTransfer(
+        "t0", [LayerWritten(transfer_id="t0", layer=0, start=0, end=1, at_s=at_s) for at_s in (10.0, 10.5)]
+    )
     dump = Dump(name="prefill-0", clock="here", now_s=20.0, transfers=[first, SENT])
     made = make([Laid(dump)], [REQUEST._replace(transfer_ids=["t0", "t"])], only={"t0", "t"})
     assert (made.num_transfers, made.num_requests) == (2, 1)
@@ -118,9 +120,11 @@ def test_an_arrow_leads_to_the_transfer_of_each_attempt() -> None:
 
 
 def test_transfers_at_one_time_are_beside_each_other_and_live_ones_are_shown() -> None:
-    def live(name: str, begin_s: float, end_s: float) -> Kept:
+    def live(name: str, begin_s: float, end_s: float) -> KeptTransfer:
         times = (begin_s, end_s)
-        return Kept(name, [LayerWritten(transfer_id=name, layer=0, start=0, end=1, at_s=at_s) for at_s in times])
+        return KeptTransfer(
+            name, [LayerWritten(transfer_id=name, layer=0, start=0, end=1, at_s=at_s) for at_s in times]
+        )
 
     dump = Dump(name="p", clock="c", now_s=9.0, transfers=[live("a", 1, 5), live("b", 2, 3), live("c", 5, 6)])
     events = found(make([Laid(dump)]).data, "KV, live: transfers")

@@ -16,7 +16,7 @@ from pdlink.endpoint.signals import Signal
 from pdlink.errors import ConfigError
 from pdlink.events import Event, TransferEnded, listen
 from pdlink.peers.link import PeerLink
-from pdlink.peers.messages import MAX_KEYS, VERSION, Answer, Ask, Pull, encode
+from pdlink.peers.messages import MAX_KEYS, VERSION, PeerAnswer, PeerAsk, Pull, encode
 from pdlink.protocol.auth import AllowList, Credentials, KeyPair
 from pdlink.store.slots import Lease
 from pdlink.store.store import Store
@@ -153,8 +153,8 @@ def test_a_pull_from_a_store_that_is_closing_is_refused_in_words(ends: ExitStack
 
 def frames(seed: int) -> Iterator[bytes]:
     draw = random.Random(seed)
-    right = encode(Ask(1, (key(0),)))
-    yield from (b"", b"\xc1", b"\xff" * 100, encode(Answer(1, b"\1", 1)), right[:-5], right + b"\0")
+    right = encode(PeerAsk(1, (key(0),)))
+    yield from (b"", b"\xc1", b"\xff" * 100, encode(PeerAnswer(1, b"\1", 1)), right[:-5], right + b"\0")
     yield msgspec.msgpack.encode({"type": "ask", "number": 1, "keys": [key(0)] * (MAX_KEYS + 1)})
     yield msgspec.msgpack.encode({"type": "ask", "number": 2**70 % 2**64, "keys": [b"short"]})
     yield msgspec.msgpack.encode({"type": "pull", "key": key(0), "transfer_id": "x" * 129, "num_pages": 1})
@@ -181,13 +181,13 @@ def test_frames_of_a_stranger_cost_nobody_anything(ends: ExitStack) -> None:
     for frame in frames(seed):
         stranger.send(frame)
     stranger.send_multipart([b"two", b"parts"])
-    stranger.send(encode(Ask(77, (key(1), key(5)))))
+    stranger.send(encode(PeerAsk(77, (key(1), key(5)))))
     poller = zmq.Poller()
     poller.register(stranger, zmq.POLLIN)
-    answers: list[Answer] = []
+    answers: list[PeerAnswer] = []
     while not answers or answers[-1].number != 77:
         assert poller.poll(round(WAIT_S * 1000))
-        answers.append(msgspec.msgpack.decode(stranger.recv(), type=Answer))
+        answers.append(msgspec.msgpack.decode(stranger.recv(), type=PeerAnswer))
     assert answers[-1].held == b"\1\0"
     asker = StoreNode("asker", [owner.address()])
     ends.callback(asker.close)
@@ -218,7 +218,7 @@ def test_a_wrong_answer_is_a_miss(change, ends: ExitStack, monkeypatch: pytest.M
     assert asker.put(*range(8)) == 8
 
 
-def replace_(answer: Answer, **fields: object) -> Answer:
+def replace_(answer: PeerAnswer, **fields: object) -> PeerAnswer:
     return msgspec.structs.replace(answer, **fields)
 
 

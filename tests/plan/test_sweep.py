@@ -10,7 +10,7 @@ import pytest
 
 from pdlink.plan.closed_form import closed_form
 from pdlink.plan.curves import Curves
-from pdlink.plan.report import Plan, sentences
+from pdlink.plan.report import PlanReport, sentences
 from pdlink.plan.sweep import ABOVE, Demand, Promise, best, best_rate, demand_of, fewest_workers, sweep
 from pdlink.plan.traffic import Traffic, from_quantiles
 from pdlink.plan.workers import Played
@@ -125,6 +125,6 @@ def test_a_rate_above_the_closed_form_is_said_without_a_share_above_100_percent(
     form = asked.closed_form()
     split = best_rate(asked, 2, 2, form)
     splits = [replace(split, per_s=form.rate(2, 2) * share) for share in (1.07, 0.6)]
-    above, below = (sentences(Plan("t", asked, form, [each], "decode", 0.0, None))[0] for each in splits)
+    above, below = (sentences(PlanReport("t", asked, form, [each], "decode", 0.0, None))[0] for each in splits)
     assert "That is more than the" in above
     assert "That is 60% of the" in below

@@ -11,7 +11,7 @@ import pytest
 from pdlink.plan.curves import Curves
 from pdlink.plan.fleet import Simulation
 from pdlink.plan.traffic import Traffic
-from pdlink.plan.workers import Played, Workers
+from pdlink.plan.workers import Played, SimulatedWorkers
 from tests.plan.reference import Job, Pair
 
 SMALL = Curves(pool_tokens=6000, max_batched_tokens=512, max_running=4, handoff_s=1e-3)
@@ -34,7 +34,7 @@ def columns(jobs: list[Job]) -> list[Any]:
 def played(curves: Curves, jobs: list[Job]) -> Played:
     """By one pair, behind a line in which a request waits until decode has room for all of it, as in `reference`."""
     at_s, prompt, answer, cached = columns(jobs)
-    workers, line, room = Workers(curves, 1, 1, prompt, answer), list[int](), curves.pool_tokens
+    workers, line, room = SimulatedWorkers(curves, 1, 1, prompt, answer), list[int](), curves.pool_tokens
     arrivals = [*enumerate(at_s.tolist()), (-1, math.inf)]
     for number, arrives_s in arrivals:
         while ended := workers.advance(arrives_s, first=True):

@@ -19,8 +19,8 @@ from pdlink_proxy.discovery.base import Source, SourceDown
 from pdlink_proxy.discovery.dns import DnsSource
 from pdlink_proxy.discovery.file import FileSource
 from pdlink_proxy.discovery.joined import Discovery, _Told, joined, source_of
-from pdlink_proxy.discovery.kubernetes import KubernetesSource, Slice, members_of
-from pdlink_proxy.membership import Entry, Members
+from pdlink_proxy.discovery.kubernetes import EndpointSlice, KubernetesSource, members_of
+from pdlink_proxy.membership import ListedWorker, Members
 from pdlink_proxy.steps import Leg
 from tests.proxy.fakes import FakeWorker, proxy_of, until
 from tests.proxy.kubernetes_server import ApiServer, endpoint
@@ -257,10 +257,10 @@ async def test_a_long_list_comes_in_pages(tmp_path: Path) -> None:
 
 
 def test_ports_by_name_are_control_addresses_of_prefill_workers_in_the_order_of_ranks() -> None:
-    def slice_of(service: str, address: str, **ports: int) -> Slice:
+    def slice_of(service: str, address: str, **ports: int) -> EndpointSlice:
         named = [{"name": name.replace("_", "-"), "port": port} for name, port in ports.items()]
         said = {"metadata": {"labels": {"kubernetes.io/service-name": service}}, "ports": named}
-        return msgspec.convert(said | {"endpoints": [endpoint(address)]}, Slice)
+        return msgspec.convert(said | {"endpoints": [endpoint(address)]}, EndpointSlice)
 
     slices = {
         "p": slice_of("pre", "10.0.0.1", control_1=8102, http=8100, control=8101),
@@ -270,10 +270,10 @@ def test_ports_by_name_are_control_addresses_of_prefill_workers_in_the_order_of_
     }
     found = members_of(slices, {"pre": "prefill", "dec": "decode"}, "http", "control", "rack-1")
     assert found.prefill == (
-        Entry("http://10.0.0.1:8100", control=("tcp://10.0.0.1:8101", "tcp://10.0.0.1:8102"), cell="rack-1"),
-        Entry("http://[fd00::1]:8100", control=("tcp://[fd00::1]:8101",), cell="rack-1"),
+        ListedWorker("http://10.0.0.1:8100", control=("tcp://10.0.0.1:8101", "tcp://10.0.0.1:8102"), cell="rack-1"),
+        ListedWorker("http://[fd00::1]:8100", control=("tcp://[fd00::1]:8101",), cell="rack-1"),
     )
-    assert found.decode == (Entry("http://10.0.1.1:8100", cell="rack-1"),)
+    assert found.decode == (ListedWorker("http://10.0.1.1:8100", cell="rack-1"),)
     assert not members_of(slices, {"pre": "prefill"}, "http").prefill[0].control
 
 
@@ -281,10 +281,10 @@ def test_ports_by_name_are_control_addresses_of_prefill_workers_in_the_order_of_
 
 
 def test_a_worker_of_two_sources_is_one_and_drains_if_either_says_so() -> None:
-    one = Members(prefill=(Entry("http://a:1", cell="r1"),), decode=(Entry("http://b:1"),))
-    other = Members(prefill=(Entry("http://a:1/", drain=True, cell="r2"), Entry("http://c:1")))
+    one = Members(prefill=(ListedWorker("http://a:1", cell="r1"),), decode=(ListedWorker("http://b:1"),))
+    other = Members(prefill=(ListedWorker("http://a:1/", drain=True, cell="r2"), ListedWorker("http://c:1")))
     both = joined([one, other])
-    assert both.prefill == (Entry("http://a:1", drain=True, cell="r1"), Entry("http://c:1"))
+    assert both.prefill == (ListedWorker("http://a:1", drain=True, cell="r1"), ListedWorker("http://c:1"))
     assert both.decode == one.decode
 
 
@@ -294,13 +294,13 @@ async def test_a_source_that_flaps_costs_no_worker(caplog: pytest.LogCaptureFixt
 
         async def follow(self, tell: Callable[[Members], None]) -> None:
             self.turns += 1
-            tell(Members(decode=(Entry("http://a:1"),)))
+            tell(Members(decode=(ListedWorker("http://a:1"),)))
             raise SourceDown("again")
 
     source = Flaps()
     async with followed(source) as seen:
         await until(lambda: source.turns >= 5, "some turns")
-        assert {tuple(members.decode) for members in seen.lists} == {(Entry("http://a:1"),)}
+        assert {tuple(members.decode) for members in seen.lists} == {(ListedWorker("http://a:1"),)}
     told = [(each.levelname, each.getMessage().split(",")[0]) for each in caplog.records][:2]
     assert [level for level, _ in told] == ["ERROR", "ERROR"], "a recovery is as loud as its failure"
 

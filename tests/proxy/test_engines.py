@@ -17,9 +17,9 @@ from pdlink.errors import ConfigError
 from pdlink_proxy.app import build_app
 from pdlink_proxy.dialects import DIALECTS
 from pdlink_proxy.discovery.joined import joined, source_of
-from pdlink_proxy.discovery.kubernetes import KubernetesSource, Slice, members_of
+from pdlink_proxy.discovery.kubernetes import EndpointSlice, KubernetesSource, members_of
 from pdlink_proxy.engines import HEADER
-from pdlink_proxy.membership import Entry, Members, parse
+from pdlink_proxy.membership import ListedWorker, Members, parse
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.worker import State
 from tests.proxy.fake_vllm import FakeVllm
@@ -305,9 +305,9 @@ def test_ports_of_pods_belong_to_the_engines_in_turn() -> None:
         "ports": [{"name": "http", "port": 8100}, *({"name": f"kv-{port}", "port": port} for port in (8101, 8102))],
         "endpoints": [{"addresses": ["10.0.0.1"], "conditions": {"ready": True}}],
     }
-    found = members_of({"p": msgspec.convert(said, Slice)}, {"pre": "prefill"}, "http", "kv", data_parallel=2)
+    found = members_of({"p": msgspec.convert(said, EndpointSlice)}, {"pre": "prefill"}, "http", "kv", data_parallel=2)
     addresses = ("tcp://10.0.0.1:8101", "tcp://10.0.0.1:8102")
-    assert found.prefill == (Entry("http://10.0.0.1:8100", control=addresses, data_parallel=2),)
+    assert found.prefill == (ListedWorker("http://10.0.0.1:8100", control=addresses, data_parallel=2),)
     source = source_of("kubernetes:prefill=pre,control=kv,data_parallel=2", DIALECTS["vllm"])
     assert isinstance(source, KubernetesSource)
     for text in ("prefill=pre,control=kv,data_parallel=0", "prefill=pre,data_parallel=2", "decode=d,data_parallel=x"):
@@ -316,7 +316,7 @@ def test_ports_of_pods_belong_to_the_engines_in_turn() -> None:
 
 
 def test_a_server_of_two_sources_has_the_engines_that_its_addresses_are_of() -> None:
-    one = Members(prefill=(Entry("http://a:1"),))
-    other = Members(prefill=(Entry("http://a:1", control=("tcp://a:2", "tcp://a:3"), data_parallel=2),))
+    one = Members(prefill=(ListedWorker("http://a:1"),))
+    other = Members(prefill=(ListedWorker("http://a:1", control=("tcp://a:2", "tcp://a:3"), data_parallel=2),))
     for lists in ([one, other], [other, one]):
         assert joined(lists).prefill == other.prefill

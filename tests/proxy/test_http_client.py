@@ -14,13 +14,13 @@ from pdlink_proxy import http_client
 from pdlink_proxy.http_client import HttpClient, HttpRequest
 from pdlink_proxy.http_connection import (
     MAX_HEAD_NBYTES,
+    AnswerListener,
     BadAnswer,
     Connection,
-    Disconnected,
     Headers,
     HttpError,
-    Listener,
     NoConnection,
+    WorkerGone,
 )
 from pdlink_proxy.upstream import answer_of
 
@@ -75,7 +75,7 @@ async def body_of(talk: Talk, max_nbytes: int = 1 << 20) -> bytes:
         return (await answer_of(http, "GET", url + "/x", max_nbytes=max_nbytes)).body
 
 
-class Heard(Listener):
+class Heard(AnswerListener):
     """Keeps what a listener is told."""
 
     def __init__(self) -> None:
@@ -202,10 +202,10 @@ async def test_bodies_that_end_with_the_connection_and_interim_answers(answer: b
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        (b"", Disconnected),
-        (b"HTTP/1.1 200 OK\r\nContent-Le", Disconnected),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nfour", Disconnected),
-        (CHUNKED + b"5\r\nfive!\r\n", Disconnected),
+        (b"", WorkerGone),
+        (b"HTTP/1.1 200 OK\r\nContent-Le", WorkerGone),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nfour", WorkerGone),
+        (CHUNKED + b"5\r\nfive!\r\n", WorkerGone),
         (CHUNKED + b"xyz\r\n", BadAnswer),
         (b"SSH-2.0-OpenSSH\r\n\r\n", BadAnswer),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nfive!", BadAnswer),
@@ -233,7 +233,7 @@ async def test_a_connection_is_used_again_and_a_closed_one_is_told_as_stale() ->
     async with server(talk) as url, client() as http:
         for _ in range(3):
             assert await ask(http, url + "/").ended() == b"ok"
-        with pytest.raises(Disconnected) as caught:
+        with pytest.raises(WorkerGone) as caught:
             await ask(http, url + "/").ended()
         assert caught.value.stale
         assert await ask(http, url + "/").ended() == b"ok"

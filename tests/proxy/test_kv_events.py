@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from pdlink.kv.hashing import Preimage
-from pdlink.observe.kv_ledger import Place
+from pdlink.observe.kv_ledger import BlockPlace
 from pdlink.observe.kv_publisher import KVPublisher
 from pdlink_proxy.fleet import PlacementRequest, WorkerState
 from pdlink_proxy.kv_events import LOADING, SILENT_S, KVEvents
@@ -160,7 +160,7 @@ async def test_what_a_former_incarnation_had_is_forgotten(publisher: FakePublish
 async def test_what_our_own_workers_publish_is_understood() -> None:
     ours = KVPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", topic="", buffer_steps=2, hwm=100, incarnation="1")
     try:
-        place, events = Place(2, "CPU"), KVEvents()
+        place, events = BlockPlace(2, "CPU"), KVEvents()
         ours.stored(place, b"a" * 32, Preimage(None, (1, 2)))
         events.heard("http://w", WorkerState("http://w#1"), "m", [ours.address])
         await has(events, 2)
@@ -177,7 +177,7 @@ async def test_events_of_a_worker_on_all_addresses_come_from_its_host() -> None:
     ours = KVPublisher("tcp://127.0.0.9:0", "tcp://127.0.0.9:0", topic="", buffer_steps=2, hwm=100, incarnation="1")
     try:
         events = KVEvents()
-        ours.stored(Place(2, "CPU"), b"a" * 32, Preimage(None, (1, 2)))
+        ours.stored(BlockPlace(2, "CPU"), b"a" * 32, Preimage(None, (1, 2)))
         said = ours.address.replace("127.0.0.9", "0.0.0.0", 1).replace("127.0.0.9", "*")
         events.heard("http://127.0.0.9:80", WorkerState("http://127.0.0.9:80#1"), "m", [said])
         await has(events, 2)
@@ -328,7 +328,7 @@ async def test_other_requests_go_on_while_many_events_are_read() -> None:
     try:
         events, applied, most = KVEvents(), 0, 0
         for number in range(1, 20_001):  # each of a prompt of its own: an event each, all in one batch
-            ours.stored(Place(2, "CPU"), number.to_bytes(32, "big"), Preimage(None, (number, number)))
+            ours.stored(BlockPlace(2, "CPU"), number.to_bytes(32, "big"), Preimage(None, (number, number)))
         await until(lambda: not ours._ledger.has_news, "all to be told")
         events.heard("http://w", WorkerState("http://w#1"), "m", [ours.address])
         async with asyncio.timeout(20):

@@ -13,7 +13,7 @@ from pdlink.config import ProxyConfig
 from pdlink.errors import ConfigError
 from pdlink_proxy.app import build_app
 from pdlink_proxy.dialects import DIALECTS
-from pdlink_proxy.membership import Entry, Members, parse
+from pdlink_proxy.membership import ListedWorker, Members, parse
 from pdlink_proxy.steps import Leg
 from tests.proxy.fakes import FakeWorker, Proxy, event, proxy_of, until
 
@@ -196,7 +196,7 @@ def test_a_vllm_prefill_needs_its_control_address() -> None:
     with pytest.raises(ConfigError, match="control"):
         parse({"prefill": ["http://a"]}, "workers", dialect=DIALECTS["vllm"])
     found = parse({"prefill": [{"url": "http://a", "control": ["tcp://a:1"]}]}, "workers", dialect=DIALECTS["vllm"])
-    assert found == Members((Entry("http://a", control=("tcp://a:1",)),))
+    assert found == Members((ListedWorker("http://a", control=("tcp://a:1",)),))
 
 
 def test_settings_that_name_other_workers_are_refused() -> None:

@@ -15,7 +15,7 @@ from pdlink.api.fields import BadField
 from pdlink.api.legs import PrefillAddress
 from pdlink.api.openai import CHAT, COMPLETIONS, parse
 from pdlink.api.sse import EventBuffer, EventTooLong, is_done, problem_of
-from pdlink_proxy.dialects import Transfer
+from pdlink_proxy.dialects import TransferTerms
 from pdlink_proxy.dialects.own import PDLINK
 
 ALL = ERROR | FINISH | CACHED | DONE | PARAMS | NAMED
@@ -125,7 +125,7 @@ def test_every_shape_of_prompt_is_accepted_and_untouched(prompt: str) -> None:
 
 def test_leg_bodies_are_the_clients_body_and_the_parameters() -> None:
     call = parse(CHAT, b'{"model":"m","messages":[],"stream":true,"kv_transfer_params":{"a":1}}')
-    attempt = Transfer(transfer_id="xfer-1", created=7, seed=9, prefill=PrefillAddress("tcp://h:1", "n"))
+    attempt = TransferTerms(transfer_id="xfer-1", created=7, seed=9, prefill=PrefillAddress("tcp://h:1", "n"))
     bodies = [json.loads(body) for body in PDLINK.legs(call, attempt)]
     common = {"transfer_id": "xfer-1", "seed": 9, "created": 7}
     client = {"model": "m", "messages": [], "stream": True}

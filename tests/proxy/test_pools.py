@@ -14,7 +14,7 @@ from pdlink.config import ProxyConfig
 from pdlink.errors import ConfigError
 from pdlink_proxy.app import build_app
 from pdlink_proxy.dialects.own import read_health
-from pdlink_proxy.membership import Entry, Members
+from pdlink_proxy.membership import ListedWorker, Members
 from pdlink_proxy.placement import Placer
 from pdlink_proxy.pools import Pools
 from pdlink_proxy.steps import Leg
@@ -118,7 +118,7 @@ def test_another_epoch_is_another_incarnation_which_nobody_avoids() -> None:
 @pytest.mark.parametrize("urls", [["10.0.0.1:8000"], ["http://a", "http://a/"], ["ftp://a"]])
 def test_urls_that_cannot_be_meant_are_refused(urls: list[str]) -> None:
     with pytest.raises(ConfigError, match="prefill"):
-        Pools(Placer("round_robin", "round_robin")).replace(Members(tuple(map(Entry, urls))))
+        Pools(Placer("round_robin", "round_robin")).replace(Members(tuple(map(ListedWorker, urls))))
 
 
 # ---- through the proxy

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from pdlink.api.health import Health, Refused
+from pdlink.api.health import Health, WorkerRefusal
 from pdlink_proxy.refusals import Refusals
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.worker import Worker
@@ -145,7 +145,7 @@ async def test_a_prefill_worker_that_decode_may_not_dial_is_not_the_clients_prob
 
 
 def test_no_worker_can_make_the_log_long(caplog: pytest.LogCaptureFixture) -> None:
-    said = Refused(peer="p", factor="f\n" * 10_000, local="l" * 10_000, remote="r\r\n" * 10_000)
+    said = WorkerRefusal(peer="p", factor="f\n" * 10_000, local="l" * 10_000, remote="r\r\n" * 10_000)
     prefill, decode = Worker("http://p", Leg.PREFILL), Worker("http://d", Leg.DECODE)
     prefill.health = Health("ok", "p", "e", "prefill", "m", "tcp://p:1")
     decode.health = Health("ok", "d\n" * 10_000, "e", "decode", "m", "tcp://d:1", refused=(said,) * 50)
@@ -165,7 +165,7 @@ def test_a_worker_that_says_what_it_said_before_makes_nobody_be_looked_at() -> N
             Others.num_looks += 1
             return super().__iter__()
 
-    refusals, said = Refusals(), Refused(peer="p", factor="content", retry_s=9.0)
+    refusals, said = Refusals(), WorkerRefusal(peer="p", factor="content", retry_s=9.0)
     prefill, bystander, decode = (Worker(f"http://{name}", leg) for name, leg in zip("pbd", PDP, strict=True))
     for worker in (prefill, bystander):
         worker.health = Health("ok", worker.url[-1], "e", "prefill", "m", f"tcp://{worker.url[-1]}:1")
@@ -189,7 +189,9 @@ def test_a_worker_that_says_what_it_said_before_makes_nobody_be_looked_at() -> N
 def test_a_refused_worker_that_is_heard_last_makes_a_pair_all_the_same() -> None:
     refusals = Refusals()
     prefill, decode = Worker("http://p", Leg.PREFILL), Worker("http://d", Leg.DECODE)
-    decode.health = Health("ok", "d", "e", "decode", "m", "tcp://d:1", refused=(Refused(peer="p", factor="content"),))
+    decode.health = Health(
+        "ok", "d", "e", "decode", "m", "tcp://d:1", refused=(WorkerRefusal(peer="p", factor="content"),)
+    )
     refusals.heard(decode, [prefill])
     assert len(refusals) == 0
     prefill.health = Health("ok", "p", "e", "prefill", "m", "tcp://p:1")

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdlink.api.presence import Load
+from pdlink.api.presence import WorkerLoad
 from pdlink.config import ProxyConfig
 from pdlink.errors import ConfigError
 from pdlink.serve.process import raise_descriptor_limit
 from pdlink_proxy.dialects import DIALECTS
 from pdlink_proxy.discovery.joined import source_of
-from pdlink_proxy.discovery.register import Door, RegisterSource
+from pdlink_proxy.discovery.register import JoinRules, RegisterSource
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.worker import State
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
@@ -78,8 +78,8 @@ async def test_workers_that_join_are_asked_once_and_then_known_by_their_beats(
 
 
 async def test_a_beat_with_the_same_body_changes_the_load_and_one_with_another_body_all(prefill: FakeWorker) -> None:
-    def load(busy: int) -> Load:
-        return Load(busy, 2, 3, 4, 5, 6, 7.0, 8.0)
+    def load(busy: int) -> WorkerLoad:
+        return WorkerLoad(busy, 2, 3, 4, 5, 6, 7.0, 8.0)
 
     async with joined(health_interval_s=60) as (proxy, hall):
         joiner = hall.new()
@@ -292,7 +292,7 @@ class Noted:
     def heard(self, _url: str, _health: Health) -> None:
         self.num_heard += 1
 
-    def loaded(self, _url: str, _epoch: str, _load: Load) -> None:
+    def loaded(self, _url: str, _epoch: str, _load: WorkerLoad) -> None:
         self.num_heard += 1
 
     def heard_some(self) -> None:
@@ -316,7 +316,7 @@ async def followed(
     credentials: Credentials | None = None, port: int = 0
 ) -> AsyncIterator[tuple[RegisterSource, Noted]]:
     hearing = Noted()
-    register = RegisterSource(f"tcp://127.0.0.1:{port}", Door(hearing, credentials))
+    register = RegisterSource(f"tcp://127.0.0.1:{port}", JoinRules(hearing, credentials))
     task = asyncio.create_task(register.follow(hearing.lists.append))
     try:
         await until(lambda: register.address != "" or task.done(), "the open door")
@@ -339,15 +339,15 @@ async def followed(
 )
 def test_a_wrong_address_is_refused_with_its_form(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        source_of(text, DIALECTS["pdlink"], Door(Noted()))
+        source_of(text, DIALECTS["pdlink"], JoinRules(Noted()))
 
 
 def test_settings_of_joining_belong_together() -> None:
     with pytest.raises(ConfigError, match="which alone know how to join"):
-        source_of(HERE, DIALECTS["vllm"], Door(Noted()))
+        source_of(HERE, DIALECTS["vllm"], JoinRules(Noted()))
     with pytest.raises(ValueError, match="key_file: is of workers that register"):
         ProxyConfig(key_file="a", allow_file="b")
-    source_of("register:tcp://0.0.0.0:1", DIALECTS["pdlink"], Door(Noted(), insecure=True))
+    source_of("register:tcp://0.0.0.0:1", DIALECTS["pdlink"], JoinRules(Noted(), insecure=True))
 
 
 async def test_a_port_that_is_taken_is_a_source_that_is_down() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdlink.api.presence import Load
+from pdlink.api.presence import WorkerLoad
 from pdlink.protocol.auth import AllowList
 from pdlink_proxy.beats import Beats
 from pdlink_proxy.discovery.roll import MAX_UNPROVEN
@@ -133,7 +133,7 @@ async def test_a_new_life_is_not_believed_before_a_probe(prefill: FakeWorker, de
             beats.heard(worker.url, msgspec.structs.replace(known, **other))
             assert (worker.health, worker.poke.is_set()) == (known, True)
         worker.poke.clear()
-        beats.loaded(worker.url, "new", Load(7, 7, 7, 7, 7, 7))
+        beats.loaded(worker.url, "new", WorkerLoad(7, 7, 7, 7, 7, 7))
         assert (worker.health, worker.poke.is_set()) == (known, True)
         beats.heard(worker.url, msgspec.structs.replace(known, running=5))
         assert worker.health is not None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdlink_proxy.access import refused_page
-from pdlink_proxy.siblings import Place, Siblings
+from pdlink_proxy.siblings import SiblingPlace, Siblings
 from tests.private import write_private
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of
 
@@ -69,7 +69,7 @@ async def test_who_names_his_request_as_another_ones_does_not_see_it(prefill: Fa
 async def test_who_names_his_request_so_in_another_process_does_not_see_it_either(
     prefill: FakeWorker, decode: FakeWorker, tmp_path: Path
 ) -> None:
-    places = [Siblings(Place(str(tmp_path), number, 2)) for number in range(2)]
+    places = [Siblings(SiblingPlace(str(tmp_path), number, 2)) for number in range(2)]
     async with (
         proxy_of([prefill], [decode], api_keys=["a", "b"], siblings=places[0]) as first,
         proxy_of([prefill], [decode], api_keys=["a", "b"], siblings=places[1]) as second,

@@ -16,7 +16,7 @@ from pdlink.api.legs import PrefillAddress
 from pdlink.api.openai import CHAT, COMPLETIONS, parse
 from pdlink.config import ProxyConfig, load
 from pdlink.errors import ConfigError
-from pdlink_proxy.dialects import DIALECTS, Transfer
+from pdlink_proxy.dialects import DIALECTS, TransferTerms
 from pdlink_proxy.fleet import PlacementRequest, wanted
 from pdlink_proxy.known_tokens import text_of
 from pdlink_proxy.steps import Leg
@@ -163,7 +163,7 @@ def test_prefill_is_told_how_many_prompts_will_come(path: str, prompt: str, coun
     """Only so can it know at once that decode waits for another one."""
     content = '"messages":[]' if path == CHAT else f'"prompt":{prompt}'
     call = parse(path, b'{"model":"m",' + content.encode() + b"}")
-    attempt = Transfer(transfer_id="xfer-1", created=1, seed=2, prefill=PrefillAddress(CONTROL, "p"))
+    attempt = TransferTerms(transfer_id="xfer-1", created=1, seed=2, prefill=PrefillAddress(CONTROL, "p"))
     prefill = msgspec.json.decode(DIALECTS[CONCURRENT].legs(call, attempt)[0])
     assert prefill["kv_transfer_params"]["num_prompts"] == count
 

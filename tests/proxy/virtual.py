@@ -38,8 +38,8 @@ from pdlink_proxy import worker as of_worker
 from pdlink_proxy.client_answer import ClientAnswer
 from pdlink_proxy.decisions import Decisions
 from pdlink_proxy.dialects import DIALECTS
-from pdlink_proxy.http_connection import Disconnected, Headers, NoConnection
-from pdlink_proxy.membership import Entry, Members, Membership
+from pdlink_proxy.http_connection import Headers, NoConnection, WorkerGone
+from pdlink_proxy.membership import ListedWorker, Members, Membership
 from pdlink_proxy.metrics import Metrics
 from pdlink_proxy.placement import Placer
 from pdlink_proxy.queue import Queue
@@ -52,9 +52,9 @@ from pdlink_proxy.upstream import Asking
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from pdlink_proxy.dialects import Known
+    from pdlink_proxy.dialects import KnownHealth
     from pdlink_proxy.http_client import HttpClient
-    from pdlink_proxy.http_connection import Listener
+    from pdlink_proxy.http_connection import AnswerListener
 
 BLOCK_TOKENS = 16
 CHARS_PER_TOKEN = 4
@@ -155,7 +155,7 @@ class VirtualWorker:
 class _Answer:
     """One leg at its worker. A stand-in for `http_client.Request`."""
 
-    def __init__(self, worker: VirtualWorker, listener: Listener, tokens: int) -> None:
+    def __init__(self, worker: VirtualWorker, listener: AnswerListener, tokens: int) -> None:
         self._worker, self._listener = worker, listener
         world, loop = worker.world, asyncio.get_running_loop()
         if not worker.up:
@@ -173,7 +173,7 @@ class _Answer:
 
     def lose(self) -> None:
         self.leave()
-        error = Disconnected(None, reused=False, answered=False)
+        error = WorkerGone(None, reused=False, answered=False)
         asyncio.get_running_loop().call_soon(self._listener.on_lost, error)
 
     def leave(self) -> None:
@@ -273,7 +273,7 @@ class World:
         """Tell the proxy which workers there are."""
         found = {
             side: tuple(
-                Entry(url, drain=drain) for url, drain in self.listed.items() if self.workers[url].side is side
+                ListedWorker(url, drain=drain) for url, drain in self.listed.items() if self.workers[url].side is side
             )
             for side in Leg
         }
@@ -354,7 +354,7 @@ class World:
         heard, interval_s = self.shared.serve_queue, self.config.health_interval_s
         return self.shared.spawn(watching.watch(self.pools, workers, asking, self.dialect, interval_s, heard))
 
-    async def _look(self, asking: Asking, _known: Known) -> Health | str:
+    async def _look(self, asking: Asking, _known: KnownHealth) -> Health | str:
         worker = self.workers[asking.url]
         await asyncio.sleep(0.001)
         if not worker.up:
@@ -365,7 +365,7 @@ class World:
 
 
 class _Nobody:
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: AnswerListener) -> None:
         asyncio.get_running_loop().call_soon(listener.on_lost, NoConnection("nobody listens"))
 
     def leave(self) -> None:

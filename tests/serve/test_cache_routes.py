@@ -17,7 +17,7 @@ from pdlink.config import CacheConfig, ModelConfig, TiersConfig, TransportConfig
 from pdlink.engine.request import SamplingParams
 from pdlink.errors import InvalidRequest
 from pdlink.serve.app import build_app
-from pdlink.serve.cache_routes import CacheDesk, Clear, Prompt
+from pdlink.serve.cache_routes import CacheDesk, ClearRequest, NamedPrompt
 from pdlink.serve.worker import Worker
 from pdlink.store.store import Store
 
@@ -219,8 +219,8 @@ def test_a_store_process_that_knows_no_model_takes_what_names_no_prompt(served: 
     desk = CacheDesk(served.store)
     assert "chunk_tokens" not in desk.state()
     with pytest.raises(InvalidRequest, match="ask a worker"):
-        desk.lookup(Prompt())
-    assert desk.clear(Clear(everything=True))["records"] > 0
+        desk.lookup(NamedPrompt())
+    assert desk.clear(ClearRequest(everything=True))["records"] > 0
 
 
 # --- pdlink cache

@@ -12,7 +12,7 @@ import pdlink
 from pdlink.config import TransportConfig
 from pdlink.errors import ConfigError, ProtocolError, TransportFailure
 from pdlink.transport import choice
-from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, Probe, Site, Status, Transport
+from pdlink.transport.base import BatchDone, BatchStatus, Occurrence, PeerClosed, Probe, Site, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,7 +70,7 @@ class Direct(Transport):
                 destination[start : start + length] = source[piece.src_base + src :][:length]
                 nbytes += length
         self._num_submitted += 1
-        self._report(BatchDone(self._num_submitted, peer, Status.OK, nbytes, 0.0, 0.0))
+        self._report(BatchDone(self._num_submitted, peer, BatchStatus.OK, nbytes, 0.0, 0.0))
         return self._num_submitted
 
     def poll(self) -> list[Occurrence]:

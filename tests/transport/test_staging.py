@@ -18,11 +18,11 @@ from pdlink.kv.layout import KVLayout, Piece, paged_layout
 from pdlink.transport.edge import listening
 from pdlink.transport.staging.credit import Credit
 from pdlink.transport.staging.door import MAX_WAITING, Door
-from pdlink.transport.staging.line import Line
+from pdlink.transport.staging.line import StagingLine
 from pdlink.transport.staging.open_blocks import OpenBlocks
 from pdlink.transport.staging.parts import Cutter
-from pdlink.transport.staging.peers import Peer, Writing
-from pdlink.transport.staging.wire import Ask, Grant, Inflow, Invitation, Placed, packed
+from pdlink.transport.staging.peers import StagingPeer, WritingTo
+from pdlink.transport.staging.wire import Ask, FrameCutter, Grant, Invitation, SlotPlaced, packed
 from pdlink.transport.staging.writer import Writer
 
 
@@ -126,7 +126,7 @@ def test_a_run_is_let_through_exactly_if_all_its_bytes_are_in_open_blocks(order:
 
 def test_a_frame_is_read_whole_however_it_comes_and_not_if_it_is_too_long() -> None:
     frames = packed(Ask(3)) + packed(Ask(4))
-    inflow, found = Inflow(64), []
+    inflow, found = FrameCutter(64), []
     for byte in frames:
         inflow.add(bytes([byte]))
         found.append(inflow.take())
@@ -135,7 +135,7 @@ def test_a_frame_is_read_whole_however_it_comes_and_not_if_it_is_too_long() -> N
     with pytest.raises(ProtocolError, match="got 65 bytes; limit 64"):
         inflow.take()
     for garbage in (b"\x00\x00\x00\x01\xc1", b"\x00\x00\x00\x02\x92\x01"):
-        inflow = Inflow(64)
+        inflow = FrameCutter(64)
         inflow.add(garbage)
         with pytest.raises(ProtocolError, match="cannot be read"):
             inflow.take()
@@ -194,14 +194,14 @@ def test_strangers_beyond_a_number_are_ended_at_once() -> None:
 
 def test_an_owner_cannot_make_a_writer_keep_more_grants_than_it_has_slots() -> None:
     there = Invitation("127.0.0.1", 1, 1, bytes(16), (64,), 0, 4096, 4, b"")
-    peer, writing = Peer("owner", 1), Writing(cast("Line", None), there)
+    peer, writing = StagingPeer("owner", 1), WritingTo(cast("StagingLine", None), there)
     writer = Writer.__new__(Writer)
     writer.on_frame(peer, writing, Grant((0, 1, 2)))
     with pytest.raises(ProtocolError, match=r"got slots \(3, 0\) beside 3; limit 4"):
         writer.on_frame(peer, writing, Grant((3, 0)))
     with pytest.raises(ProtocolError, match=r"got slots \(4,\)"):
         writer.on_frame(peer, writing, Grant((4,)))
-    for frame in (Placed(9), Ask(1)):
+    for frame in (SlotPlaced(9), Ask(1)):
         with pytest.raises(ProtocolError):
             writer.on_frame(peer, writing, frame)
 
@@ -210,7 +210,7 @@ def test_a_line_reads_a_bounded_part_of_a_flood_at_a_time() -> None:
     """Its owner's lock is free in between: with a peer that sends without end nobody else would get it."""
     near, far = socket.socketpair()
     with contextlib.closing(far), contextlib.closing(select.epoll()) as epoll:
-        line = Line(near, epoll, known=True)
+        line = StagingLine(near, epoll, known=True)
         flood, count = packed(Ask(1)), 20_000
         sender = threading.Thread(target=far.sendall, args=(flood * count,))
         sender.start()

@@ -13,7 +13,7 @@ from rich.console import Console
 from pdlink.config import WorkerConfig, load, parse_assignments
 from pdlink.errors import ConfigError
 from pdlink_bench.chaos import report
-from pdlink_bench.chaos.run import Plan, run_local, run_remote
+from pdlink_bench.chaos.run import RunSettings, run_local, run_remote
 from pdlink_bench.chaos.schedule import Kind
 from pdlink_bench.chaos.tamper import LinkFaults
 
@@ -99,7 +99,7 @@ _OF_ITS_OWN = ("prefill", "decode", "transport", "ucx_tls", "blocks", "drop", "d
 def run(args: argparse.Namespace) -> int:
     """Run it; 0 if the verdict is ok, 1 if not. Raises ConfigError for flags that exclude each other."""
     seconds = args.minutes * 60 if args.minutes is not None else 60.0 if args.seconds is None else args.seconds
-    plan = Plan(
+    plan = RunSettings(
         command="pdlink " + shlex.join(_without_file(args.words)),
         seed=args.seed,
         seconds=seconds,

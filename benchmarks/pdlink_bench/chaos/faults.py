@@ -20,7 +20,7 @@ from pdlink import logs
 from pdlink.config import ProxyConfig
 from pdlink.fleet.child import Child, ChildFailed, start, stop
 from pdlink.fleet.post import delay_s
-from pdlink_bench.chaos.ledger import Process, port_of, process
+from pdlink_bench.chaos.ledger import ProcessResources, port_of, process
 from pdlink_bench.chaos.schedule import PROXY, Fault, Kind
 from pdlink_bench.chaos.tamper import FAULTS, LAYER_S, LinkFaults
 
@@ -45,7 +45,7 @@ class _Slot:
     child: Child
     up: bool = True
     """Ready, and without a fault now."""
-    baseline: Process = field(default_factory=Process)
+    baseline: ProcessResources = field(default_factory=ProcessResources)
 
 
 class LocalDeployment:
@@ -159,11 +159,11 @@ class LocalDeployment:
         for slot in self._slots.values():
             slot.baseline = self._process(slot)
 
-    def growth(self) -> list[tuple[str, str, Process, Process]]:
+    def growth(self) -> list[tuple[str, str, ProcessResources, ProcessResources]]:
         """Label, role, baseline and present resources of every process."""
         return [(label, slot.child.role, slot.baseline, self._process(slot)) for label, slot in self._slots.items()]
 
-    def _process(self, slot: _Slot) -> Process:
+    def _process(self, slot: _Slot) -> ProcessResources:
         ports = {port_of(str(other.child.facts["url"])) for other in self._slots.values()}
         return process(slot.child.process.pid, ports)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class Outcome(enum.Enum):
+class ExchangeOutcome(enum.Enum):
     RIGHT = "right"
     ERROR = "explicit error"
     WRONG = "wrong"
@@ -25,7 +25,7 @@ class Outcome(enum.Enum):
     LEFT = "client left"
 
 
-class End(enum.Enum):
+class ClientEnd(enum.Enum):
     """The end of an exchange, seen by the client."""
 
     COMPLETE = "complete"
@@ -44,7 +44,7 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class KnownRequest:
     """A request with a known answer."""
 
     path: str
@@ -54,8 +54,8 @@ class Case:
 
 
 @dataclass(slots=True)
-class Reply:
-    end: End = End.BROKEN
+class ClientReply:
+    end: ClientEnd = ClientEnd.BROKEN
     status: int = 0
     """0 if no answer began."""
     text: str = ""
@@ -72,7 +72,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    outcome: Outcome
+    outcome: ExchangeOutcome
     why: str = ""
     """Empty for RIGHT; an error's code for ERROR."""
 
@@ -81,34 +81,38 @@ _HONEST_4XX = frozenset({408, 429})
 """4xx statuses that a valid request may get from a server in trouble."""
 
 
-def judge(case: Case, reply: Reply) -> Verdict:
-    if reply.end is End.DEADLINE:
-        return Verdict(Outcome.UNSETTLED, f"status {reply.status or 'none'}, {len(reply.text)} characters by then")
+def judge(case: KnownRequest, reply: ClientReply) -> Verdict:
+    if reply.end is ClientEnd.DEADLINE:
+        return Verdict(
+            ExchangeOutcome.UNSETTLED, f"status {reply.status or 'none'}, {len(reply.text)} characters by then"
+        )
     expected = case.expected
     if expected is not None and not expected.text.startswith(reply.text):
-        return Verdict(Outcome.WRONG, f"text {_around(reply.text, expected.text)}")
-    if reply.end is End.LEFT:
-        return Verdict(Outcome.LEFT)
-    if reply.end is End.BROKEN:
-        return Verdict(Outcome.CUT, reply.detail)
+        return Verdict(ExchangeOutcome.WRONG, f"text {_around(reply.text, expected.text)}")
+    if reply.end is ClientEnd.LEFT:
+        return Verdict(ExchangeOutcome.LEFT)
+    if reply.end is ClientEnd.BROKEN:
+        return Verdict(ExchangeOutcome.CUT, reply.detail)
     if reply.status >= 500 or reply.status in _HONEST_4XX:
         if reply.error is None:
-            return Verdict(Outcome.WRONG, f"status {reply.status} without an error object")
-        return Verdict(Outcome.ERROR, f"{reply.status} {reply.error}")
+            return Verdict(ExchangeOutcome.WRONG, f"status {reply.status} without an error object")
+        return Verdict(ExchangeOutcome.ERROR, f"{reply.status} {reply.error}")
     if expected is None:
         if reply.status >= 400 and reply.error is not None:
-            return Verdict(Outcome.RIGHT)
-        return Verdict(Outcome.WRONG, f"an invalid request was answered {reply.status}")
+            return Verdict(ExchangeOutcome.RIGHT)
+        return Verdict(ExchangeOutcome.WRONG, f"an invalid request was answered {reply.status}")
     if reply.status != 200:
-        return Verdict(Outcome.WRONG, f"a valid request was answered {reply.status} {reply.error}: {reply.detail}")
+        return Verdict(
+            ExchangeOutcome.WRONG, f"a valid request was answered {reply.status} {reply.error}: {reply.detail}"
+        )
     if reply.error is not None:
-        return Verdict(Outcome.ERROR, f"stream {reply.error}")
-    if reply.end is End.SHORT:
-        return Verdict(Outcome.WRONG, f"stream ended without [DONE] or an error after {reply.events} events")
+        return Verdict(ExchangeOutcome.ERROR, f"stream {reply.error}")
+    if reply.end is ClientEnd.SHORT:
+        return Verdict(ExchangeOutcome.WRONG, f"stream ended without [DONE] or an error after {reply.events} events")
     got = Expected(reply.text, reply.finish_reason, reply.usage or (0, 0))
     if got != expected:
-        return Verdict(Outcome.WRONG, f"got {got}, expected {expected}")
-    return Verdict(Outcome.RIGHT)
+        return Verdict(ExchangeOutcome.WRONG, f"got {got}, expected {expected}")
+    return Verdict(ExchangeOutcome.RIGHT)
 
 
 def _around(got: str, expected: str) -> str:
@@ -120,8 +124,8 @@ def _around(got: str, expected: str) -> str:
 
 
 @dataclass(slots=True)
-class Tally:
-    counts: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
+class ExchangeTally:
+    counts: dict[ExchangeOutcome, int] = field(default_factory=lambda: dict.fromkeys(ExchangeOutcome, 0))
     errors: dict[str, int] = field(default_factory=dict)
     """Explicit errors by status and code."""
     wrong: list[str] = field(default_factory=list)
@@ -136,20 +140,20 @@ class Tally:
     def sent(self) -> int:
         return sum(self.counts.values())
 
-    def add(self, case: Case, reply: Reply) -> Verdict:
+    def add(self, case: KnownRequest, reply: ClientReply) -> Verdict:
         """Judge one reply and count it."""
         verdict = judge(case, reply)
         self.counts[verdict.outcome] += 1
         took_s = reply.ended_s - reply.started_s
         self.slowest_s = max(self.slowest_s, took_s)
         match verdict.outcome:
-            case Outcome.RIGHT:
+            case ExchangeOutcome.RIGHT:
                 self.right_s.append(reply.ended_s)
-            case Outcome.ERROR:
+            case ExchangeOutcome.ERROR:
                 self.errors[verdict.why] = self.errors.get(verdict.why, 0) + 1
-            case Outcome.CUT:
+            case ExchangeOutcome.CUT:
                 self.cuts.append((reply.started_s, reply.ended_s, verdict.why))
-            case Outcome.WRONG | Outcome.UNSETTLED if len(self.wrong) < _KEPT:
+            case ExchangeOutcome.WRONG | ExchangeOutcome.UNSETTLED if len(self.wrong) < _KEPT:
                 self.wrong.append(f"{verdict.outcome.value} after {took_s:.2f} s, {reply.request_id}: {verdict.why}")
         return verdict
 

@@ -17,7 +17,7 @@ _ASK_S = 3.0
 
 
 @dataclass(slots=True)
-class Held:
+class HeldResources:
     """Resources that one worker reports as held."""
 
     blocks: int = 0
@@ -64,13 +64,13 @@ def parse_metrics(text: str) -> list[tuple[str, str, float]]:
     return found
 
 
-def held(health: dict[str, Any], metrics: list[tuple[str, str, float]]) -> Held:
+def held(health: dict[str, Any], metrics: list[tuple[str, str, float]]) -> HeldResources:
     """The sums of a worker's /health and /metrics."""
 
     def total(name: str, label: str = "") -> int:
         return int(sum(value for key, labels, value in metrics if key == name and label in labels))
 
-    return Held(
+    return HeldResources(
         blocks=health["num_blocks"] - health["free_blocks"],
         requests=health["running"] + health["waiting"],
         sender_transfers=total("pdlink_live_transfers", 'side="sender"'),
@@ -83,7 +83,7 @@ def held(health: dict[str, Any], metrics: list[tuple[str, str, float]]) -> Held:
     )
 
 
-async def read(session: aiohttp.ClientSession, url: str) -> Held:
+async def read(session: aiohttp.ClientSession, url: str) -> HeldResources:
     """Ask one worker."""
     try:
         async with asyncio.timeout(_ASK_S):
@@ -93,11 +93,11 @@ async def read(session: aiohttp.ClientSession, url: str) -> Held:
                 metrics = parse_metrics(await answer.text())
             return held(health, metrics)
     except (TimeoutError, aiohttp.ClientError, OSError, KeyError, TypeError, ValueError) as error:
-        return Held(unreadable=f"does not say: {type(error).__name__} {error}")
+        return HeldResources(unreadable=f"does not say: {type(error).__name__} {error}")
 
 
 @dataclass(slots=True)
-class Process:
+class ProcessResources:
     """Resources of one process."""
 
     threads: int = 0
@@ -110,9 +110,9 @@ class Process:
         return sum(self.fds.values())
 
 
-def process(pid: int, http_ports: set[int]) -> Process:
+def process(pid: int, http_ports: set[int]) -> ProcessResources:
     """Resources of a process from /proc; empty if it has ended."""
-    found = Process()
+    found = ProcessResources()
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("Threads:"):
@@ -131,7 +131,7 @@ def process(pid: int, http_ports: set[int]) -> Process:
             name = rest if kind == "anon_inode" else kind if rest else target.split("/")[1]
             found.fds[name] = found.fds.get(name, 0) + 1
     except (FileNotFoundError, ProcessLookupError):
-        return Process()
+        return ProcessResources()
     return found
 
 

@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 
 from pdlink.errors import LocalError
-from pdlink_bench.chaos.judge import Case, End, Expected, Outcome, Reply, Tally
+from pdlink_bench.chaos.judge import ClientEnd, ClientReply, ExchangeOutcome, ExchangeTally, Expected, KnownRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,7 @@ class NoAnswers(LocalError):
     code = "no_answers"
 
 
-def catalogue(seed: int, model: str, size: int = 40) -> list[Case]:
+def catalogue(seed: int, model: str, size: int = 40) -> list[KnownRequest]:
     """Valid requests of one run, without their answers."""
     chance = random.Random(f"catalogue/{seed}")
     prefixes = [_tokens(chance, length) for length in (16, 48, 100, 256)]
@@ -61,15 +61,15 @@ def catalogue(seed: int, model: str, size: int = 40) -> list[Case]:
         }
         if chance.random() < 0.5:
             body |= {"temperature": 0.9, "top_p": 0.95, "seed": chance.randrange(2**31)}
-        cases.append(Case(COMPLETIONS, body))
+        cases.append(KnownRequest(COMPLETIONS, body))
     return cases
 
 
-def awkward(seed: int, answered: Sequence[Case]) -> list[Case]:
+def awkward(seed: int, answered: Sequence[KnownRequest]) -> list[KnownRequest]:
     """More valid requests, made of answered ones: with stop strings that begin with the first character, span tokens,
     or are never completed; with prompts of many bytes per character."""
     chance = random.Random(f"awkward/{seed}")
-    cases: list[Case] = []
+    cases: list[KnownRequest] = []
     for case in answered:
         text = case.expected.text if case.expected else ""
         if len(text) >= _STOPPABLE_CHARS and len(cases) < _STOPS:
@@ -78,16 +78,18 @@ def awkward(seed: int, answered: Sequence[Case]) -> list[Case]:
             stop = chance.sample(stops, chance.randrange(1, 5))
             cases.append(replace(case, body=case.body | {"stop": stop}, expected=None))
     body = {"model": answered[0].body["model"], "max_tokens": 8, "temperature": 0}
-    cases += [Case(COMPLETIONS, {**body, "prompt": text}) for text in ("grüße €", "中文字符 🙂👍🏽", "é" * 40)]
+    cases += [
+        KnownRequest(COMPLETIONS, {**body, "prompt": text}) for text in ("grüße €", "中文字符 🙂👍🏽", "é" * 40)
+    ]
     return cases
 
 
-def hot(seed: int, model: str) -> list[Case]:
+def hot(seed: int, model: str) -> list[KnownRequest]:
     """Requests whose answers may begin with any byte, so some begin inside a character."""
     chance = random.Random(f"hot/{seed}")
     body = {"model": model, "max_tokens": 6, "temperature": 2.0}
     return [
-        Case(COMPLETIONS, {**body, "prompt": _tokens(chance, 24), "seed": chance.randrange(2**31)})
+        KnownRequest(COMPLETIONS, {**body, "prompt": _tokens(chance, 24), "seed": chance.randrange(2**31)})
         for _ in range(_HOT)
     ]
 
@@ -104,7 +106,7 @@ _HOT = 60
 
 async def all_answers(
     session: aiohttp.ClientSession, url: str, seed: int, model: str, timeout_s: float
-) -> list[Case]:
+) -> list[KnownRequest]:
     """Every case of a run with its right answer, as `find_answers` finds them. Raises NoAnswers."""
     plain = await find_answers(session, url, catalogue(seed, model), timeout_s)
     more = await find_answers(session, url, awkward(seed, plain), timeout_s)
@@ -113,9 +115,9 @@ async def all_answers(
 
 async def parts_of_characters(
     session: aiohttp.ClientSession, url: str, seed: int, model: str, timeout_s: float
-) -> list[Case]:
+) -> list[KnownRequest]:
     """A few requests whose answers do not begin with ASCII, if the model has any. Raises NoAnswers."""
-    found: list[Case] = []
+    found: list[KnownRequest] = []
     for case in hot(seed, model):
         (answered,) = await find_answers(session, url, [case], timeout_s)
         if answered.expected and answered.expected.text[:1] > "~":
@@ -125,13 +127,13 @@ async def parts_of_characters(
     return found
 
 
-def invalid(model: str) -> list[Case]:
+def invalid(model: str) -> list[KnownRequest]:
     """Requests that must get a 4xx in any state of the deployment."""
     return [
-        Case(COMPLETIONS, {"model": model, "prompt": [65] * 200_000, "max_tokens": 8}),
-        Case(COMPLETIONS, {"model": model, "prompt": [65, 66], "max_tokens": 0}),
-        Case(COMPLETIONS, {"model": model, "prompt": [65, 66], "temperature": "warm"}),
-        Case(COMPLETIONS, {"model": model, "prompt": [-1, 10**9], "max_tokens": 4}),
+        KnownRequest(COMPLETIONS, {"model": model, "prompt": [65] * 200_000, "max_tokens": 8}),
+        KnownRequest(COMPLETIONS, {"model": model, "prompt": [65, 66], "max_tokens": 0}),
+        KnownRequest(COMPLETIONS, {"model": model, "prompt": [65, 66], "temperature": "warm"}),
+        KnownRequest(COMPLETIONS, {"model": model, "prompt": [-1, 10**9], "max_tokens": 4}),
     ]
 
 
@@ -141,8 +143,8 @@ def _tokens(chance: random.Random, count: int) -> list[int]:
 
 
 async def find_answers(
-    session: aiohttp.ClientSession, url: str, cases: Sequence[Case], timeout_s: float
-) -> list[Case]:
+    session: aiohttp.ClientSession, url: str, cases: Sequence[KnownRequest], timeout_s: float
+) -> list[KnownRequest]:
     """The same cases with their right answers, asked at `url` one after the other while nothing is wrong.
 
     Raises NoAnswers if one of them is not answered.
@@ -150,7 +152,7 @@ async def find_answers(
     found = []
     for case in cases:
         reply = await ask(session, url, case, stream=False, deadline_s=timeout_s)
-        if reply.end is not End.COMPLETE or reply.status != 200 or reply.usage is None:
+        if reply.end is not ClientEnd.COMPLETE or reply.status != 200 or reply.usage is None:
             raise NoAnswers(f"{url}{case.path} answered {reply.status} {reply.error} {reply.detail} on a clean pass")
         found.append(replace(case, expected=Expected(reply.text, reply.finish_reason, reply.usage)))
     return found
@@ -159,16 +161,16 @@ async def find_answers(
 async def ask(
     session: aiohttp.ClientSession,
     url: str,
-    case: Case,
+    case: KnownRequest,
     *,
     stream: bool,
     deadline_s: float,
     leave_after_s: float | None = None,
     pause_s: float = 0.0,
-) -> Reply:
+) -> ClientReply:
     """Send one request and read its reply. leave_after_s: hang up then; pause_s: between events of a stream."""
     body = {**case.body, "stream": True, "stream_options": {"include_usage": True}} if stream else case.body
-    reply = Reply(started_s=time.monotonic())
+    reply = ClientReply(started_s=time.monotonic())
     leaves = leave_after_s is not None and leave_after_s < deadline_s
     try:
         async with (
@@ -178,23 +180,23 @@ async def ask(
             reply.status = response.status
             reply.request_id = response.headers.get("X-Request-Id", "")
             if response.content_type == "text/event-stream":
-                reply.end = End.SHORT
+                reply.end = ClientEnd.SHORT
                 async for line in response.content:
                     if _take_line(reply, line):
-                        reply.end = End.COMPLETE
+                        reply.end = ClientEnd.COMPLETE
                     if pause_s:
                         await asyncio.sleep(pause_s)
             else:
                 _take_whole(reply, await response.read())
     except TimeoutError:
-        reply.end = End.LEFT if leaves else End.DEADLINE
+        reply.end = ClientEnd.LEFT if leaves else ClientEnd.DEADLINE
     except (aiohttp.ClientError, OSError) as error:
-        reply.end, reply.detail = End.BROKEN, f"{type(error).__name__}: {error}"
+        reply.end, reply.detail = ClientEnd.BROKEN, f"{type(error).__name__}: {error}"
     reply.ended_s = time.monotonic()
     return reply
 
 
-def _take_line(reply: Reply, line: bytes) -> bool:
+def _take_line(reply: ClientReply, line: bytes) -> bool:
     """One line of a stream. True for the last one."""
     if not line.startswith(b"data: "):
         return False
@@ -206,12 +208,12 @@ def _take_line(reply: Reply, line: bytes) -> bool:
     return False
 
 
-def _take_whole(reply: Reply, data: bytes) -> None:
-    reply.end = End.COMPLETE
+def _take_whole(reply: ClientReply, data: bytes) -> None:
+    reply.end = ClientEnd.COMPLETE
     _take(reply, data)
 
 
-def _take(reply: Reply, data: bytes) -> None:
+def _take(reply: ClientReply, data: bytes) -> None:
     """One JSON object of an answer. Invalid JSON becomes an unknown text, which is judged wrong."""
     try:
         value = msgspec.json.decode(data, type=dict[str, Any])
@@ -229,22 +231,22 @@ def _take(reply: Reply, data: bytes) -> None:
         reply.usage = (value["usage"]["prompt_tokens"], value["usage"]["completion_tokens"])
 
 
-class Load:
+class ChaosLoad:
     """Clients that send requests until `stop`, and judge every answer."""
 
     def __init__(
         self,
         session: aiohttp.ClientSession,
         url: str,
-        cases: Sequence[Case],
-        refused: Sequence[Case],
+        cases: Sequence[KnownRequest],
+        refused: Sequence[KnownRequest],
         *,
         seed: int,
         deadline_s: float,
         rate: float | None = None,
     ) -> None:
         """cases: with answers. deadline_s: of a request. rate: requests per second at most."""
-        self.tally = Tally()
+        self.tally = ExchangeTally()
         self.running = 0
         self._session, self._url = session, url
         self._cases, self._refused = cases, refused
@@ -281,13 +283,13 @@ class Load:
             started_s = time.monotonic()
             outcome = await self._one()
             pause_s = 0.0 if self._rate is None else num_clients / self._rate - (time.monotonic() - started_s)
-            if outcome in (Outcome.CUT, Outcome.ERROR):
+            if outcome in (ExchangeOutcome.CUT, ExchangeOutcome.ERROR):
                 pause_s = max(pause_s, _BACK_OFF_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, pause_s)):
                     await self._stopping.wait()
 
-    async def _one(self, case: Case | None = None) -> Outcome:
+    async def _one(self, case: KnownRequest | None = None) -> ExchangeOutcome:
         """case: a request whose KV must not be cached; None draws one."""
         chance, fresh = self._chance, case is not None
         if case is None:

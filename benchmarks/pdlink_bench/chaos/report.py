@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from pdlink.observe.plain import add_row, plain
-from pdlink_bench.chaos.judge import Outcome
+from pdlink_bench.chaos.judge import ExchangeOutcome
 
 if TYPE_CHECKING:
-    from pdlink_bench.chaos.judge import Tally
-    from pdlink_bench.chaos.ledger import Held
+    from pdlink_bench.chaos.judge import ExchangeTally
+    from pdlink_bench.chaos.ledger import HeldResources
 
 
 @dataclass(slots=True)
-class Verdict:
+class RunVerdict:
     command: str
     seed: int
     seconds: float
@@ -61,24 +61,26 @@ class Verdict:
     def ok(self) -> bool:
         return not self.problems
 
-    def take(self, tally: Tally, absences: list[tuple[float, float]]) -> None:
+    def take(self, tally: ExchangeTally, absences: list[tuple[float, float]]) -> None:
         """Fill in the clients' verdicts."""
         self.outcomes = {outcome.value: count for outcome, count in tally.counts.items()}
         self.errors = dict(sorted(tally.errors.items()))
         self.slowest_s = round(tally.slowest_s, 2)
         self.problems += tally.wrong
-        wrong = tally.counts[Outcome.WRONG] + tally.counts[Outcome.UNSETTLED]
+        wrong = tally.counts[ExchangeOutcome.WRONG] + tally.counts[ExchangeOutcome.UNSETTLED]
         if wrong > len(tally.wrong):
             self.problems.append(f"and {wrong - len(tally.wrong)} more wrong or unsettled requests")
         self.problems += [f"cut while the proxy was there: {cut}" for cut in tally.unexplained_cuts(absences)[:20]]
-        if not tally.counts[Outcome.RIGHT]:
+        if not tally.counts[ExchangeOutcome.RIGHT]:
             self.problems.append("no request was answered right")
 
     def json(self) -> dict[str, Any]:
         return {"verdict": "ok" if self.ok else "failed", **asdict(self)}
 
 
-def live(title: str, states: dict[str, str], held: dict[str, Held], tally: Tally, running: int, last: str) -> Table:
+def live(
+    title: str, states: dict[str, str], held: dict[str, HeldResources], tally: ExchangeTally, running: int, last: str
+) -> Table:
     caption = plain(_counts(tally, running) + last)
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     for name in ("process", "state", "blocks", "quarantined", "transfers", "sessions"):
@@ -93,18 +95,18 @@ def live(title: str, states: dict[str, str], held: dict[str, Held], tally: Tally
     return table
 
 
-def _counts(tally: Tally, running: int) -> str:
+def _counts(tally: ExchangeTally, running: int) -> str:
     counts = ", ".join(f"{count} {outcome.value}" for outcome, count in tally.counts.items() if count)
     return f"{running} running, {counts or 'none settled yet'}\n"
 
 
-def line(at_s: float, states: dict[str, str], tally: Tally, running: int) -> str:
+def line(at_s: float, states: dict[str, str], tally: ExchangeTally, running: int) -> str:
     """The same on one line, for output to a file or pipe."""
     away = [label for label, state in states.items() if state != "up"]
     return f"{at_s:6.1f} s  {_counts(tally, running).strip()}" + (f"; away: {', '.join(away)}" if away else "")
 
 
-def final(verdict: Verdict) -> Table:
+def final(verdict: RunVerdict) -> Table:
     table = Table(title=f"verdict: {'ok' if verdict.ok else 'FAILED'}   (seed {verdict.seed})", title_justify="left")
     table.add_column("what")
     table.add_column("value")

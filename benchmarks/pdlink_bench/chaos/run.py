@@ -19,7 +19,7 @@ from rich.live import Live
 from pdlink.observe.plain import plain
 from pdlink_bench.chaos import ledger, report
 from pdlink_bench.chaos.faults import LocalDeployment
-from pdlink_bench.chaos.load import Load, NoAnswers, all_answers, invalid
+from pdlink_bench.chaos.load import ChaosLoad, NoAnswers, all_answers, invalid
 from pdlink_bench.chaos.schedule import LOAD, Fault, Kind, schedule
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _FD_SLACK = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunSettings:
     command: str
     seed: int
     seconds: float
@@ -51,8 +51,13 @@ class Plan:
 
 
 async def run_local(
-    plan: Plan, prefill: WorkerConfig, decode: WorkerConfig, num_prefill: int, num_decode: int, faults: LinkFaults
-) -> report.Verdict:
+    plan: RunSettings,
+    prefill: WorkerConfig,
+    decode: WorkerConfig,
+    num_prefill: int,
+    num_decode: int,
+    faults: LinkFaults,
+) -> report.RunVerdict:
     """Start a deployment, inject faults, judge it, end it. Raises ChildFailed, NoAnswers before the first fault."""
     before = ledger.segments()
     local = LocalDeployment(prefill, decode, num_prefill, num_decode, faults)
@@ -62,7 +67,7 @@ async def run_local(
             cases = await all_answers(
                 session, local.url_of(local.workers[-1]), plan.seed, decode.model.name, _ANSWER_S
             )
-            load = Load(
+            load = ChaosLoad(
                 session,
                 local.url,
                 cases,
@@ -80,7 +85,7 @@ async def run_local(
     return verdict
 
 
-async def run_remote(plan: Plan, url: str, deadline_s: float) -> report.Verdict:
+async def run_remote(plan: RunSettings, url: str, deadline_s: float) -> report.RunVerdict:
     """The same against a running deployment, with clients' faults only. Raises NoAnswers."""
     async with _session() as session:
         try:
@@ -91,7 +96,7 @@ async def run_remote(plan: Plan, url: str, deadline_s: float) -> report.Verdict:
         except (TimeoutError, aiohttp.ClientError, OSError, KeyError, TypeError, ValueError, StopIteration) as error:
             raise NoAnswers(f"{url}/health does not describe a pdlink proxy with its workers: {error!r}") from None
         cases = await all_answers(session, url, plan.seed, model, _ANSWER_S)
-        load = Load(session, url, cases, invalid(model), seed=plan.seed, deadline_s=deadline_s, rate=plan.rate)
+        load = ChaosLoad(session, url, cases, invalid(model), seed=plan.seed, deadline_s=deadline_s, rate=plan.rate)
         return await _Run(
             plan, session, load, lambda: {name: entry["url"] for name, entry in workers.items()}, None
         ).through()
@@ -111,21 +116,21 @@ class _Run:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RunSettings,
         session: aiohttp.ClientSession,
-        load: Load,
+        load: ChaosLoad,
         workers: Callable[[], dict[str, str]],
         local: LocalDeployment | None,
     ) -> None:
         """workers: label to base URL. local: the deployment for faults; None for another's workers."""
         self._plan, self._session, self._load = plan, session, load
         self._workers, self._local = workers, local
-        self._verdict = report.Verdict(plan.command, plan.seed, plan.seconds)
+        self._verdict = report.RunVerdict(plan.command, plan.seed, plan.seconds)
         self._console = Console(stderr=True)
         self._last = ""
         self._started_s = time.monotonic()
 
-    async def through(self) -> report.Verdict:
+    async def through(self) -> report.RunVerdict:
         plan, load, verdict, local = self._plan, self._load, self._verdict, self._local
         looking = asyncio.create_task(self._look())
         try:
@@ -213,7 +218,7 @@ class _Run:
     def _states(self) -> dict[str, str]:
         return self._local.states() if self._local else dict.fromkeys(self._workers(), "up")
 
-    async def _read(self) -> dict[str, ledger.Held]:
+    async def _read(self) -> dict[str, ledger.HeldResources]:
         states = self._states()
         urls = {label: url for label, url in self._workers().items() if states.get(label) == "up"}
         held = await asyncio.gather(*(ledger.read(self._session, url) for url in urls.values()))
@@ -233,13 +238,13 @@ class _Run:
             await asyncio.sleep(_LOOK_S)
         self._note_moved(held)
         for label in self._workers():
-            worker = held.get(label, ledger.Held(unreadable="is not there"))
+            worker = held.get(label, ledger.HeldResources(unreadable="is not there"))
             if not worker.idle:
                 self._verdict.leaked_blocks += worker.leaked
                 self._verdict.held[label] = str(worker)
                 self._verdict.problems.append(f"{label} holds after {limit_s:.0f} s without requests: {worker}")
 
-    def _note_moved(self, held: dict[str, ledger.Held]) -> None:
+    def _note_moved(self, held: dict[str, ledger.HeldResources]) -> None:
         """A run in which no KV crossed proves nothing about the link."""
         nbytes = sum(worker.moved_nbytes for worker in held.values())
         self._verdict.moved_mib = round(nbytes / 2**20, 1)

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pdlink.endpoint.channel import Channel, QueueFull
-from pdlink.transport.base import BatchDone, Status
+from pdlink.transport.base import BatchDone, BatchStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -174,7 +174,7 @@ class SlowLink:
         """Add these reports; returns the reports that are due now, in order for each peer."""
         now, out = self._clock(), []
         for item in occurrences:
-            if isinstance(item, BatchDone) and item.status is Status.OK:
+            if isinstance(item, BatchDone) and item.status is BatchStatus.OK:
                 self._free_s = max(self._free_s, now) + item.nbytes / self._nbytes_per_s
                 self._held.append((self._free_s, item))
             else:  # failures and fences do not wait; earlier reports of the same peer go first

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .figures import CASES, MAPPED, UCX, Figure, Run, table
+from .figures import CASES, MAPPED, UCX, GpuFigure, Run, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run_all(args.out, args.only or list(CASES))
 
 
-def _cases() -> dict[str, Callable[[], list[Figure]]]:
+def _cases() -> dict[str, Callable[[], list[GpuFigure]]]:
     """Imported here: showing a table needs no torch."""
     from . import kernels, links, tiers
 
@@ -102,7 +102,7 @@ def _run_all(out: Path, cases: Sequence[str]) -> int:
         else:
             del run.failures[case]
             run.machine = part["machine"]
-            run.figures += [Figure(**one) for one in part["figures"]]
+            run.figures += [GpuFigure(**one) for one in part["figures"]]
         run.write(out)
     print(table(run.complete()))
     return 1 if any(case in run.failures for case in cases) else 0

@@ -28,7 +28,7 @@ MAPPED, UCX = "two processes, mapped-cuda", "two processes, UCX cuda_ipc"
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class Threshold:
     """What the figure of a name has to reach, on an H100."""
 
     figure: str
@@ -39,17 +39,17 @@ class Bar:
 
 
 BARS = (
-    Bar("gather, one launch", "kernels", 0.85, "of the device-to-device copy"),
-    Bar("scatter, one launch", "kernels", 0.85, "of the device-to-device copy"),
-    Bar("NHD to HND", "kernels", 0.75, "of the device-to-device copy"),
-    Bar("device to pinned host, layer by layer", "host", 0.95, "of one large copy"),
-    Bar("mapped-cuda against UCX", "ucx", 2.0, "times UCX cuda_ipc"),
-    Bar("exposed transfer time", "exposed", 2 / 32, "of the transfer", at_most=True),
+    Threshold("gather, one launch", "kernels", 0.85, "of the device-to-device copy"),
+    Threshold("scatter, one launch", "kernels", 0.85, "of the device-to-device copy"),
+    Threshold("NHD to HND", "kernels", 0.75, "of the device-to-device copy"),
+    Threshold("device to pinned host, layer by layer", "host", 0.95, "of one large copy"),
+    Threshold("mapped-cuda against UCX", "ucx", 2.0, "times UCX cuda_ipc"),
+    Threshold("exposed transfer time", "exposed", 2 / 32, "of the transfer", at_most=True),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class GpuFigure:
     """One measurement beside what it is compared with, both of this run."""
 
     name: str
@@ -63,7 +63,7 @@ class Figure:
     note: str = ""
 
     @property
-    def bar(self) -> Bar | None:
+    def bar(self) -> Threshold | None:
         return next((bar for bar in BARS if bar.figure == self.name), None)
 
     @property
@@ -82,21 +82,23 @@ class Run:
 
     machine: dict[str, Any] = field(default_factory=dict)
     stages: list[dict[str, str]] = field(default_factory=list)
-    figures: list[Figure] = field(default_factory=list)
+    figures: list[GpuFigure] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     """Why a case gave no figures."""
 
-    def complete(self) -> list[Figure]:
+    def complete(self) -> list[GpuFigure]:
         """The figures, comparisons of two of them, and a row for every bar without a measurement."""
         known = {one.name: one for one in self.figures}
         name, ours, theirs = "mapped-cuda against UCX", known.get(MAPPED), known.get(UCX)
         if ours and theirs and ours.seconds and theirs.seconds:
-            known[name] = Figure(name, ours.seconds, ours.gb_per_s, UCX, theirs.seconds / ours.seconds)
+            known[name] = GpuFigure(name, ours.seconds, ours.gb_per_s, UCX, theirs.seconds / ours.seconds)
         elif reasons := [one.note for one in (ours, theirs) if one and one.seconds is None]:
-            known[name] = Figure(name, None, note=reasons[0])
+            known[name] = GpuFigure(name, None, note=reasons[0])
         for bar in BARS:
             if bar.figure not in known:
-                known[bar.figure] = Figure(bar.figure, None, note=self.failures.get(bar.case, f"no case {bar.case}"))
+                known[bar.figure] = GpuFigure(
+                    bar.figure, None, note=self.failures.get(bar.case, f"no case {bar.case}")
+                )
         return list(known.values())
 
     def write(self, path: Path) -> None:
@@ -122,8 +124,8 @@ class Run:
         if not path.exists():
             return cls()
         content = json.loads(path.read_text(encoding="utf-8"))
-        names = set(Figure.__dataclass_fields__)
-        figures = [Figure(**{key: one[key] for key in names}) for one in content["figures"]]
+        names = set(GpuFigure.__dataclass_fields__)
+        figures = [GpuFigure(**{key: one[key] for key in names}) for one in content["figures"]]
         measured = set(content["measured"])
         return cls(
             content["machine"],
@@ -133,7 +135,7 @@ class Run:
         )
 
 
-def table(figures: Sequence[Figure]) -> str:
+def table(figures: Sequence[GpuFigure]) -> str:
     """Short, for the end of a log; the rows with a bar come last."""
     rows = [("what", "ms", "GB/s", "ratio", "bar", "", "")]
     for one in sorted(figures, key=lambda one: one.bar is not None):

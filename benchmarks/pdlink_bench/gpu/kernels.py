@@ -10,7 +10,7 @@ import torch
 
 from pdlink.cuda import ops
 
-from .figures import Figure
+from .figures import GpuFigure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,7 @@ COPY = "device-to-device copy"
 REPEATS = 21
 
 
-def run() -> list[Figure]:
+def run() -> list[GpuFigure]:
     device = torch.device("cuda", 0)
     planes, rows, slots = pages(device)
     row_planes = [row[:, None] for row in rows]
@@ -30,13 +30,13 @@ def run() -> list[Figure]:
     source = torch.randn_like(rows)
     copy_s = device_s(lambda: rows.copy_(source))
     copy = 2 * nbytes / copy_s / 1e9
-    figures = [Figure(COPY, copy_s, copy)]
+    figures = [GpuFigure(COPY, copy_s, copy)]
 
     def add(name: str, work: Callable[[], object], moved: int) -> None:
         seconds = device_s(work)
         speed = moved / seconds / 1e9
         note = f"{host_s(work) * 1e6:.0f} us of CPU"
-        figures.append(Figure(name, seconds, speed, COPY, speed / copy, note))
+        figures.append(GpuFigure(name, seconds, speed, COPY, speed / copy, note))
 
     add("gather, one launch", lambda: ops.reshape(planes, row_planes, slots, None), 2 * nbytes)
     add("scatter, one launch", lambda: ops.reshape(row_planes, planes, None, slots), 2 * nbytes)
@@ -53,12 +53,12 @@ def run() -> list[Figure]:
     return figures
 
 
-def run_to_host() -> list[Figure]:
+def run_to_host() -> list[GpuFigure]:
     """A layer is gathered on one stream and copied on another, two layers under way; beside one large copy."""
     planes, rows, slots = pages(torch.device("cuda", 0))
     host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
     whole_s = called_s(lambda: host.copy_(rows, non_blocking=True), repeats=7)
-    figures = [Figure("device to pinned host, one copy", whole_s, rows.nbytes / whole_s / 1e9)]
+    figures = [GpuFigure("device to pinned host, one copy", whole_s, rows.nbytes / whole_s / 1e9)]
     copies = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     staging = [torch.empty_like(rows[:2]) for _ in range(2)]
     copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
@@ -89,7 +89,7 @@ def run_to_host() -> list[Figure]:
         expected = torch.stack([plane.flatten(0, 1)[slots] for plane in planes[-2:]]).cpu()
         if not torch.equal(host[-2:], expected):
             raise RuntimeError(f"{name}: other bytes arrived")
-        figures.append(Figure(name, seconds, rows.nbytes / seconds / 1e9, "one copy", whole_s / seconds))
+        figures.append(GpuFigure(name, seconds, rows.nbytes / seconds / 1e9, "one copy", whole_s / seconds))
     return figures
 
 

@@ -29,14 +29,14 @@ from pdlink.errors import PdlinkError
 from pdlink.kv.layout import Piece
 from pdlink.memory.borrowed import borrow
 from pdlink.node.layer_order import LayerOrder
-from pdlink.transport.base import BatchDone, Status
+from pdlink.transport.base import BatchDone, BatchStatus
 from pdlink.transport.mapped import MappedTransport
 from pdlink.transport.mapped_cuda import MappedCudaTransport
 from pdlink.transport.staged import StagedMapped, StagedTcp
 from pdlink.transport.tcp import TcpTransport
 from pdlink.transport.ucx import UcxTransport
 
-from .figures import Figure
+from .figures import GpuFigure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,7 +108,7 @@ def own_pool(transport_name: str, pipe: Connection) -> None:
     pool.close()
 
 
-class Link:
+class GpuLink:
     """The writer's side, and the owner's process."""
 
     def __init__(self, transport_name: str) -> None:
@@ -159,7 +159,7 @@ class Link:
             if not select.select([self.transport.fileno()], [], [], deadline - time.monotonic())[0]:
                 raise TimeoutError("batches are missing")
             for one in self.transport.poll():
-                if not isinstance(one, BatchDone) or one.status is not Status.OK:
+                if not isinstance(one, BatchDone) or one.status is not BatchStatus.OK:
                     raise RuntimeError(f"the push failed: {one}")
                 self.open_batches.discard(one.ticket)
 
@@ -182,7 +182,7 @@ class Link:
         self.pool.close()
 
 
-def push_s(link: Link) -> float:
+def push_s(link: GpuLink) -> float:
     """Seconds from the first submission to the last report; the median of the rounds."""
     times = []
     for _ in range(ROUNDS + 2):
@@ -194,10 +194,10 @@ def push_s(link: Link) -> float:
     return statistics.median(times[2:])
 
 
-class Prefill:
+class ForwardPass:
     """One forward pass over TOKENS tokens of a model as large as an 8-billion-parameter one, weights repeated."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: GpuLink) -> None:
         def weight(rows: int, columns: int) -> torch.Tensor:
             return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16).mul_(rows**-0.5)
 
@@ -252,28 +252,28 @@ class Prefill:
         self._order.close()
 
 
-def run(transport_name: str, title: str) -> list[Figure]:
+def run(transport_name: str, title: str) -> list[GpuFigure]:
     """A push over one transport, checked at the owner's. A transport that cannot work here says why."""
     try:
-        link = Link(transport_name)
+        link = GpuLink(transport_name)
     except (PdlinkError, ConnectionError) as error:
-        return [Figure(title, None, note=f"{type(error).__name__}: {error}")]
+        return [GpuFigure(title, None, note=f"{type(error).__name__}: {error}")]
     try:
         seconds = push_s(link)
         if not link.landed():
             raise RuntimeError(f"{transport_name}: the owner holds other bytes than were pushed")
         note = f"lane {link.transport.lane('owner')}"
-        return [Figure(title, seconds, PUSH_NBYTES / seconds / 1e9, note=note)]
+        return [GpuFigure(title, seconds, PUSH_NBYTES / seconds / 1e9, note=note)]
     finally:
         link.close()
 
 
-def run_exposed() -> list[Figure]:
+def run_exposed() -> list[GpuFigure]:
     """How much longer a prefill takes when it is pushed meanwhile, as a share of the push alone."""
-    link = Link("mapped-cuda")
+    link = GpuLink("mapped-cuda")
     try:
         transfer_s = push_s(link)
-        prefill = Prefill(link)
+        prefill = ForwardPass(link)
         with_s, without_s, tails = [], [], []
         for _ in range(2):
             prefill.run_s(link.submit, link.wait)
@@ -300,6 +300,6 @@ def run_exposed() -> list[Figure]:
     )
     tail_s = statistics.median(tails)
     return [
-        Figure("exposed transfer time", seconds, ratio=seconds / transfer_s, note=note),
-        Figure("last report after the last kernel", tail_s, ratio=tail_s / transfer_s, against="the transfer"),
+        GpuFigure("exposed transfer time", seconds, ratio=seconds / transfer_s, note=note),
+        GpuFigure("last report after the last kernel", tail_s, ratio=tail_s / transfer_s, against="the transfer"),
     ]

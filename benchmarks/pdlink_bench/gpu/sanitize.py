@@ -7,7 +7,7 @@ import sys
 import torch
 
 from pdlink import _cuda
-from pdlink.cuda.driver import Device, Stream
+from pdlink.cuda.driver import CudaStream, Device
 from pdlink.cuda.kernels import Kernels
 
 BLOCKS, BLOCK_TOKENS, HEADS = 7, 3, 3
@@ -93,7 +93,7 @@ def main() -> int:
     device = Device(0)
     device.open()
     kernels = Kernels(device)
-    Stream(device).close()
+    CudaStream(device).close()
     seen = {reshape_case(kernels, *case, flat=flat) for case in CASES for flat in (True, False)}
     seen |= {runs_case(kernels, shift) for shift in (0, 4, 1)}
     missing = set(_cuda.kernel_names()) - seen

@@ -20,7 +20,7 @@ from pdlink.store.policies.registry import make_policy
 from pdlink.store.source import StoreSource
 from pdlink.store.store import Store
 
-from .figures import Figure
+from .figures import GpuFigure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 BLOCK_TOKENS, CHUNK_TOKENS, WAIT_S = 16, 256, 30.0
 
 
-def run() -> list[Figure]:
+def run() -> list[GpuFigure]:
     with closing(Device(0)) as device:
         device.open()
         return [*measured(device), *measured(device, order="LPBHT")[:2]]
@@ -47,7 +47,7 @@ def measured(
     order: str = "LPBTH",
     image: bytes | None = None,
     ways: Ways | None = None,
-) -> list[Figure]:
+) -> list[GpuFigure]:
     """tokens: of whole chunks. Medians of `repeats`, after one that pins the arena. image, ways: as of `GpuPages`.
 
     order: of the pages' axes, NHD by default; of HND ones ("LPBHT") each head of a token goes alone.
@@ -97,16 +97,16 @@ def measured(
         figures = [
             _figure(f"{kind} to arena, layer by layer", statistics.median(stored[1:]), nbytes, outwards_s),
             _figure(f"arena to {kind}, layer by layer", statistics.median(loaded[1:]), nbytes, inwards_s),
-            Figure(f"{kind} to arena, the first time", stored[0], nbytes / stored[0] / 1e9, note="pins the arena"),
+            GpuFigure(f"{kind} to arena, the first time", stored[0], nbytes / stored[0] / 1e9, note="pins the arena"),
         ]
         for row in gpu.ways.table:
             name = f"runs of {row.run_nbytes >> 10} KiB {'to' if row.to_device else 'from'} the GPU, copy engine"
-            figures.append(Figure(name, row.engine_s, against="kernel", ratio=row.kernel_s / row.engine_s))
+            figures.append(GpuFigure(name, row.engine_s, against="kernel", ratio=row.kernel_s / row.engine_s))
     return figures
 
 
-def _figure(name: str, seconds: float, nbytes: int, whole_s: float) -> Figure:
-    return Figure(name, seconds, nbytes / seconds / 1e9, "one large copy", whole_s / seconds)
+def _figure(name: str, seconds: float, nbytes: int, whole_s: float) -> GpuFigure:
+    return GpuFigure(name, seconds, nbytes / seconds / 1e9, "one large copy", whole_s / seconds)
 
 
 def _median(repeats: int, work: Callable[[], object]) -> float:

@@ -16,7 +16,7 @@ from pdlink.reasons import Code, Reason
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from pdlink.integrations.sglang_parts.ends import End
+    from pdlink.integrations.sglang_parts.ends import NodeEnd
     from pdlink.node.node import Incoming
 
 
@@ -29,7 +29,7 @@ class _Received:
     """By part, where it is to land; parts of nothing are left out."""
     aux_row: int
     incoming: dict[int, Incoming] = field(default_factory=dict)
-    ports: list[tuple[End, str]] = field(default_factory=list)
+    ports: list[tuple[NodeEnd, str]] = field(default_factory=list)
     answered: bool = False
     stopped: bool = False
 
@@ -74,7 +74,7 @@ class DecodeRooms:
         return transfer_id
 
     def sender_is_at(
-        self, room: int, transfer_id: str, senders: Mapping[int, tuple[End, str]], *, needs_kv: bool = True
+        self, room: int, transfer_id: str, senders: Mapping[int, tuple[NodeEnd, str]], *, needs_kv: bool = True
     ) -> None:
         """Let the nodes at these addresses write, by part. Late news of an earlier request counts for nothing.
 
@@ -185,7 +185,9 @@ class DecodeRooms:
             self._failed(room, incoming.error.reason)
 
 
-def _receive(received: _Received, number: int, end: End, name: str, address: str, places: Sequence[int]) -> Incoming:
+def _receive(
+    received: _Received, number: int, end: NodeEnd, name: str, address: str, places: Sequence[int]
+) -> Incoming:
     prefix = received.prefix_pages if number == KV else 0
     table = [0] * prefix + list(places)
     incoming = received.incoming[number] = end.port.receive(

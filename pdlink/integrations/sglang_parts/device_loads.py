@@ -15,7 +15,7 @@ from pdlink.integrations.sglang_parts.hicache import plan_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdlink.memory.buffers import Event
+    from pdlink.memory.buffers import StreamEvent
     from pdlink.store.blocks import RecordPlan
     from pdlink.store.gpu_copying import LayerCopies
     from pdlink.store.gpu_pages import Job, Mark
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     """Told of each layer once, in order, in any thread."""
 
 
-class Load:
+class DeviceLoad:
     """The records of one prompt, leased until it is closed. Used by one thread."""
 
     def __init__(self, source: StoreSource, fetch: AnyFetch, num_pages: int, pages: Callable[[], list[int]]) -> None:
@@ -53,8 +53,8 @@ class LoadBatch:
         self,
         source: StoreSource,
         copies: LayerCopies,
-        loads: Sequence[Load],
-        ready: Event | None,
+        loads: Sequence[DeviceLoad],
+        ready: StreamEvent | None,
         mark: Mark | None,
     ) -> None:
         """ready, mark: on a GPU, behind what may still use the pages; numbers of pages can be read after `ready`."""

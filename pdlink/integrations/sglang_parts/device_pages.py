@@ -6,14 +6,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pdlink.errors import TransferFailed
-from pdlink.integrations.sglang_parts.device_loads import Load, LoadBatch
+from pdlink.integrations.sglang_parts.device_loads import DeviceLoad, LoadBatch
 from pdlink.integrations.sglang_parts.gpu import to_host
 from pdlink.integrations.sglang_parts.hicache import open_records, plan_of
 from pdlink.integrations.sglang_parts.host_pool import pages_at
 from pdlink.integrations.sglang_parts.pages import StillCopied
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
 from pdlink.kv.layout import KVLayout, LayerLayout, Part
-from pdlink.memory.borrowed import Place, borrow_place
+from pdlink.memory.borrowed import BorrowedPlace, borrow_place
 from pdlink.store.gpu_copying import LayerCopies
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from pdlink.integrations.sglang_parts.hicache import RankScheme
     from pdlink.integrations.sglang_parts.settings import StoreSettings
-    from pdlink.memory.buffers import AnyBuffer, Event
+    from pdlink.memory.buffers import AnyBuffer, StreamEvent
     from pdlink.store.gpu_pages import Mark
     from pdlink.store.slots import Slot
 
@@ -81,7 +81,7 @@ def layout_of(pool: Any, page_tokens: int) -> tuple[KVLayout, list[AnyBuffer]]:
     layout = KVLayout(dtype, page_tokens, slots // page_tokens, num_heads, head, layers)
     gpu = first.device.index if first.device.type == "cuda" else None
     return layout, [
-        borrow_place(Place(one.data_ptr(), one.numel() * one.element_size(), gpu, one)) for one in tensors
+        borrow_place(BorrowedPlace(one.data_ptr(), one.numel() * one.element_size(), gpu, one)) for one in tensors
     ]
 
 
@@ -133,12 +133,12 @@ class DevicePages:
         there = to_host(slots)
         return lambda: pages_at(there, self._page)
 
-    def begin(self, hashes: Sequence[str], pages: Pages) -> Load | None:
+    def begin(self, hashes: Sequence[str], pages: Pages) -> DeviceLoad | None:
         """Hold the records of these pages until they are loaded; None if the store has not all of them."""
         fetch = self.records.hold(hashes, "linker")
-        return None if fetch is None else Load(self.source, fetch, len(hashes), pages)
+        return None if fetch is None else DeviceLoad(self.source, fetch, len(hashes), pages)
 
-    def batch(self, loads: Sequence[Load]) -> LoadBatch:
+    def batch(self, loads: Sequence[DeviceLoad]) -> LoadBatch:
         """For the pass that computes these prompts. On a GPU it follows what was launched by now."""
         return LoadBatch(self.source, self._copies, loads, *self._launched())
 
@@ -162,7 +162,7 @@ class DevicePages:
 
         return store
 
-    def _launched(self) -> tuple[Event | None, Mark | None]:
+    def _launched(self) -> tuple[StreamEvent | None, Mark | None]:
         """On a GPU an event behind the numbers of pages, and a mark behind all that writes the pool."""
         if self.source.gpu is None:
             return None, None

@@ -40,7 +40,7 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True)
-class End:
+class NodeEnd:
     """A node, and how a rank's layers are counted there."""
 
     port: EnginePort
@@ -51,7 +51,7 @@ class End:
     num_groups: int
 
 
-class Rank(NamedTuple):
+class RankShare(NamedTuple):
     """Which part of the model's KV a process has."""
 
     tp: tuple[int, int]
@@ -66,14 +66,14 @@ class Rank(NamedTuple):
         return range(first := rank * self.num_heads // size, first + max(1, self.num_heads // size))
 
 
-def shared_heads(mine: Rank, theirs: tuple[int, int]) -> tuple[int, int] | None:
+def shared_heads(mine: RankShare, theirs: tuple[int, int]) -> tuple[int, int] | None:
     """The heads that go from one rank to another one; None: all of each.
 
     Raises UnsupportedSglang for ranks that share none.
     """
     if mine.tp[1] == theirs[1] or not mine.num_heads:
         return None
-    here, there = mine.heads, Rank(theirs, mine.num_heads).heads
+    here, there = mine.heads, RankShare(theirs, mine.num_heads).heads
     both = range(max(here.start, there.start), min(here.stop, there.stop))
     if not both or max(mine.tp[1], theirs[1]) % min(mine.tp[1], theirs[1]):
         raise UnsupportedSglang(
@@ -84,7 +84,7 @@ def shared_heads(mine: Rank, theirs: tuple[int, int]) -> tuple[int, int] | None:
     return both.start, len(both)
 
 
-def comes_from_another(theirs: Rank, mine: tuple[int, int]) -> bool:
+def comes_from_another(theirs: RankShare, mine: tuple[int, int]) -> bool:
     """Whether decode rank `mine` gets the heads of this prefill rank from an earlier one, which has the same.
 
     A decode rank asks as many neighbouring prefill ranks as there are for each of decode's (SGLang 0.5.23,
@@ -94,10 +94,10 @@ def comes_from_another(theirs: Rank, mine: tuple[int, int]) -> bool:
     if not theirs.num_heads or mine[1] >= size:
         return False
     first_asked = mine[0] * (size // mine[1])
-    return any(Rank((other, size), theirs.num_heads).heads == theirs.heads for other in range(first_asked, rank))
+    return any(RankShare((other, size), theirs.num_heads).heads == theirs.heads for other in range(first_asked, rank))
 
 
-def cut_of(whole: KVGroups, layer_ids: Sequence[int], cut: Cut, rank: Rank) -> KVGroups:
+def cut_of(whole: KVGroups, layer_ids: Sequence[int], cut: Cut, rank: RankShare) -> KVGroups:
     """The layout of a cut over the same memory. A page is [token, head, element] inside.
 
     Raises UnsupportedSglang for layers that this rank does not have, and for pages that are not made of its heads.
@@ -113,7 +113,7 @@ def _layers_of(layout: KVLayout, chosen: Sequence[int]) -> KVLayout:
     return replace(layout, layers=tuple(layout.layers[index] for index in chosen))
 
 
-def _heads_of(layout: KVLayout, heads: tuple[int, int] | None, rank: Rank) -> KVLayout:
+def _heads_of(layout: KVLayout, heads: tuple[int, int] | None, rank: RankShare) -> KVLayout:
     if heads is None:
         return layout
     here, (first, count) = rank.heads, heads
@@ -151,25 +151,25 @@ class Ends:
         self.memory, self._content = memory, content
         self._whole, self._layer_ids, self._states, self._open_node = whole, tuple(layer_ids), states, open_node
         self._lock = threading.Lock()
-        self._opened: dict[Cut | int, End] = {}
+        self._opened: dict[Cut | int, NodeEnd] = {}
         self._closed = False
         self._stop_watching = HERE.when_changed(self._weights_changed)
         self.everything = Cut(None, self._layer_ids)
         self.kv(self.everything, None)
 
-    def kv(self, cut: Cut, rank: Rank | None) -> End:
+    def kv(self, cut: Cut, rank: RankShare | None) -> NodeEnd:
         """rank: of this process; not needed for a cut of all heads. Raises UnsupportedSglang, and what Node does."""
         with self._lock:
             if cut not in self._opened:
                 groups = self._whole
                 if cut != self.everything:
-                    groups = cut_of(self._whole, self._layer_ids, cut, rank or Rank((0, 1), 0))
+                    groups = cut_of(self._whole, self._layer_ids, cut, rank or RankShare((0, 1), 0))
                 suffix = "" if cut == self.everything else f"/{cut.name}"
                 meaning = f"heads {cut.heads} layers {cut.layers}"
                 self._opened[cut] = self._end(groups, suffix, meaning, _by_layer(groups, len(cut.layers)))
             return self._opened[cut]
 
-    def state(self, number: int) -> End:
+    def state(self, number: int) -> NodeEnd:
         """Of one pool beside the KV. Raises what Node does."""
         with self._lock:
             if number not in self._opened:
@@ -179,14 +179,14 @@ class Ends:
                 self._opened[number] = self._end(groups, f"/s{number}", f"state {number}", layers)
             return self._opened[number]
 
-    def _end(self, groups: KVGroups, suffix: str, meaning: str, layers: tuple[tuple[int, ...], ...]) -> End:
+    def _end(self, groups: KVGroups, suffix: str, meaning: str, layers: tuple[tuple[int, ...], ...]) -> NodeEnd:
         if self._closed:
             raise UnsupportedSglang("this rank is closed")
         node = self._open_node(groups, suffix, meaning)
-        return End(EnginePort(node), layers, groups.layouts[0].block_tokens, len(groups.layouts))
+        return NodeEnd(EnginePort(node), layers, groups.layouts[0].block_tokens, len(groups.layouts))
 
     @property
-    def own(self) -> End:
+    def own(self) -> NodeEnd:
         """The one for a peer with the same ranks."""
         return self.kv(self.everything, None)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pdlink.integrations.sglang_parts.rooms import PrefillRooms
-    from pdlink.memory.buffers import Event
+    from pdlink.memory.buffers import StreamEvent
 
     Act = Callable[[], None]
     Failed = Callable[[Reason], None]
@@ -37,7 +37,7 @@ _STOP_S: Final = 5.0
 class GpuOrder:
     """Of one rank. Every method may be called from any thread."""
 
-    def __init__(self, make_event: Callable[[], Event], synchronize: Callable[[], None], index: int) -> None:
+    def __init__(self, make_event: Callable[[], StreamEvent], synchronize: Callable[[], None], index: int) -> None:
         """make_event, synchronize: of the rank's GPU, whose number is `index`."""
         self._synchronize, self._index = synchronize, index
         self._written = LayerOrder(make_event)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pdlink.integrations.loaded_weights import HERE
 from pdlink.integrations.sglang_parts import pool, versions
 from pdlink.integrations.sglang_parts.allocation import ALLOCATION
-from pdlink.integrations.sglang_parts.ends import Ends, Rank
+from pdlink.integrations.sglang_parts.ends import Ends, RankShare
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
 from pdlink.node.node import Node
 from pdlink.protocol.deadlines import Deadlines
@@ -48,13 +48,13 @@ def names_of(args: Any) -> str:
     return ", ".join(str(getattr(kind, "value", kind)) for kind in args.state_types)
 
 
-def rank_of(manager: Any, other: tuple[int, int] | None) -> Rank:
+def rank_of(manager: Any, other: tuple[int, int] | None) -> RankShare:
     """This process among the ranks that share the model's heads. The model's config is read where the other server
     has another number of ranks (other), or for a cut (None)."""
     tp = (manager.attn_tp_rank, manager.attn_tp_size)
     if manager.is_mla_backend or (other is not None and other[1] == tp[1]):
-        return Rank(tp, 0)
-    return Rank(tp, int(versions.model_config(manager.server_args).get_total_num_kv_heads()))
+        return RankShare(tp, 0)
+    return RankShare(tp, int(versions.model_config(manager.server_args).get_total_num_kv_heads()))
 
 
 def first_layer(args: Any, server_args: Any) -> int:

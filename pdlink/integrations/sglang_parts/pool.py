@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
 from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout, LayerLayout, Part
-from pdlink.memory.borrowed import Place, borrow_place
+from pdlink.memory.borrowed import BorrowedPlace, borrow_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,7 +101,7 @@ def buffers_of(
     places = []
     for pointer, nbytes in zip(pointers, lens, strict=True):
         found: AnyBuffer | None = next((one for one in memory.shared if _holds(one, pointer, nbytes)), None)
-        buffer = found or borrow_place(Place(pointer, nbytes, memory.gpu, memory.owner, memory.stays))
+        buffer = found or borrow_place(BorrowedPlace(pointer, nbytes, memory.gpu, memory.owner, memory.stays))
         if buffer not in buffers:
             buffers.append(buffer)
         places.append((buffers.index(buffer), pointer - buffer.ptr))

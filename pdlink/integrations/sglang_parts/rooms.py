@@ -20,7 +20,7 @@ from pdlink.reasons import Code, Reason
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping, Sequence
 
-    from pdlink.integrations.sglang_parts.ends import End
+    from pdlink.integrations.sglang_parts.ends import NodeEnd
     from pdlink.node.node import Outgoing
 
 KV = -1
@@ -37,7 +37,7 @@ class _Part:
     """One transfer on its way out."""
 
     number: int
-    end: End
+    end: NodeEnd
     transfer_id: str
     prefix: int
     """Units (pages, or places of a state) that are not sent."""
@@ -80,7 +80,7 @@ class PrefillRooms:
         self._busy: Counter[int] = Counter()
         """Transfers of a room that may still read or write pages; more than one where a room is used again."""
 
-    def asked(self, room: int, transfer_id: str, prefix_pages: int, ends: Mapping[int, tuple[End, int]]) -> bool:
+    def asked(self, room: int, transfer_id: str, prefix_pages: int, ends: Mapping[int, tuple[NodeEnd, int]]) -> bool:
         """Decode has room. False if it has asked by this id already.
 
         prefix_pages: of the prompt, which it has. ends: by part that has to travel, where from, and how many pages

@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from pdlink.integrations.sglang_parts.rooms import PrefillRooms
 
 
-class Peer:
+class TransferInfo:
     """What SGLang's code asks of an entry of `transfer_infos`: where decode's manager listens."""
 
-    def __init__(self, ask: wire.Ask) -> None:
+    def __init__(self, ask: wire.RoomAsked) -> None:
         self.endpoint, self.dst_port = ask.host, ask.port
         self.is_dummy, self.required_dst_info_num = ask.dummy, ask.receivers
 

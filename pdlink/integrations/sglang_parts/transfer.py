@@ -35,12 +35,12 @@ from pdlink.config import SglangConfig, load
 from pdlink.errors import PdlinkError
 from pdlink.integrations.sglang_parts import opening, pool, versions, wire
 from pdlink.integrations.sglang_parts.arrivals import DecodeRooms
-from pdlink.integrations.sglang_parts.ends import Cut, Rank, comes_from_another, shared_heads
+from pdlink.integrations.sglang_parts.ends import Cut, RankShare, comes_from_another, shared_heads
 from pdlink.integrations.sglang_parts.giving_up import GivingUp
 from pdlink.integrations.sglang_parts.gpu import GpuOrder
 from pdlink.integrations.sglang_parts.layerwise import Layerwise
 from pdlink.integrations.sglang_parts.rooms import KV, PrefillRooms
-from pdlink.integrations.sglang_parts.stand_ins import Outstanding, Peer
+from pdlink.integrations.sglang_parts.stand_ins import Outstanding, TransferInfo
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
 from pdlink.integrations.trace_file import TraceFile
 from pdlink.reasons import ABORTED, Reason
@@ -49,7 +49,7 @@ from pdlink.store.line import Line
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdlink.integrations.sglang_parts.ends import End
+    from pdlink.integrations.sglang_parts.ends import NodeEnd
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         prefix_pages = (decode_prefix_len or 0) // self.kv_args.page_size
         pages, states = ((), ()) if is_dummy else (kv_indices, state_indices or ())
         transfer_id = self.receiving.open(bootstrap_room, prefix_pages, pages, aux_index or 0, states, dummy=is_dummy)
-        ask = wire.Ask(
+        ask = wire.RoomAsked(
             bootstrap_room,
             transfer_id,
             self.local_ip,
@@ -263,7 +263,7 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
     ) -> list[bytes]:
         aux = self._aux.pop(bootstrap_room, ()) if status == KVPoll.Success else ()
         transfer_ids, rank = self.sending.transfer_ids(bootstrap_room), self._prefill_unique_rank()
-        news = wire.Status(bootstrap_room, transfer_ids, int(status), rank, failure_reason or "", aux)
+        news = wire.RoomStatus(bootstrap_room, transfer_ids, int(status), rank, failure_reason or "", aux)
         return wire.encode(news)
 
     # --- In the listener's thread
@@ -283,15 +283,15 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
             self._aborted(frames)
         elif not self.handle_abort_ack_message(frames):
             message = wire.decode(frames)
-            if isinstance(message, wire.Ask):
+            if isinstance(message, wire.RoomAsked):
                 self._asked(message)
-            elif isinstance(message, wire.Here):
+            elif isinstance(message, wire.PrefillNodes):
                 self._answered(message)
-            elif isinstance(message, wire.Status):
+            elif isinstance(message, wire.RoomStatus):
                 self._ended(message)
 
-    def _asked(self, ask: wire.Ask) -> None:
-        peer, refused = Peer(ask), self._refused.get(ask.room, "")
+    def _asked(self, ask: wire.RoomAsked) -> None:
+        peer, refused = TransferInfo(ask), self._refused.get(ask.room, "")
         addresses: dict[int, str] = {}
         try:
             if not refused:
@@ -306,19 +306,19 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
             self.update_status(ask.room, KVPoll.Failed)
         if refused:
             ids = (ask.transfer_id,)
-            news = wire.Status(ask.room, ids, KVPoll.Failed, self._prefill_unique_rank(), refused)
+            news = wire.RoomStatus(ask.room, ids, KVPoll.Failed, self._prefill_unique_rank(), refused)
             self._send_to(peer, wire.encode(news))
             return
         self.transfer_infos.setdefault(ask.room, {})[ask.transfer_id] = peer
         self.req_to_decode_prefix_len[ask.room] = ask.prefix_pages * self.kv_args.page_size
         if not ask.dummy:
             tp = (self.attn_tp_rank, self.attn_tp_size)
-            here = wire.Here(ask.room, ask.transfer_id, addresses, tp, cut.heads, cut.layers)
+            here = wire.PrefillNodes(ask.room, ask.transfer_id, addresses, tp, cut.heads, cut.layers)
             self._send_to(peer, wire.encode(here))
         if self.sending.num_receivers(ask.room) >= ask.receivers:
             self.update_status(ask.room, KVPoll.WaitingForInput)
 
-    def _ends_for(self, ask: wire.Ask) -> tuple[Cut, dict[int, tuple[End, int]]]:
+    def _ends_for(self, ask: wire.RoomAsked) -> tuple[Cut, dict[int, tuple[NodeEnd, int]]]:
         """What goes to a decode rank, and from where. Raises UnsupportedSglang, and what Node does."""
         rank = opening.rank_of(self, ask.tp)
         heads = shared_heads(rank, ask.tp)
@@ -334,7 +334,7 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         ends = {KV: (self.ends.kv(cut, rank), ask.num_pages)} if ask.num_pages else {}
         return cut, ends | {number: (self.ends.state(number), num) for number, num in enumerate(ask.states) if num}
 
-    def _answered(self, here: wire.Here) -> None:
+    def _answered(self, here: wire.PrefillNodes) -> None:
         try:
             cut = Cut(here.heads, here.layers)
             rank = opening.rank_of(self, here.tp)
@@ -346,14 +346,14 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
             self.receiving.stop(here.room, error.reason)
             self._fail_here(here.room, str(error))
             return
-        needless = comes_from_another(Rank(here.tp, rank.num_heads), rank.tp)
+        needless = comes_from_another(RankShare(here.tp, rank.num_heads), rank.tp)
         offer = partial(self.receiving.sender_is_at, here.room, here.transfer_id, ends, needs_kv=not needless)
         if self.gpu is None:
             offer()
         else:
             self.gpu.after_all(offer, partial(self._lost, here.room))
 
-    def _ended(self, news: wire.Status) -> None:
+    def _ended(self, news: wire.RoomStatus) -> None:
         """Where it is Success, decode's own node may hear a moment later that all is here."""
         mine = self.receiving.which(news.room, news.transfer_ids)
         if mine and news.status == KVPoll.Success:
@@ -361,14 +361,14 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         elif mine:
             self._apply(news)
 
-    def _landed(self, news: wire.Status, mine: str) -> None:
+    def _landed(self, news: wire.RoomStatus, mine: str) -> None:
         try:
             if self.receiving.landed(news.room, mine, lambda row: self.rows.write(row, news.aux)):
                 self._apply(news)
         except UnsupportedSglang as error:
             self._fail_here(news.room, str(error))
 
-    def _apply(self, news: wire.Status) -> None:
+    def _apply(self, news: wire.RoomStatus) -> None:
         if self.request_status.get(news.room) == KVPoll.Failed:
             return  # the first reason stays
         self.apply_prefill_status(
@@ -389,7 +389,7 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         self.sending.end(notice.room, ABORTED)
         self._maybe_ack_drained_abort(notice.room)
 
-    def _send_to(self, peer: Peer, frames: list[bytes]) -> None:
+    def _send_to(self, peer: TransferInfo, frames: list[bytes]) -> None:
         from sglang.srt.utils.network import NetworkAddress
 
         place = NetworkAddress(peer.endpoint, peer.dst_port)

@@ -20,7 +20,7 @@ class BadMessage(RemoteError):
     code = "bad_message"
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
+class RoomAsked(msgspec.Struct, frozen=True, tag="ask"):
     """Decode has pages for a room."""
 
     room: int
@@ -44,7 +44,7 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """It gets everything from another prefill rank, which has the same."""
 
 
-class Here(msgspec.Struct, frozen=True, tag="here"):
+class PrefillNodes(msgspec.Struct, frozen=True, tag="here"):
     """Where the nodes of the prefill rank are."""
 
     room: int
@@ -59,7 +59,7 @@ class Here(msgspec.Struct, frozen=True, tag="here"):
     """SGLang's numbers of the layers that come from here."""
 
 
-class Status(msgspec.Struct, frozen=True, tag="status"):
+class RoomStatus(msgspec.Struct, frozen=True, tag="status"):
     """The end of a room on a prefill rank."""
 
     room: int
@@ -76,7 +76,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Nothing: SGLang registers every decode rank with every prefill rank, and pdlink's nodes do that themselves."""
 
 
-Message = Ask | Here | Status | Hello
+Message = RoomAsked | PrefillNodes | RoomStatus | Hello
 _decoder = msgspec.msgpack.Decoder(Message)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdlink.integrations.vllm_parts.layout import UnsupportedCache
-from pdlink.memory.borrowed import Place, borrow_place
+from pdlink.memory.borrowed import BorrowedPlace, borrow_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,6 +42,6 @@ def regions(
             by_address[address] = len(buffers)
             ours = next((buffer for buffer in shared if buffer.ptr == address), None)
             gpu = tensor.device.index if tensor.device.type == "cuda" else None
-            buffers.append(ours or borrow_place(Place(address, storage.nbytes(), gpu, storage, stays)))
+            buffers.append(ours or borrow_place(BorrowedPlace(address, storage.nbytes(), gpu, storage, stays)))
         places.append((by_address[address], tensor.data_ptr() - address))
     return buffers, places

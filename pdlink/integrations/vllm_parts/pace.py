@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
 
-class Pace:
+class VllmPace:
     """Measured by vLLM's thread; others read `computing` and `receiving`, seconds for tokens."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

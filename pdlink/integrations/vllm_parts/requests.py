@@ -3,8 +3,9 @@
 This half only decides: it opens nothing, reads no clock and does not know vLLM, so every case can be played through
 with plain numbers. The plan travels to the workers with vLLM's own step; `worker.py` acts on it.
 
-A *sending* request is announced when it arrives. Every step that computes a part of its prompt adds a `Chunk`. It is
-kept by vLLM (its blocks are) from its end until the workers report that nothing reads the blocks.
+A *sending* request is announced when it arrives. Every step that computes a part of its prompt adds a
+`ComputedChunk`. It is kept by vLLM (its blocks are) from its end until the workers report that nothing reads the
+blocks.
 
 Blocks are what vLLM has reserved: a list for each group of layers, or the list of the only group. Where a group
 does not keep all tokens (a sliding window, a recurrent state), prefill computes all but the last token of a prompt:
@@ -61,7 +62,7 @@ class Announce:
 
 
 @dataclass(frozen=True, slots=True)
-class Expect:
+class ExpectedRequest:
     """A request whose KV comes from the server at these control addresses, one per shard."""
 
     request_id: str
@@ -73,7 +74,7 @@ class Expect:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class OfferedBlocks:
     """What a request lacks from token `start` on is to be written into its blocks; `blocks[0]` holds token 0."""
 
     request_id: str
@@ -85,7 +86,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ComputedChunk:
     """After this step, layer by layer in it, tokens [start, end) of a request that is to be sent are in its blocks.
 
     The first chunk begins with token 0, also where a prefix was found in the cache: vLLM finds blocks there that
@@ -103,7 +104,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StoppedRequest:
     """This server ends the transfer of a request."""
 
     request_id: str
@@ -119,10 +120,10 @@ class StepPlan:
     announces: list[Announce] = field(default_factory=list)
     complete: list[tuple[str, int]] = field(default_factory=list)
     """Attempts whose prompts have all been announced, and how many those are."""
-    expects: list[Expect] = field(default_factory=list)
-    offers: list[Offer] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    stops: list[Stop] = field(default_factory=list)
+    expects: list[ExpectedRequest] = field(default_factory=list)
+    offers: list[OfferedBlocks] = field(default_factory=list)
+    chunks: list[ComputedChunk] = field(default_factory=list)
+    stops: list[StoppedRequest] = field(default_factory=list)
     store: StorePlan = field(default_factory=StorePlan)
     short: bool = False
     """Requests wait for blocks: prompts that are computed and that nobody asks for are in their way."""
@@ -235,7 +236,7 @@ class RequestBook:
                 receiving.path = leader.path
             if owner == request_id:
                 self._plan.expects.append(
-                    Expect(request_id, transfer_id, len(prompt) - 1, leg.prefill.addresses, adapter)
+                    ExpectedRequest(request_id, transfer_id, len(prompt) - 1, leg.prefill.addresses, adapter)
                 )
             return 0
         left = 0 if self.keeps_all or len(prompt) == 1 else 1
@@ -309,13 +310,13 @@ class RequestBook:
         if request.leads and num_external == 0:
             request.over = True
             request.path.said = kv_path.recomputed(Code.WHOLE_PROMPT) if request.computes_all else kv_path.CACHED
-            self._plan.stops.append(Stop(request_id, Reason(Code.NOT_NEEDED)))
+            self._plan.stops.append(StoppedRequest(request_id, Reason(Code.NOT_NEEDED)))
         elif request.leads:
             if loaded == num_external:
                 request.path.said = kv_path.CACHED
             end = request.num_tokens - 1
             table = cast("AnyTables", tuple(blocks))
-            self._plan.offers.append(Offer(request_id, table, end - num_external, end, after_load=loaded > 0))
+            self._plan.offers.append(OfferedBlocks(request_id, table, end - num_external, end, after_load=loaded > 0))
         return loaded
 
     def step(self, scheduled: Iterable[Scheduled], preempted: Collection[str] = ()) -> StepPlan:
@@ -346,10 +347,12 @@ class RequestBook:
         end = min(part.start + part.count, request.num_tokens)
         request.complete = end == request.num_tokens
         if part.whole and request.started:  # preempted, and nobody said so before its blocks were given away
-            self._plan.stops.append(Stop(part.request_id, Reason(Code.PREEMPTED)))
+            self._plan.stops.append(StoppedRequest(part.request_id, Reason(Code.PREEMPTED)))
         request.started = True
         start = 0 if part.whole else part.start
-        self._plan.chunks.append(Chunk(part.request_id, part.blocks, part.whole, start, end, request.num_tokens))
+        self._plan.chunks.append(
+            ComputedChunk(part.request_id, part.blocks, part.whole, start, end, request.num_tokens)
+        )
 
     def path(self, request_id: str) -> str:
         """Where the KV of this request's prompt came from; empty if it is in no transfer, or that is not known."""
@@ -370,7 +373,7 @@ class RequestBook:
         sending = self._sending.get(request_id)
         if sending is not None:
             if not sending.complete:
-                self._plan.stops.append(Stop(request_id, ABORTED))
+                self._plan.stops.append(StoppedRequest(request_id, ABORTED))
             if loading:  # nothing of it was published
                 self.sent([request_id])
             return not loading
@@ -378,7 +381,7 @@ class RequestBook:
         if receiving is not None and receiving.leads:
             del self._in_use[receiving.transfer_id]
             if not receiving.over:
-                self._plan.stops.append(Stop(request_id, ABORTED))
+                self._plan.stops.append(StoppedRequest(request_id, ABORTED))
         return kept
 
     # -- what the workers report -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """Of a rank among those of its server."""
 
     stage: int
@@ -67,7 +67,7 @@ def dealt(rank: int, num_ranks: int, num_parts: int, what: str = "shards") -> ra
 
 
 def shards_of(
-    place: Place, num_stages: int, num_parts: int, num_contexts: int = 1, *, sends_alike: bool = False
+    place: RankPlace, num_stages: int, num_parts: int, num_contexts: int = 1, *, sends_alike: bool = False
 ) -> list[Shard]:
     """The shards of a rank, ascending; none of one that has another's KV.
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class Segment(NamedTuple):
+class RowSegment(NamedTuple):
     """Of every row of a tensor."""
 
     nbytes: int
@@ -39,7 +39,7 @@ class StateTensor:
     offset: int
     """Bytes from the beginning of the state."""
     rows: int
-    segments: tuple[Segment, ...]
+    segments: tuple[RowSegment, ...]
 
     def part_of(self, page: CacheLayout, index: int, count: int, *, first: bool) -> CacheLayout:
         """Of the layers of `page` this tensor's shard `index` of `count`.
@@ -97,13 +97,13 @@ def inside_of(spec: Any, layers: Sequence[Any]) -> tuple[StateTensor, ...]:
     items = [dtype.itemsize for dtype in spec.dtypes]
     sizes = [prod(shape) * item for shape, item in zip(shapes, items, strict=True)]
     if getattr(spec, "tp_replicated", False):
-        return (StateTensor(f"{dtypes} copied", 0, 1, (Segment(sum(sizes), 0),)),)
+        return (StateTensor(f"{dtypes} copied", 0, 1, (RowSegment(sum(sizes), 0),)),)
     kinds = {_kind_of(layer) for layer in layers}
     kind = kinds.pop() if len(kinds) == 1 else ""
     if len(shapes) != _NUM_TENSORS.get(kind):
         return ()
     heads, *inner = shapes[-1]
-    recurrent = StateTensor(f"{dtypes[-1]} recurrent", sum(sizes[:-1]), 1, (Segment(sizes[-1], heads),))
+    recurrent = StateTensor(f"{dtypes[-1]} recurrent", sum(sizes[:-1]), 1, (RowSegment(sizes[-1], heads),))
     if kind == "linear":
         return (recurrent,)
     first = _dim_first()
@@ -112,7 +112,7 @@ def inside_of(spec: Any, layers: Sequence[Any]) -> tuple[StateTensor, ...]:
     if not widths:
         return ()
     rows, item = (1, items[0] * length) if first else (length, items[0])
-    segments = tuple(Segment(width * item, pieces) for width, pieces in widths)
+    segments = tuple(RowSegment(width * item, pieces) for width, pieces in widths)
     what = f"{dtypes[0]} convolution {'DS' if first else 'SD'}"
     if first:
         what += f" of {length}"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from pdlink.events import Event
-    from pdlink.node.report import Report
+    from pdlink.node.report import NodeReport
     from pdlink.observe.series import Metric
 
 Stats = dict[str, float | list[float]]
@@ -49,7 +49,7 @@ def declared() -> Declared:
     return Declared(registry, Counting(registry, *parts), LinkGauges(registry), StoreGauges(registry))
 
 
-def link_state(reports: Iterable[Report]) -> LinkState:
+def link_state(reports: Iterable[NodeReport]) -> LinkState:
     """Of all shards of a rank together."""
     found = list(reports)
     return LinkState(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class BookedPrompt:
     """All that the KV of a prompt depends on, beside the model."""
 
     request_id: str
@@ -79,7 +79,7 @@ class Looked(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class BlocksToLoad:
     """Tokens [begin, end) are to be copied into the request's blocks; `blocks[0]` holds token 0."""
 
     request_id: str
@@ -108,7 +108,7 @@ class Save:
 class Keep:
     """A request has ended, and all tokens of `prompt`, its answer among them, are in its blocks."""
 
-    prompt: Prompt
+    prompt: BookedPrompt
     blocks: AnyTables
     num_tokens: int
 
@@ -123,12 +123,12 @@ class StorePlan:
     """Requests that ended while they were loading: vLLM gets one report of each, which is the end of the load."""
     reset: str = ""
     """The weights have changed; names the change. What was stored before is not found any more."""
-    prompts: list[Prompt] = field(default_factory=list)
+    prompts: list[BookedPrompt] = field(default_factory=list)
     """Of requests that are named for the first time."""
     drops: list[str] = field(default_factory=list)
     """Requests that do not need what was found."""
     looks: list[Look] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
+    loads: list[BlocksToLoad] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     keeps: list[Keep] = field(default_factory=list)
     num_computed: int = 0
@@ -146,7 +146,7 @@ class _Phase(Enum):
 
 @dataclass(slots=True)
 class _Request:
-    prompt: Prompt
+    prompt: BookedPrompt
     num_tokens: int
     receives: bool = False
     """Another server computes the prompt."""
@@ -207,7 +207,7 @@ class StoreBook:
 
         Raises OverflowError for a token that no vocabulary has.
         """
-        prompt = Prompt(request_id, array("I", tokens).tobytes(), salt, lora, media, adapter)
+        prompt = BookedPrompt(request_id, array("I", tokens).tobytes(), salt, lora, media, adapter)
         self._requests[request_id] = _Request(prompt, len(tokens), receives, keeps)
 
     def missing(self, request_id: str, num_computed: int) -> int | None:
@@ -237,7 +237,7 @@ class StoreBook:
         if count:
             end = request.computed + count
             table = cast("AnyTables", tuple(blocks))
-            self._plan.loads.append(Load(request_id, table, request.computed, end, request.receives))
+            self._plan.loads.append(BlocksToLoad(request_id, table, request.computed, end, request.receives))
             request.phase = _Phase.LOADING
             return count
         if request.phase in (_Phase.ASKED, _Phase.FOUND):

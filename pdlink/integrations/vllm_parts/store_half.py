@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pdlink.integrations.vllm_parts.pace import Pace
+from pdlink.integrations.vllm_parts.pace import VllmPace
 from pdlink.integrations.vllm_parts.store_book import Chosen, Looked
 from pdlink.integrations.vllm_parts.worker import Results
 from pdlink.store.line import Line
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from pdlink.integrations.vllm_parts.adapters import LoadedAdapters
     from pdlink.integrations.vllm_parts.layout import CacheGroups
-    from pdlink.integrations.vllm_parts.store_book import Keep, Load, Look, Prompt, Save, StorePlan
+    from pdlink.integrations.vllm_parts.store_book import BlocksToLoad, BookedPrompt, Keep, Look, Save, StorePlan
     from pdlink.store.groups import GroupedFetch, GroupedLoad, GroupedPrompt, GroupedSource
     from pdlink.store.worth import Choice
 
@@ -111,7 +111,7 @@ class StoreHalf:
         windows and states.
         """
         self.source = source
-        self.pace = Pace()
+        self.pace = VllmPace()
         self._load_if_faster, self._adapters = load_if_faster, adapters
         self._cache = cache
         group_of = cache.groups.group_of
@@ -128,7 +128,7 @@ class StoreHalf:
         # vLLM's thread only:
         self.copying: set[str] = set()
         """Requests that vLLM has finished, of which a part was kept, and whose end `results` has not told yet."""
-        self._prompts: dict[str, Prompt] = {}
+        self._prompts: dict[str, BookedPrompt] = {}
         self._savings: dict[str, _Saving] = {}
         self._saved: set[str] = set()
         """Requests of which a part was kept; vLLM waits for their report."""
@@ -301,7 +301,7 @@ class StoreHalf:
         if not look.wanted or not end:  # not here: this may be the thread that hears the store's answer
             self._lookers.put(partial(_close, look))
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: BlocksToLoad) -> None:
         with self._lock:
             look = self._looks.pop(load.request_id)
         loading = look.stored.load(load.begin, load.end, self._cache.by_group(load.blocks))
@@ -312,7 +312,7 @@ class StoreHalf:
             loading.cancel()
         loading.done.add_done_callback(partial(self._loaded, load, is_right=is_right))
 
-    def _loaded(self, load: Load, done: Future[int], *, is_right: bool) -> None:
+    def _loaded(self, load: BlocksToLoad, done: Future[int], *, is_right: bool) -> None:
         """In any thread. is_right: what was copied counts; it is of the adapter that vLLM computes with."""
         end = done.result() if is_right else load.begin
         whole = end >= load.end
@@ -379,7 +379,7 @@ class StoreHalf:
 
     # -- small things ------------------------------------------------------------------------------------------------
 
-    def _stored(self, prompt: Prompt) -> GroupedPrompt:
+    def _stored(self, prompt: BookedPrompt) -> GroupedPrompt:
         tokens = array("I", prompt.tokens).tolist()
         return self.source.prompt(prompt.request_id, tokens, prompt.salt, lora=prompt.lora, media=prompt.media)
 

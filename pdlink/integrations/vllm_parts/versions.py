@@ -19,7 +19,7 @@ from pdlink.integrations.vllm_parts.adapters import Adapter
 from pdlink.integrations.vllm_parts.cache_groups import keeps_all, specs_of, tables, transfer_parts
 from pdlink.integrations.vllm_parts.contexts import check_ranks
 from pdlink.integrations.vllm_parts.layout import UnsupportedCache
-from pdlink.integrations.vllm_parts.shards import Place
+from pdlink.integrations.vllm_parts.shards import RankPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -115,7 +115,7 @@ def scheduled(output: Any, kv_cache_config: Any) -> list[tuple[str, AnyTables, b
     return parts
 
 
-class Identity(NamedTuple):
+class PromptIdentity(NamedTuple):
     """What the KV of a prompt depends on beside its tokens."""
 
     salt: str
@@ -132,14 +132,14 @@ class Identity(NamedTuple):
         return words + [f"media {content}" for _, content in self.media]
 
 
-def identity(request: Any) -> Identity:
+def identity(request: Any) -> PromptIdentity:
     adapter = request.lora_request
     media = sorted((feature.mm_position.offset, feature.identifier) for feature in request.mm_features or ())
     lora, named = "", None
     if adapter is not None:
         content = adapter_content(getattr(adapter, "lora_path", ""))
         lora, named = f"{adapter.lora_name} {content}", Adapter(int(adapter.lora_int_id), content)
-    return Identity(request.cache_salt or "", lora, tuple(media), named)
+    return PromptIdentity(request.cache_salt or "", lora, tuple(media), named)
 
 
 def check_config(
@@ -258,7 +258,7 @@ def sends_alike(vllm_config: Any) -> bool:
     return is_latent and not vllm_config.kv_transfer_config.is_kv_consumer
 
 
-def place(vllm_config: Any) -> Place:
+def place(vllm_config: Any) -> RankPlace:
     """Of this process among the ranks of its engine: a stage's ranks follow each other, copy by copy."""
     parallel = vllm_config.parallel_config
     num_contexts = getattr(parallel, "decode_context_parallel_size", 1)
@@ -268,7 +268,7 @@ def place(vllm_config: Any) -> Place:
     before, rank = divmod(parallel.rank, num_ranks)
     stage, copy = divmod(before, num_copies)
     group, context = divmod(rank, num_contexts)
-    return Place(
+    return RankPlace(
         stage % num_stages, num_stages, group, num_ranks // num_contexts, copy, num_copies, context, num_contexts
     )
 

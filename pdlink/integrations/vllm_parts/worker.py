@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from pdlink.errors import InvalidRequest, PdlinkError
 from pdlink.events import TransferEnded, emit
-from pdlink.integrations.vllm_parts.requests import Stop, shown
+from pdlink.integrations.vllm_parts.requests import StoppedRequest, shown
 from pdlink.node.port import EnginePort
 from pdlink.reasons import Code, Reason
 
@@ -31,7 +31,13 @@ if TYPE_CHECKING:
 
     from pdlink.integrations.vllm_parts.adapters import Adapter, LoadedAdapters
     from pdlink.integrations.vllm_parts.layout import CacheGroups
-    from pdlink.integrations.vllm_parts.requests import Announce, Chunk, Expect, Offer, StepPlan
+    from pdlink.integrations.vllm_parts.requests import (
+        Announce,
+        ComputedChunk,
+        ExpectedRequest,
+        OfferedBlocks,
+        StepPlan,
+    )
     from pdlink.integrations.vllm_parts.store_book import Looked
     from pdlink.node.node import Incoming, Node, Outgoing
 
@@ -121,7 +127,7 @@ class WorkerHalf:
         """What this step computes for others: (request, start, end)."""
         self._complete: list[str] = []
         """Requests whose last chunk is among them."""
-        self._offers: dict[str, Offer] = {}
+        self._offers: dict[str, OfferedBlocks] = {}
         """Requests that wait for a load of the store's. vLLM's thread only."""
         self.short_of_blocks = False
         """Whether requests waited for blocks in the last step."""
@@ -174,7 +180,7 @@ class WorkerHalf:
         with self._lock:
             is_live = request_id in self._requests
         if end >= offer.end:
-            self._stop(Stop(request_id, Reason(Code.NOT_NEEDED)))
+            self._stop(StoppedRequest(request_id, Reason(Code.NOT_NEEDED)))
         elif is_live:
             self._offer(replace(offer, start=end))
             return offer.end - end
@@ -248,7 +254,7 @@ class WorkerHalf:
         for port in self._ports:
             self._join(request, port, partial(send, port))
 
-    def _expect(self, expect: Expect) -> None:
+    def _expect(self, expect: ExpectedRequest) -> None:
         request = self._new(expect.request_id, expect.transfer_id, sends=False)
 
         def receive(shard: int, port: EnginePort) -> Incoming:
@@ -261,7 +267,7 @@ class WorkerHalf:
         for lane in self._lanes:
             self._join(request, lane.port, partial(receive, lane.number, lane.port))
 
-    def _offer(self, offer: Offer) -> None:
+    def _offer(self, offer: OfferedBlocks) -> None:
         """vLLM has reserved blocks. A request that is over on all shards by now is reported at once."""
         with self._lock:
             request = self._requests.get(offer.request_id)
@@ -274,13 +280,13 @@ class WorkerHalf:
         for port in self._ports:
             port.admitted(offer.request_id, blocks, offer.start)
 
-    def _publish(self, chunk: Chunk) -> None:
+    def _publish(self, chunk: ComputedChunk) -> None:
         with self._lock:
             request = self._requests.get(chunk.request_id)
             if request is None or not request.num_open:
                 return
         if not self._adapters.has(request.adapter):
-            self._stop(Stop(chunk.request_id, Reason.refused("adapter", OTHER_ADAPTER)))
+            self._stop(StoppedRequest(chunk.request_id, Reason.refused("adapter", OTHER_ADAPTER)))
             return
         blocks = self._cache.kernel_blocks(chunk.blocks)
         for port in self._ports:
@@ -292,7 +298,7 @@ class WorkerHalf:
         if chunk.end == chunk.num_tokens:
             self._complete.append(chunk.request_id)
 
-    def _stop(self, stop: Stop) -> None:
+    def _stop(self, stop: StoppedRequest) -> None:
         with self._lock:
             request = self._requests.get(stop.request_id)
             if request is not None and not request.sends and not request.asked:  # vLLM does not wait for it

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from pdlink.errors import ConfigError
-from pdlink.events import Announcer
+from pdlink.events import ChangeTeller
 from pdlink.store.interface import RecordChange
 
 from .direct import PAGE_NBYTES, DirectFile
@@ -95,7 +95,7 @@ class Disk:
     def _load(self) -> None:
         self._lock = threading.Lock()
         self._closed, self._num_calls = False, 0
-        self._announcer: Announcer[RecordChange] = Announcer()
+        self._announcer: ChangeTeller[RecordChange] = ChangeTeller()
         self._unstruck: dict[bytes, list[bytes]] = {}
         """Entries that stand in the journal and are not in the index: of records that could not be read."""
         self._ungrown = self._unwritten = ""

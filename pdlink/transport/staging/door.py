@@ -9,14 +9,14 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from pdlink.errors import ProtocolError
-from pdlink.transport.staging.line import Line
+from pdlink.transport.staging.line import StagingLine
 from pdlink.transport.staging.wire import Hello
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Mapping
 
-    from pdlink.transport.staging.peers import Owning, Peer
+    from pdlink.transport.staging.peers import Owning, StagingPeer
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +28,10 @@ _RETRY_S: Final = 0.2
 
 
 class Door:
-    def __init__(self, listen: socket.socket, epoll: select.epoll, peers: Mapping[str, Peer]) -> None:
+    def __init__(self, listen: socket.socket, epoll: select.epoll, peers: Mapping[str, StagingPeer]) -> None:
         """listen: belongs to the door."""
         self._listen, self._epoll, self._peers = listen, epoll, peers
-        self._waiting: dict[int, tuple[Line, float]] = {}
+        self._waiting: dict[int, tuple[StagingLine, float]] = {}
         """By descriptor, and until when they may be silent."""
         self._deaf_until_s: float | None = None
         epoll.register(listen.fileno(), select.EPOLLIN)
@@ -57,14 +57,14 @@ class Door:
         if len(self._waiting) >= MAX_WAITING:
             sock.close()
             return True
-        line = Line(sock, self._epoll, known=False)
+        line = StagingLine(sock, self._epoll, known=False)
         self._waiting[line.fd] = line, time.monotonic() + HELLO_TIMEOUT_S
         return True
 
     def waits(self, fd: int) -> bool:
         return fd in self._waiting
 
-    def hear(self, fd: int) -> Peer | None:
+    def hear(self, fd: int) -> StagingPeer | None:
         """The peer whose line this has turned out to be."""
         line, _ = self._waiting[fd]
         try:
@@ -100,7 +100,7 @@ class Door:
             line, _ = self._waiting.pop(fd)
             line.close()
 
-    def _invited(self, frame: object) -> tuple[Peer, Owning]:
+    def _invited(self, frame: object) -> tuple[StagingPeer, Owning]:
         """Raises ProtocolError."""
         if not isinstance(frame, Hello):
             raise ProtocolError("it did not say whose it is")

@@ -1,4 +1,4 @@
-"""`Line`: one connection of the staging lane, which never waits: what does not fit into the socket waits here."""
+"""`StagingLine`: a connection of the staging lane. It never waits: what does not fit into the socket waits here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import select
 import socket
 from typing import TYPE_CHECKING
 
-from pdlink.transport.staging.wire import HELLO_NBYTES, MAX_FRAME_NBYTES, Frame, Inflow, packed
+from pdlink.transport.staging.wire import HELLO_NBYTES, MAX_FRAME_NBYTES, Frame, FrameCutter, packed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,7 +16,7 @@ _READ_NBYTES = 1 << 15
 """At once: some 5,000 of the shortest frames, which take 10 ms."""
 
 
-class Line:
+class StagingLine:
     """Used with the lock of its owner held."""
 
     def __init__(self, sock: socket.socket, epoll: select.epoll, *, known: bool) -> None:
@@ -25,7 +25,7 @@ class Line:
         sock.setblocking(False)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._inflow = Inflow(MAX_FRAME_NBYTES if known else HELLO_NBYTES)
+        self._inflow = FrameCutter(MAX_FRAME_NBYTES if known else HELLO_NBYTES)
         self._unsent = bytearray()
         self._ending = False
         self.fd = sock.fileno()
@@ -35,7 +35,7 @@ class Line:
         epoll.register(self.fd, self._watched)
 
     @classmethod
-    def dial(cls, host: str, port: int, epoll: select.epoll) -> Line:
+    def dial(cls, host: str, port: int, epoll: select.epoll) -> StagingLine:
         """Begin to connect; what is sent meanwhile waits. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)

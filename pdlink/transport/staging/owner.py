@@ -13,7 +13,7 @@ from pdlink.errors import ProtocolError
 from pdlink.transport.staging import wire
 from pdlink.transport.staging.credit import Credit
 from pdlink.transport.staging.parts import starts
-from pdlink.transport.staging.peers import Incoming
+from pdlink.transport.staging.peers import ArrivedSlot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pdlink.cuda.driver import Copies as Rows
     from pdlink.transport.base import Transport
     from pdlink.transport.staging.open_blocks import Ints, OpenBlocks
-    from pdlink.transport.staging.peers import Owning, Peer
+    from pdlink.transport.staging.peers import Owning, StagingPeer
     from pdlink.transport.staging.slots import Slots
 
 
@@ -32,12 +32,12 @@ class Owner:
 
     def __init__(
         self,
-        copies: Copies[Incoming],
+        copies: Copies[ArrivedSlot],
         slots: Slots,
         below: Transport,
         regions: Sequence[tuple[int, int]],
-        peers: Mapping[str, Peer],
-        placed: Callable[[Peer], None],
+        peers: Mapping[str, StagingPeer],
+        placed: Callable[[StagingPeer], None],
     ) -> None:
         """regions: address and bytes of each device buffer. placed: a part of the peer's is in its pages."""
         self.copies = copies
@@ -52,18 +52,18 @@ class Owner:
         self._scatter()
         self.copies.ring_at_end()
 
-    def forget(self, peer: Peer) -> None:
+    def forget(self, peer: StagingPeer) -> None:
         """Nothing of the peer can be written to a slot any more."""
         self._credit.forget(peer.name)
         self._grant()
 
-    def places(self, peer: Peer, numbers: Ints) -> bool:
+    def places(self, peer: StagingPeer, numbers: Ints) -> bool:
         """Whether a part of the peer's is being placed, or waits for it, in one of these blocks."""
         arrived = () if peer.owning is None else peer.owning.arrived
         parts = [*arrived, *(one.work for one in self.copies.in_flight if one.work.peer is peer)]
         return any(part.blocks is not None and np.isin(part.blocks, numbers).any() for part in parts)
 
-    def on_frame(self, peer: Peer, owning: Owning, frame: wire.Frame) -> None:
+    def on_frame(self, peer: StagingPeer, owning: Owning, frame: wire.Frame) -> None:
         """What a writer says. Raises ProtocolError."""
         if isinstance(frame, wire.Ask):
             self._credit.ask(peer.name, frame.count)
@@ -74,7 +74,7 @@ class Owner:
             self._below.close_blocks(peer.name, [[frame.slot]])
             rows, blocks = self._rows_in(peer, frame)
             owning.filled.add(frame.slot)
-            owning.arrived.append(Incoming(peer, frame.part, frame.slot, rows, blocks))
+            owning.arrived.append(ArrivedSlot(peer, frame.part, frame.slot, rows, blocks))
         else:
             raise ProtocolError(f"a writer does not say {type(frame).__name__}")
 
@@ -88,7 +88,7 @@ class Owner:
             if peer.owning is not None and peer.owning.line is not None:
                 peer.owning.line.send(wire.Grant(tuple(slots)))
 
-    def _rows_in(self, peer: Peer, frame: wire.Staged) -> tuple[Rows, Ints | None]:
+    def _rows_in(self, peer: StagingPeer, frame: wire.Staged) -> tuple[Rows, Ints | None]:
         """The copies of a part, and the blocks that it touches. Raises ProtocolError for one that it may not."""
         num_rows = sum(len(packed) for _, packed in frame.pieces) // 16
         if not 0 < num_rows <= wire.MAX_ROWS:  # before any of them is looked up
@@ -122,12 +122,12 @@ class Owner:
                 part = owning.arrived.popleft()
                 self.copies.begin(part, part.rows)
 
-    def _answer(self, part: Incoming) -> None:
+    def _answer(self, part: ArrivedSlot) -> None:
         owning = part.peer.owning
         assert owning is not None
         owning.filled.discard(part.slot)
         self._credit.give_back(part.peer.name, part.slot)
         if owning.line is not None:
-            owning.line.send(wire.Placed(part.number))
+            owning.line.send(wire.SlotPlaced(part.number))
         self._placed(part.peer)
         self._grant()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pdlink.kv.layout import Piece, RunArray
 
 
-class Part(NamedTuple):
+class SlotPart(NamedTuple):
     nbytes: int
     pieces: list[tuple[int, int, RunArray]]
     """Source region, destination region, and runs [n, 3]: source offset, destination offset, nbytes."""
@@ -39,7 +39,7 @@ class Cutter:
         self._at = 0
         """Of the last piece of `_left`: runs that were taken."""
 
-    def take(self, most_nbytes: int, most_rows: int) -> Part:
+    def take(self, most_nbytes: int, most_rows: int) -> SlotPart:
         """The next part; of no bytes if nothing is left."""
         taken: list[tuple[int, int, RunArray]] = []
         room_nbytes, room_rows = most_nbytes, most_rows
@@ -67,7 +67,7 @@ class Cutter:
                 break
         nbytes = most_nbytes - room_nbytes
         self.left_nbytes -= nbytes
-        return Part(nbytes, taken)
+        return SlotPart(nbytes, taken)
 
 
 def starts(lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pdlink.cuda.driver import Copies
-    from pdlink.transport.staging.line import Line
+    from pdlink.transport.staging.line import StagingLine
     from pdlink.transport.staging.open_blocks import Ints
-    from pdlink.transport.staging.parts import Cutter, Part
+    from pdlink.transport.staging.parts import Cutter, SlotPart
     from pdlink.transport.staging.wire import Invitation
 
 
 @dataclass(eq=False)
-class Batch:
+class StagedBatch:
     ticket: int
     cutter: Cutter
     nbytes: int
@@ -26,13 +26,13 @@ class Batch:
 
 
 @dataclass(eq=False)
-class Outgoing:
+class FilledSlot:
     """A part of a batch on its way: gathered, then put, then placed by its owner."""
 
-    peer: Peer
-    batch: Batch
+    peer: StagingPeer
+    batch: StagedBatch
     number: int
-    part: Part
+    part: SlotPart
     slot: int
     """Ours, that it is gathered into."""
     there: int
@@ -40,10 +40,10 @@ class Outgoing:
 
 
 @dataclass(eq=False)
-class Incoming:
+class ArrivedSlot:
     """A part that has arrived in a slot of ours, to be placed."""
 
-    peer: Peer
+    peer: StagingPeer
     number: int
     slot: int
     rows: Copies
@@ -52,19 +52,19 @@ class Incoming:
 
 
 @dataclass(eq=False)
-class Writing:
+class WritingTo:
     """We write to the peer."""
 
-    line: Line
+    line: StagingLine
     there: Invitation
     grants: deque[int] = field(default_factory=deque)
     num_asked: int = 0
     """Not granted yet."""
-    queue: deque[Batch] = field(default_factory=deque)
+    queue: deque[StagedBatch] = field(default_factory=deque)
     """Not cut in full."""
-    open: dict[int, Batch] = field(default_factory=dict)
+    open: dict[int, StagedBatch] = field(default_factory=dict)
     """Not reported, by ticket."""
-    staged: dict[int, Outgoing] = field(default_factory=dict)
+    staged: dict[int, FilledSlot] = field(default_factory=dict)
     """The owner knows of them, and has not said that they are placed."""
     num_slots: int = 0
     """Of ours, that it has."""
@@ -76,21 +76,21 @@ class Owning:
 
     session: int
     token: bytes
-    line: Line | None = None
+    line: StagingLine | None = None
     dialed: bool = False
     """The token has been used."""
-    arrived: deque[Incoming] = field(default_factory=deque)
+    arrived: deque[ArrivedSlot] = field(default_factory=deque)
     """Not begun."""
     filled: set[int] = field(default_factory=set)
     """Slots of what has arrived."""
 
 
 @dataclass(eq=False)
-class Peer:
+class StagingPeer:
     name: str
     number: int
     """Of those to whom blocks are open."""
-    writing: Writing | None = None
+    writing: WritingTo | None = None
     owning: Owning | None = None
     failure: str = ""
     closing: bool = False

@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Final
 from pdlink.cuda.copies import Copies
 from pdlink.cuda.driver import CudaFailure
 from pdlink.errors import ProtocolError, TransportFailure
-from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Status
+from pdlink.transport.base import BatchDone, BatchStatus, Occurrence, PeerClosed, PeerFailed
 from pdlink.transport.staging import wire
 from pdlink.transport.staging.door import Door
-from pdlink.transport.staging.line import Line
+from pdlink.transport.staging.line import StagingLine
 from pdlink.transport.staging.owner import Owner
 from pdlink.transport.staging.parts import Cutter
-from pdlink.transport.staging.peers import Batch, Incoming, Outgoing, Owning, Peer, Writing
+from pdlink.transport.staging.peers import ArrivedSlot, FilledSlot, Owning, StagedBatch, StagingPeer, WritingTo
 from pdlink.transport.staging.writer import Writer
 
 if TYPE_CHECKING:
@@ -78,8 +78,8 @@ class Stager:
         self._lock = threading.Lock()
         self._placed = threading.Condition(self._lock)
         """Notified when parts have been placed."""
-        self._peers: dict[str, Peer] = {}
-        self._lines: dict[int, Peer] = {}
+        self._peers: dict[str, StagingPeer] = {}
+        self._lines: dict[int, StagingPeer] = {}
         """By descriptor."""
         self._reports: list[Occurrence] = []
         self._next = 1
@@ -99,9 +99,9 @@ class Stager:
             made.callback(self._epoll.close)
             for fd in (self._wake, below.fileno()):
                 self._epoll.register(fd, select.EPOLLIN)
-            gathers: Copies[Outgoing] = Copies(device, kernels, self._wake, slots.count, ways.to_host_nbytes)
+            gathers: Copies[FilledSlot] = Copies(device, kernels, self._wake, slots.count, ways.to_host_nbytes)
             made.callback(gathers.close)
-            scatters: Copies[Incoming] = Copies(device, kernels, self._wake, slots.count, ways.to_device_nbytes)
+            scatters: Copies[ArrivedSlot] = Copies(device, kernels, self._wake, slots.count, ways.to_device_nbytes)
             made.pop_all()
         self._door = Door(listen, self._epoll, self._peers)
         self._writer = Writer(gathers, slots, below, regions, self._report_batch, self._fail)
@@ -128,12 +128,12 @@ class Stager:
             if peer.writing is not None:
                 raise ValueError(f"peer name {name} is used twice")
             try:
-                line = Line.dial(there.host, there.port, self._epoll)
+                line = StagingLine.dial(there.host, there.port, self._epoll)
             except BaseException:
                 self._begin_closing(peer)
                 self._kick()
                 raise
-            peer.writing = Writing(line, there)
+            peer.writing = WritingTo(line, there)
             self._lines[line.fd] = peer
             line.send(wire.Hello(there.session, there.token))
 
@@ -147,13 +147,13 @@ class Stager:
         submitted_s, cutter = time.monotonic(), Cutter(pieces)
         with self._usable():
             writing, peer = self._writable(name), self._peers[name]
-            batch = Batch(self._number(), cutter, cutter.left_nbytes, submitted_s, submitted_s + timeout_s)
+            batch = StagedBatch(self._number(), cutter, cutter.left_nbytes, submitted_s, submitted_s + timeout_s)
             writing.open[batch.ticket] = batch
             if batch.nbytes:
                 self._writer.add(peer, writing, batch)
                 self._go_on()
             else:
-                self._report_batch(peer, batch, Status.OK, "")
+                self._report_batch(peer, batch, BatchStatus.OK, "")
             if all(batch.deadline_s <= other.deadline_s for other in writing.open.values()):
                 self._kick()  # its deadline is the next one; mostly that of an older batch is
             return batch.ticket
@@ -233,7 +233,7 @@ class Stager:
             for line in _lines_of(peer):
                 line.close()
         self._epoll.close()
-        both: tuple[Copies[Outgoing] | Copies[Incoming], ...] = (self._writer.copies, self._owner.copies)
+        both: tuple[Copies[FilledSlot] | Copies[ArrivedSlot], ...] = (self._writer.copies, self._owner.copies)
         if self._broken or any(one.in_flight for one in both):
             for one in both:
                 one.abandon()
@@ -257,15 +257,15 @@ class Stager:
                 raise TransportFailure(f"the GPU has failed: {self._broken}")
             yield
 
-    def _peer_for(self, name: str) -> Peer:
+    def _peer_for(self, name: str) -> StagingPeer:
         peer = self._peers.get(name)
         if peer is None:
-            peer = self._peers[name] = Peer(name, self._number())
+            peer = self._peers[name] = StagingPeer(name, self._number())
         if peer.closing or peer.failure:
             raise ValueError(f"peer name {name} is used twice")
         return peer
 
-    def _writable(self, name: str) -> Writing:
+    def _writable(self, name: str) -> WritingTo:
         peer = self._peers.get(name)
         if peer is None or peer.closing:
             raise TransportFailure(f"no open peer {name}")
@@ -344,7 +344,7 @@ class Stager:
         elif peer is not None and isinstance(one, PeerClosed):
             peer.closed_below = True
         elif peer is not None and isinstance(one, PeerFailed):
-            self._fail(peer, one.reason, Status.PEER_FAILED)
+            self._fail(peer, one.reason, BatchStatus.PEER_FAILED)
 
     def _next_look_s(self, now: float) -> float | None:
         looks = [
@@ -376,14 +376,14 @@ class Stager:
         for peer in list(self._peers.values()):
             batches = peer.writing.open.values() if peer.writing is not None else ()
             if not peer.failure and any(batch.deadline_s <= now for batch in batches):
-                self._fail(peer, "batch deadline passed", Status.TIMEOUT)
+                self._fail(peer, "batch deadline passed", BatchStatus.TIMEOUT)
         self._door.expire(now)
 
-    def _on_placed(self, peer: Peer) -> None:
+    def _on_placed(self, peer: StagingPeer) -> None:
         self._end_owning(peer)
         self._placed.notify_all()
 
-    def _end_owning(self, peer: Peer) -> None:
+    def _end_owning(self, peer: StagingPeer) -> None:
         """End the connection of a writer that has ended it, or is closed, once nothing of it is being placed."""
         owning = peer.owning
         if owning is None or owning.line is None or self._copies(peer):
@@ -392,13 +392,13 @@ class Stager:
             self._drop_line(owning.line)
             owning.line = None
 
-    def _copies(self, peer: Peer) -> bool:
+    def _copies(self, peer: StagingPeer) -> bool:
         """Whether the GPU copies for this peer."""
         return any(one.work.peer is peer for one in self._writer.copies.in_flight) or any(
             one.work.peer is peer for one in self._owner.copies.in_flight
         )
 
-    def _on_line(self, peer: Peer, line: Line) -> None:
+    def _on_line(self, peer: StagingPeer, line: StagingLine) -> None:
         writing, owning = peer.writing, peer.owning
         try:
             for frame in line.frames():
@@ -410,23 +410,23 @@ class Stager:
         except ProtocolError as error:
             log.warning("staging lane of peer %s: %s", peer.name, error)
             if writing is not None and line is writing.line:
-                self._fail(peer, str(error), Status.PEER_FAILED)
+                self._fail(peer, str(error), BatchStatus.PEER_FAILED)
             else:
                 line.stop()
         if line.ended:
             if writing is not None and line is writing.line:
                 if not peer.failure and not peer.closing:
-                    self._fail(peer, "peer closed", Status.PEER_FAILED)
+                    self._fail(peer, "peer closed", BatchStatus.PEER_FAILED)
             elif owning is not None:
                 owning.arrived.clear()  # it is told of no failure by a writer that has left, and needs none
                 self._placed.notify_all()
                 self._end_owning(peer)
 
-    def _drop_line(self, line: Line) -> None:
+    def _drop_line(self, line: StagingLine) -> None:
         self._lines.pop(line.fd, None)
         line.close()
 
-    def _fail(self, peer: Peer, reason: str, status: Status) -> None:
+    def _fail(self, peer: StagingPeer, reason: str, status: BatchStatus) -> None:
         """With TIMEOUT, only the batches that missed their own deadline are TIMEOUT."""
         writing = peer.writing
         if peer.failure or writing is None:
@@ -436,12 +436,12 @@ class Stager:
             self._report(PeerFailed(peer.name, reason))
         now = time.monotonic()
         for batch in list(writing.open.values()):
-            other = status is Status.TIMEOUT and batch.deadline_s > now
-            self._report_batch(peer, batch, Status.PEER_FAILED if other else status, reason)
+            other = status is BatchStatus.TIMEOUT and batch.deadline_s > now
+            self._report_batch(peer, batch, BatchStatus.PEER_FAILED if other else status, reason)
         self._stop_writing(writing)
 
     @staticmethod
-    def _stop_writing(writing: Writing) -> None:
+    def _stop_writing(writing: WritingTo) -> None:
         writing.queue.clear()
         writing.staged.clear()
         writing.grants.clear()
@@ -455,19 +455,19 @@ class Stager:
         self._writer.copies.in_flight.clear()
         self._owner.copies.in_flight.clear()
         for peer in self._peers.values():
-            self._fail(peer, f"the GPU has failed: {reason}", Status.PEER_FAILED)
+            self._fail(peer, f"the GPU has failed: {reason}", BatchStatus.PEER_FAILED)
             if peer.owning is not None and peer.owning.line is not None:
                 self._drop_line(peer.owning.line)
                 peer.owning.line = None
         self._placed.notify_all()
 
-    def _begin_closing(self, peer: Peer) -> None:
+    def _begin_closing(self, peer: StagingPeer) -> None:
         if peer.closing:
             return
         peer.closing, peer.give_up_s = True, time.monotonic() + CLOSE_WAIT_S
         if peer.writing is not None:
             for batch in list(peer.writing.open.values()):
-                self._report_batch(peer, batch, Status.CANCELLED, "closed by this side")
+                self._report_batch(peer, batch, BatchStatus.CANCELLED, "closed by this side")
             self._stop_writing(peer.writing)
         if peer.owning is not None:
             peer.owning.arrived.clear()
@@ -488,7 +488,7 @@ class Stager:
             self._owner.forget(peer)
             self._report(PeerClosed(peer.name))
 
-    def _report_batch(self, peer: Peer, batch: Batch, status: Status, detail: str) -> None:
+    def _report_batch(self, peer: StagingPeer, batch: StagedBatch, status: BatchStatus, detail: str) -> None:
         assert peer.writing is not None
         del peer.writing.open[batch.ticket]
         now = time.monotonic()
@@ -500,7 +500,7 @@ class Stager:
         self._reports.append(occurrence)
 
 
-def _lines_of(peer: Peer) -> list[Line]:
+def _lines_of(peer: StagingPeer) -> list[StagingLine]:
     lines = [peer.writing.line if peer.writing is not None else None]
     lines.append(peer.owning.line if peer.owning is not None else None)
     return [line for line in lines if line is not None]

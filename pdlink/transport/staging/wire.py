@@ -75,11 +75,11 @@ class Staged(_Frame, frozen=True, tag=3):
     """Region, and little-endian int64 [n, 2]: offset and nbytes of each run. They lie side by side in the slot."""
 
 
-class Placed(_Frame, frozen=True, tag=4):
+class SlotPlaced(_Frame, frozen=True, tag=4):
     part: Word
 
 
-Frame = Hello | Ask | Grant | Staged | Placed
+Frame = Hello | Ask | Grant | Staged | SlotPlaced
 _DECODER: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
 
@@ -88,7 +88,7 @@ def packed(frame: Frame) -> bytes:
     return len(body).to_bytes(_HEADER_NBYTES, "big") + body
 
 
-class Inflow:
+class FrameCutter:
     """Bytes of a connection, cut into frames. No I/O."""
 
     def __init__(self, most_nbytes: int) -> None:

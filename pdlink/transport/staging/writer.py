@@ -13,10 +13,10 @@ import numpy as np
 
 from pdlink.errors import PdlinkError, ProtocolError
 from pdlink.kv.layout import Piece
-from pdlink.transport.base import Status
+from pdlink.transport.base import BatchStatus
 from pdlink.transport.staging import wire
 from pdlink.transport.staging.parts import starts
-from pdlink.transport.staging.peers import Outgoing
+from pdlink.transport.staging.peers import FilledSlot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,34 +24,34 @@ if TYPE_CHECKING:
     from pdlink.cuda.copies import Copies
     from pdlink.cuda.driver import Copies as Rows
     from pdlink.transport.base import BatchDone, Transport
-    from pdlink.transport.staging.peers import Batch, Peer, Writing
+    from pdlink.transport.staging.peers import StagedBatch, StagingPeer, WritingTo
     from pdlink.transport.staging.slots import Slots
 
 
 class Writer:
     def __init__(
         self,
-        copies: Copies[Outgoing],
+        copies: Copies[FilledSlot],
         slots: Slots,
         below: Transport,
         regions: Sequence[tuple[int, int]],
-        done: Callable[[Peer, Batch, Status, str], None],
-        fail: Callable[[Peer, str, Status], None],
+        done: Callable[[StagingPeer, StagedBatch, BatchStatus, str], None],
+        fail: Callable[[StagingPeer, str, BatchStatus], None],
     ) -> None:
         """regions: address and bytes of each device buffer. done: reports a batch; fail: a peer."""
         self.copies = copies
         self._slots, self._below, self._regions = slots, below, regions
         self._done, self._fail = done, fail
-        self._turns: deque[Peer] = deque()
+        self._turns: deque[StagingPeer] = deque()
         """Peers with batches to cut."""
         self._free = deque(range(slots.count))
         self._most = max(1, slots.count // 2)
         """Slots of ours that parts to one peer have: one that stands still does not keep them from the others."""
-        self._puts: dict[int, Outgoing] = {}
+        self._puts: dict[int, FilledSlot] = {}
         """By the ticket of the transport below."""
         self._number = 0
 
-    def add(self, peer: Peer, writing: Writing, batch: Batch) -> None:
+    def add(self, peer: StagingPeer, writing: WritingTo, batch: StagedBatch) -> None:
         writing.queue.append(batch)
         if peer not in self._turns:
             self._turns.append(peer)
@@ -76,12 +76,12 @@ class Writer:
                     writing.num_asked += missing
                     writing.line.send(wire.Ask(missing))
 
-    def _part_nbytes(self, writing: Writing) -> int:
+    def _part_nbytes(self, writing: WritingTo) -> int:
         return min(self._slots.nbytes, writing.there.slot_nbytes)
 
     def _gather(self) -> None:
         """Begin to gather a part for each peer in turn, as long as there is room. Raises CudaFailure."""
-        waiting: list[Peer] = []
+        waiting: list[StagingPeer] = []
         while self._turns and self._free and self.copies.has_room:
             peer = self._turns.popleft()
             writing = peer.writing
@@ -95,14 +95,14 @@ class Writer:
             if not batch.cutter.left_nbytes:
                 writing.queue.popleft()
             self._number += 1
-            out = Outgoing(peer, batch, self._number, part, self._free.popleft(), writing.grants.popleft())
+            out = FilledSlot(peer, batch, self._number, part, self._free.popleft(), writing.grants.popleft())
             batch.num_open += 1
             writing.num_slots += 1
             self._turns.append(peer)
             self.copies.begin(out, self._rows_out(out))
         self._turns.extend(waiting)
 
-    def _rows_out(self, out: Outgoing) -> Rows:
+    def _rows_out(self, out: FilledSlot) -> Rows:
         rows = np.concatenate([runs for _, _, runs in out.part.pieces])
         rows[:, 1] = self._slots.device_ptr(out.slot) + starts(rows[:, 2])
         first = 0
@@ -111,7 +111,7 @@ class Writer:
             first += len(runs)
         return rows
 
-    def _put(self, out: Outgoing) -> None:
+    def _put(self, out: FilledSlot) -> None:
         """It is gathered: send the slot."""
         peer, writing = out.peer, out.peer.writing
         assert writing is not None
@@ -125,9 +125,9 @@ class Writer:
             self._puts[self._below.submit(peer.name, [Piece(0, 0, 0, 0, run)], left_s)] = out
         except (PdlinkError, ValueError) as error:
             self._free_slot(out)
-            self._fail(peer, str(error), Status.PEER_FAILED)
+            self._fail(peer, str(error), BatchStatus.PEER_FAILED)
 
-    def _free_slot(self, out: Outgoing) -> None:
+    def _free_slot(self, out: FilledSlot) -> None:
         assert out.peer.writing is not None
         out.peer.writing.num_slots -= 1
         self._free.append(out.slot)
@@ -139,7 +139,7 @@ class Writer:
             return
         self._free_slot(out)
         writing = out.peer.writing
-        if one.status is not Status.OK:
+        if one.status is not BatchStatus.OK:
             self._fail(out.peer, one.detail or one.status.value, one.status)
         elif not out.peer.failure and not out.peer.closing and writing is not None:
             writing.staged[out.number] = out
@@ -147,7 +147,7 @@ class Writer:
             pieces = tuple((region, run.astype("<i8", copy=False).tobytes()) for region, run in runs)
             writing.line.send(wire.Staged(out.number, out.there, pieces))
 
-    def on_frame(self, peer: Peer, writing: Writing, frame: wire.Frame) -> None:
+    def on_frame(self, peer: StagingPeer, writing: WritingTo, frame: wire.Frame) -> None:
         """What an owner says. Raises ProtocolError."""
         if isinstance(frame, wire.Grant):
             limit = writing.there.num_slots
@@ -155,12 +155,12 @@ class Writer:
                 raise ProtocolError(f"grant: got slots {frame.slots[:8]} beside {len(writing.grants)}; limit {limit}")
             writing.num_asked = max(0, writing.num_asked - len(frame.slots))
             writing.grants.extend(frame.slots)
-        elif isinstance(frame, wire.Placed):
+        elif isinstance(frame, wire.SlotPlaced):
             out = writing.staged.pop(frame.part, None)
             if out is None:
                 raise ProtocolError(f"part {frame.part} is placed, and was not sent")
             out.batch.num_open -= 1
             if not out.batch.num_open and not out.batch.cutter.left_nbytes and out.batch.ticket in writing.open:
-                self._done(peer, out.batch, Status.OK, "")
+                self._done(peer, out.batch, BatchStatus.OK, "")
         else:
             raise ProtocolError(f"an owner does not say {type(frame).__name__}")

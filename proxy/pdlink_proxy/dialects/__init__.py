@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Dialect, Known, Transfer
+from .base import Dialect, KnownHealth, TransferTerms
 from .own import PDLINK
 from .plain import look as look_at_plain
 from .sglang import SGLANG
@@ -11,4 +11,4 @@ from .vllm_nixl import VLLM_NIXL
 
 DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (PDLINK, VLLM, VLLM_NIXL, SGLANG)}
 
-__all__ = ["DIALECTS", "Transfer", "Dialect", "Known", "look_at_plain"]
+__all__ = ["DIALECTS", "TransferTerms", "Dialect", "KnownHealth", "look_at_plain"]

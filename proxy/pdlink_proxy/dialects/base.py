@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..upstream import Asking
 
 
-class Transfer(msgspec.Struct, frozen=True, kw_only=True):
+class TransferTerms(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt: its transfer id, and its workers."""
 
     transfer_id: str
@@ -43,7 +43,7 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownHealth:
     """The state of a worker before the next poll."""
 
     last: Health | None
@@ -69,10 +69,10 @@ class Dialect:
     """One engine's HTTP interface for the two legs of a request."""
 
     name: str
-    legs: Callable[[Call, Transfer], tuple[bytes, bytes]]
+    legs: Callable[[Call, TransferTerms], tuple[bytes, bytes]]
     """The bodies of the prefill and the decode leg. With `Rules.handover` the second is not used: decode's leg gets
     the client's own body, with the parameters from prefill's answer."""
-    look: Callable[[Asking, Known], Awaitable[Health | str]]
+    look: Callable[[Asking, KnownHealth], Awaitable[Health | str]]
     """Polls a worker's health; returns a text if the answer is invalid. Raises as `upstream.ask`, and
     WorkerKeyRefused if the worker refuses this proxy's key."""
     rules: Rules = field(default_factory=Rules)
@@ -85,7 +85,7 @@ class Dialect:
     and the client gets decode's answer only."""
     whole: Callable[[Call], bool] | None = None
     """Whether decode must serve a request alone."""
-    headers: Callable[[Transfer], tuple[Mapping[str, str], Mapping[str, str]]] | None = None
+    headers: Callable[[TransferTerms], tuple[Mapping[str, str], Mapping[str, str]]] | None = None
     """More headers of the prefill and the decode leg."""
     decode_computes: bool = True
     """A decode worker can compute a prompt itself. If not, requests that no pair can serve are refused."""

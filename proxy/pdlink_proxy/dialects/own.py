@@ -15,7 +15,7 @@ from pdlink.observe.sources import Sourced  # noqa: TC001  (msgspec reads the an
 
 from ..recovery import Resumes
 from ..upstream import ask
-from .base import Dialect, Known, Said, Transfer
+from .base import Dialect, KnownHealth, Said, TransferTerms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..upstream import Asking
 
 
-def _legs(call: Call, transfer: Transfer) -> tuple[bytes, bytes]:
+def _legs(call: Call, transfer: TransferTerms) -> tuple[bytes, bytes]:
     seed = call.seed if call.seed is not None else transfer.seed
     name, created = transfer.transfer_id, transfer.created
     return (
@@ -57,7 +57,7 @@ def read_health(status: int, body: bytes) -> Health | str:
     return health
 
 
-async def _look(asking: Asking, known: Known) -> Health | str:
+async def _look(asking: Asking, known: KnownHealth) -> Health | str:
     health = read_health(*await ask(asking, "/health"))
     if isinstance(health, Health) and not (known.well and known.last and known.last.epoch == health.epoch):
         # Health needs no key, so a good answer proves nothing about ours.

@@ -14,10 +14,10 @@ from .vllm import look as look_at_models
 
 if TYPE_CHECKING:
     from ..upstream import Asking
-    from .base import Known
+    from .base import KnownHealth
 
 
-async def look(asking: Asking, known: Known) -> Health | str:
+async def look(asking: Asking, known: KnownHealth) -> Health | str:
     """Polls it: a pdlink worker by what it says in GET /health, another one by its status and GET /v1/models."""
     reply = await ask(asking, "/health")
     health = read_health(*reply) if reply.body[:1] == b"{" else ""

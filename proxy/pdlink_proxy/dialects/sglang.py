@@ -37,7 +37,7 @@ from ..http_connection import HttpError
 from ..recovery import Resumes
 from ..rules import Rules
 from ..upstream import ask, post
-from .base import Dialect, Known, Said, Transfer
+from .base import Dialect, KnownHealth, Said, TransferTerms
 from .vllm import answers_in_turns, small_field
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ _ROLES = {"prefill": "prefill", "decode": "decode", "null": "both"}
 _KEY_SETTING = "worker_key_file must hold the key that SGLang was given as --api-key"
 
 
-def _legs(call: Call, transfer: Transfer) -> tuple[bytes, bytes]:
+def _legs(call: Call, transfer: TransferTerms) -> tuple[bytes, bytes]:
     room = int.from_bytes(blake2b(transfer.transfer_id.encode(), digest_size=8).digest(), "big") & _MAX_ROOM
     rids = _rids(call, transfer.transfer_id)
     host, port = urlsplit(transfer.prefill_url).hostname or "", transfer.link["bootstrap_port"]
@@ -129,7 +129,7 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-async def _look(asking: Asking, known: Known) -> Health | str:
+async def _look(asking: Asking, known: KnownHealth) -> Health | str:
     reply = await ask(replace(asking, timeout_s=max(HEALTH_S, asking.timeout_s)), "/health")
     if reply.status == 503 and known.last is not None:
         return msgspec.structs.replace(known.last, status="failed")

@@ -38,7 +38,7 @@ from pdlink.observe.sources import Sourced  # noqa: TC001  (msgspec reads the an
 from ..recovery import Resumes
 from ..rules import Rules
 from ..upstream import ask
-from .base import Dialect, Known, Said, Transfer
+from .base import Dialect, KnownHealth, Said, TransferTerms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -99,7 +99,7 @@ def prefill_body(call: Call, params: object, without: frozenset[str], **more: ob
     return msgspec.json.encode({**fields, **more, _LIMITS[call.path]: 1, KV_PARAMS: params})
 
 
-def _legs(call: Call, transfer: Transfer) -> tuple[bytes, bytes]:
+def _legs(call: Call, transfer: TransferTerms) -> tuple[bytes, bytes]:
     without = _SAMPLING | _GRAMMARS if call.path == COMPLETIONS else _SAMPLING
     to_prefill = PrefillParams(
         transfer_id=transfer.transfer_id,
@@ -274,7 +274,7 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-async def look(asking: Asking, known: Known) -> Health | str:
+async def look(asking: Asking, known: KnownHealth) -> Health | str:
     reply = await ask(asking, "/health")
     if reply.status == 503 and known.last is not None:
         return msgspec.structs.replace(known.last, status="failed")

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
     from pdlink.api.openai import Call
 
-    from .base import Transfer
+    from .base import TransferTerms
 
 _TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-def _legs(call: Call, _transfer: Transfer) -> tuple[bytes, bytes]:
+def _legs(call: Call, _transfer: TransferTerms) -> tuple[bytes, bytes]:
     # Let prefill reject what vLLM rejects: KV that decode does not fetch is held for minutes (480 s in 0.32).
     return prefill_body(call, _TO_PREFILL, NOT_FOR_PREFILL), call.body
 
 
-def _headers(transfer: Transfer) -> tuple[Mapping[str, str], Mapping[str, str]]:
+def _headers(transfer: TransferTerms) -> tuple[Mapping[str, str], Mapping[str, str]]:
     headers = {"X-Request-Id": transfer.transfer_id}
     return headers, headers
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pdlink.errors import ConfigError
 
-from ..membership import Entry, Members
+from ..membership import ListedWorker, Members
 from .base import ROLES, SourceDown, pairs_of
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class DnsSource:
                     addresses = await self._resolve(host, port)
                 except OSError as error:
                     raise SourceDown(f"{host}: {error.strerror or error}") from None
-                found[role] = tuple(Entry(url_of(address, port)) for address in sorted(set(addresses)))
+                found[role] = tuple(ListedWorker(url_of(address, port)) for address in sorted(set(addresses)))
             if (members := Members(**found)) != last:
                 tell(members)
                 last = members

@@ -13,7 +13,7 @@ import msgspec
 
 from pdlink.errors import ConfigError
 
-from ..membership import Entry, Members
+from ..membership import ListedWorker, Members
 from .base import ROLES, SourceDown
 from .dns import DnsSource
 from .file import FileSource
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ..dialects import Dialect
     from .base import Source
-    from .register import Door
+    from .register import JoinRules
 
 log = logging.getLogger("pdlink.proxy")
 
@@ -35,7 +35,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 """After a failure; doubled each time, and drawn between half and all of it: proxies do not come back in step."""
 
 
-def source_of(text: str, dialect: Dialect, door: Door | None = None) -> Source:
+def source_of(text: str, dialect: Dialect, door: JoinRules | None = None) -> Source:
     """The source that one entry of `discover` names. door: where workers join. Raises ConfigError."""
     kind, _, rest = text.partition(":")
     if kind == "file" and rest:
@@ -95,7 +95,7 @@ class Discovery:
         dialect: Dialect,
         replace: Callable[[Members], None],
         static: Members,
-        door: Door | None = None,
+        door: JoinRules | None = None,
     ) -> Discovery:
         """texts: `ProxyConfig.discover`. door: where workers join. Raises ConfigError."""
         return cls({text: _Told(source_of(text, dialect, door)) for text in texts}, replace, static)
@@ -155,7 +155,7 @@ class Discovery:
 def joined(lists: Iterable[Members]) -> Members:
     """One list of all. A worker that several have is one worker: it drains if any of them says so, and has the first
     addresses and cell that one of them names."""
-    found: dict[str, dict[str, Entry]] = {role: {} for role in ROLES}
+    found: dict[str, dict[str, ListedWorker]] = {role: {} for role in ROLES}
     for members in lists:
         for role in ROLES:
             for entry in getattr(members, role):

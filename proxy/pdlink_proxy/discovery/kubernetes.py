@@ -20,7 +20,7 @@ import msgspec
 from pdlink.config.proxy import MAX_ENGINES
 from pdlink.errors import ConfigError
 
-from ..membership import Entry, Members
+from ..membership import ListedWorker, Members
 from .base import ROLES, SourceDown, pairs_of
 from .dns import url_of
 
@@ -64,7 +64,7 @@ class _Port(msgspec.Struct):
     name: str | None = None
 
 
-class Slice(msgspec.Struct):
+class EndpointSlice(msgspec.Struct):
     """An EndpointSlice, as far as it is of use here."""
 
     metadata: _Meta
@@ -74,7 +74,7 @@ class Slice(msgspec.Struct):
 
 class _List(msgspec.Struct):
     metadata: _Meta
-    items: list[Slice] | None = None
+    items: list[EndpointSlice] | None = None
 
 
 class _Event(msgspec.Struct):
@@ -83,7 +83,7 @@ class _Event(msgspec.Struct):
 
 
 def members_of(
-    slices: Mapping[str, Slice],
+    slices: Mapping[str, EndpointSlice],
     services: Mapping[str, str],
     port: str,
     control: str = "",
@@ -96,7 +96,7 @@ def members_of(
 
     An address may be in two slices while one replaces the other: it is in use if either says so.
     """
-    found: dict[str, dict[str, Entry]] = {role: {} for role in ROLES}
+    found: dict[str, dict[str, ListedWorker]] = {role: {} for role in ROLES}
     for each in slices.values():
         role = services.get(each.metadata.labels.get(_SERVICE, ""))
         number = next((one.port for one in each.ports or () if not port or one.name == port), None)
@@ -117,7 +117,7 @@ def members_of(
                 addresses = tuple(url_of(address, one, "tcp") for one in named)
                 engines = data_parallel if role == "prefill" else 1
                 drain = drains and (known is None or known.drain)
-                found[role][url] = Entry(url, drain, addresses, data_parallel=engines, cell=cell)
+                found[role][url] = ListedWorker(url, drain, addresses, data_parallel=engines, cell=cell)
     return Members(*(tuple(each for _, each in sorted(found[role].items())) for role in ROLES))
 
 
@@ -166,8 +166,8 @@ class KubernetesSource:
         except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:  # TimeoutError is an OSError
             raise SourceDown(f"{self._api}: {str(error) or type(error).__name__}") from None
 
-    async def _list(self, session: aiohttp.ClientSession) -> tuple[dict[str, Slice], str]:
-        slices: dict[str, Slice] = {}
+    async def _list(self, session: aiohttp.ClientSession) -> tuple[dict[str, EndpointSlice], str]:
+        slices: dict[str, EndpointSlice] = {}
         query = {"limit": str(_PAGE)}
         while True:
             async with asyncio.timeout(_ANSWER_S), self._get(session, query) as response:
@@ -183,7 +183,11 @@ class KubernetesSource:
             query["continue"] = page.metadata.continue_
 
     async def _watch(
-        self, session: aiohttp.ClientSession, slices: dict[str, Slice], version: str, tell: Callable[[Members], None]
+        self,
+        session: aiohttp.ClientSession,
+        slices: dict[str, EndpointSlice],
+        version: str,
+        tell: Callable[[Members], None],
     ) -> None:
         """Returns when all must be listed again."""
         query = {"watch": "1", "resourceVersion": version, "allowWatchBookmarks": "true"}
@@ -206,7 +210,7 @@ class KubernetesSource:
                         continue
                     if event.type not in ("ADDED", "MODIFIED", "DELETED"):  # ERROR, mostly 410
                         return
-                    said = msgspec.json.decode(event.object, type=Slice)
+                    said = msgspec.json.decode(event.object, type=EndpointSlice)
                     if event.type == "DELETED":
                         slices.pop(said.metadata.name, None)
                     else:
@@ -216,7 +220,7 @@ class KubernetesSource:
                 if changed:
                     tell(self._members(slices))
 
-    def _members(self, slices: Mapping[str, Slice]) -> Members:
+    def _members(self, slices: Mapping[str, EndpointSlice]) -> Members:
         return members_of(
             slices, self._services, self._port, self._control, self._cell, data_parallel=self._data_parallel
         )

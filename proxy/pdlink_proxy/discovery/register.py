@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pdlink.api import presence
 from pdlink.config import is_loopback
-from pdlink.endpoint.channel import Channel, Left, Received, Refused
+from pdlink.endpoint.channel import Channel, ClientRefused, Left, Received
 from pdlink.endpoint.clock import AwakeClock
 from pdlink.errors import ConfigError, InvalidRequest, ProtocolError
 from pdlink.protocol.auth import ControlAddress, is_worker_name, name_problem
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdlink.api.health import Health
-    from pdlink.api.presence import Beat, Load
+    from pdlink.api.presence import Beat, WorkerLoad
     from pdlink.protocol.auth import AllowList, Credentials
 
     from ..membership import Members
@@ -56,7 +56,7 @@ class Hearing(Protocol):
     """What beats do (`beats.Beats`)."""
 
     def heard(self, url: str, health: Health) -> None: ...
-    def loaded(self, url: str, epoch: str, load: Load) -> None: ...
+    def loaded(self, url: str, epoch: str, load: WorkerLoad) -> None: ...
     def heard_some(self) -> None: ...
     def silent(self, url: str, why: str) -> None: ...
     def suspect(self, url: str) -> None: ...
@@ -65,7 +65,7 @@ class Hearing(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class JoinRules:
     """Who may join."""
 
     hearing: Hearing
@@ -91,7 +91,7 @@ class _Line(NamedTuple):
 class RegisterSource:
     """Workers that have joined."""
 
-    def __init__(self, text: str, door: Door) -> None:
+    def __init__(self, text: str, door: JoinRules) -> None:
         """text: `tcp://HOST:PORT`. Raises ConfigError for another one, and without keys for one that others reach."""
         what = f"register:{text}"
         place, _, port = text.rpartition(":")
@@ -169,7 +169,7 @@ class RegisterSource:
                         self._on_frame(arrival, now_s, awake_s)
                     case Left(fd=fd):
                         self._on_left(fd)
-                    case Refused(reason=reason, host=host):
+                    case ClientRefused(reason=reason, host=host):
                         self._refuse(f"{host or 'somebody'}: {reason}")
                     case _:
                         pass

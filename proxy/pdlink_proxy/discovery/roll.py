@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from pdlink.api.presence import MISSED_BEATS
 
-from ..membership import Entry, Members
+from ..membership import ListedWorker, Members
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -211,7 +211,7 @@ class Roll:
     def members(self) -> Members:
         """The workers that count: one at each URL."""
         found = [known.leader for url in self._at if (known := self._counting(url)) is not None]
-        entries = [(life.role, Entry(life.url, cell=life.cell)) for life in found if life is not None]
+        entries = [(life.role, ListedWorker(life.url, cell=life.cell)) for life in found if life is not None]
         return Members(
             prefill=tuple(entry for role, entry in entries if role != "decode"),
             decode=tuple(entry for role, entry in entries if role != "prefill"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdlink.observe.timeline import Ended  # noqa: TC001  msgspec reads the annotation
+from pdlink.observe.timeline import EndedTransfer  # noqa: TC001  msgspec reads the annotation
 
 from ..http_connection import HttpError
 from ..upstream import Asking, ask
@@ -41,7 +41,7 @@ class Live(msgspec.Struct, frozen=True):
     layers: str
 
 
-class Session(msgspec.Struct, frozen=True):
+class PeerSession(msgspec.Struct, frozen=True):
     peer: str
     state: str
     transport: str
@@ -54,13 +54,13 @@ class Report(msgspec.Struct, frozen=True):
     name: str
     requests: dict[str, int] = {}
     blocks: dict[str, int] = {}
-    peers: list[Session] = []
+    peers: list[PeerSession] = []
     live: list[Live] = []
-    ended: list[Ended] = []
+    ended: list[EndedTransfer] = []
     totals: dict[str, dict[str, float]] = {}
 
 
-class Reports:
+class WorkerReports:
     """The newest report of each worker."""
 
     def __init__(self, shared: Shared) -> None:

@@ -10,7 +10,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from pdlink.observe.timeline import Ended
+    from pdlink.observe.timeline import EndedTransfer
 
     from ..records import RequestRecord
     from .reports import Report
@@ -142,7 +142,7 @@ def _percent(summary: Mapping[str, Any]) -> str:
     return f"{summary['kv'].get('transferred', 0) / total:.0%}" if total else "none"
 
 
-def _summary(recent: Sequence[RequestRecord], ended: Sequence[Ended]) -> dict[str, Any]:
+def _summary(recent: Sequence[RequestRecord], ended: Sequence[EndedTransfer]) -> dict[str, Any]:
     ttft = sorted(record.ttft_s for record in recent if record.ttft_s is not None)
     per_token = sorted(record.per_token_s for record in recent if record.per_token_s is not None)
     moving = sum(each.moving_s for each in ended)
@@ -211,7 +211,7 @@ def _pairs(
     for prefill in sides["prefill"]:
         report = reports.get(prefill["url"])
         sessions = {each.peer: each for each in reversed(report.peers)} if report else {}
-        done: dict[str, list[Ended]] = {}
+        done: dict[str, list[EndedTransfer]] = {}
         for each in report.ended if report else ():
             if each.side == "sender":
                 done.setdefault(each.peer, []).append(each)
