@@ -55,6 +55,17 @@ def test_a_log_line_without_its_ids_is_found(tmp_path: Path, monkeypatch: pytest
     assert list(lint.logs()) == ["pdlink/x.py:1: a log line about a request needs extra=logs.about(...)"]
 
 
+def test_two_classes_of_one_name_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (1, 2):
+        (tmp_path / "pdlink").mkdir(exist_ok=True)
+        (tmp_path / f"pdlink/file{number}.py").write_text("class Place: ...\nclass _Own: ...\nclass Hello: ...\n")
+    monkeypatch.setattr(lint, "ROOT", tmp_path)
+    (sentence,) = lint.class_names()
+    assert sentence == (
+        "pdlink/file1.py:1: pdlink/file2.py:1: Place is a class there, too; give each a name of its own"
+    )
+
+
 def test_a_stale_page_and_a_page_that_is_gone_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = "docs/" + "gone.md"
     monkeypatch.setattr(lint, "text_of", lambda path: page if path == lint.ROOT / "pdlink/errors.py" else "")

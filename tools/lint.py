@@ -324,6 +324,28 @@ def logs() -> Iterator[str]:
                     yield f"{name(path)}:{node.lineno}: a log line about a request needs extra=logs.about(...)"
 
 
+SAME_IDEA = {
+    "Hello": "the first message of a connection, in each protocol",
+    "Welcome": "its answer",
+    "Worker": "one worker: the process itself, and what the proxy knows of it",
+}
+"""Names that several classes may have."""
+
+
+def class_names() -> Iterator[str]:
+    """A class has a name of its own, so that a reader and a search find one. Private ones are read with their
+    file."""
+    places: dict[str, list[str]] = {}
+    for folder in ("pdlink", "proxy/pdlink_proxy", "benchmarks/pdlink_bench"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(text_of(path))):
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places.setdefault(node.name, []).append(f"{name(path)}:{node.lineno}")
+    for known, found in places.items():
+        if len(found) > 1 and known not in SAME_IDEA:
+            yield f"{found[0]}: {', '.join(found[1:])}: {known} is a class there, too; give each a name of its own"
+
+
 def incidents() -> Iterator[str]:
     """Each row of docs/incidents.md names a test whose docstring names one of its threads, or a reason."""
     thread, page = re.compile(r"[\w-]+#\d+"), "docs/incidents.md"

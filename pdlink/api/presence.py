@@ -69,7 +69,7 @@ def encode(beat: Beat) -> bytes:
 def decode(frame: bytes) -> Beat:
     """Raises ProtocolError for anything else, another version too."""
     if len(frame) > MAX_NBYTES:
-        raise ProtocolError(f"a beat of {len(frame)} bytes; limit {MAX_NBYTES}")
+        raise ProtocolError(f"a beat: got {len(frame)} bytes; expected at most {MAX_NBYTES}")
     try:
         beat = _decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -31,7 +31,7 @@ from pdlink.endpoint.peer import Local
 from pdlink.endpoint.receiver import Receiver
 from pdlink.endpoint.reports import Reports
 from pdlink.endpoint.sender import Sender
-from pdlink.endpoint.sessions import Fenced, Lost, Sessions
+from pdlink.endpoint.sessions import Fenced, LostSession, Sessions
 from pdlink.endpoint.sharing import Sharing
 from pdlink.endpoint.verifying import Verifier
 from pdlink.endpoint.work import Work
@@ -396,7 +396,7 @@ class Endpoint:
         ended = self.sessions.ended
         while ended:
             match ended.popleft():
-                case Lost(peer, reason):
+                case LostSession(peer, reason):
                     (self.receiver if peer.dialed else self.sender).on_peer_lost(peer, reason)
                 case Fenced(peer):
                     (self.receiver if peer.dialed else self.sender).on_fenced(peer)

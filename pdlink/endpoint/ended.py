@@ -1,4 +1,4 @@
-"""`Ended`: ids of ended transfers, with the reason, to recognise late or repeated messages."""
+"""`EndedTransfers`: ids of ended transfers, with the reason, to recognise late or repeated messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_REASON = 200
 """Characters kept of a reason's words, which may be a peer's."""
 
 
-class Ended:
+class EndedTransfers:
     """Reasons by transfer id.
 
     Bounded, in all and for each peer: the oldest are forgotten. A peer that ends many transfers pushes out its own.

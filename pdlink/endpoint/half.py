@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from pdlink.endpoint.ended import Ended
+from pdlink.endpoint.ended import EndedTransfers
 from pdlink.errors import InvalidRequest, TransferFailed
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Half(Generic[AnyTransfer]):
         self._work, self._sessions, self._verifier = common.work, common.sessions, common.verifier
         self._transfers: dict[str, AnyTransfer] = {}
         """Transfers whose machine has not ended, by id."""
-        self._ended = Ended()
+        self._ended = EndedTransfers()
 
     def _of(self, peer: Peer) -> list[AnyTransfer]:
         """Live transfers of a session."""

@@ -129,7 +129,7 @@ class Inflow:
         if _ends(connection.fd) != connection.ends:
             return 0
         log.warning(
-            "control connection with %s shut down: got %d bytes of one unfinished message; limit %d",
+            "control connection with %s shut down: got %d bytes of one unfinished message; expected at most %d",
             connection.ends[1], connection.held_nbytes, MAX_HELD_NBYTES,
         )  # fmt: skip
         try:

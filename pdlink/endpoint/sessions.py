@@ -54,7 +54,7 @@ _FRAME_NBYTES = 64 * 2**10
 """Messages that leave together are split into frames of this size; a single message may be longer."""
 
 
-class Lost(NamedTuple):
+class LostSession(NamedTuple):
     """This session is over: stop its transfers."""
 
     peer: Peer
@@ -94,7 +94,7 @@ class Sessions:
         """Set before the first session."""
         self.refuses: Reason | None = None
         """Why no session is dialed any more; None while sessions are."""
-        self.ended: deque[Lost | Fenced] = deque()
+        self.ended: deque[LostSession | Fenced] = deque()
         """For the driver, oldest first."""
         self.by_route: dict[str, Peer] = {}
         """Live sessions whose connection is open."""
@@ -183,7 +183,7 @@ class Sessions:
         emit(PeerChanged(peer=peer.name or peer.address, state="lost", reason=reason.words or reason.code))
         self.known.end(peer)
         self._work.call(lambda: self._hang_up(peer, reason))
-        self.ended.append(Lost(peer, reason))
+        self.ended.append(LostSession(peer, reason))
         self.shut(peer)
         if peer.shutting:
             self.closing[peer.key] = peer

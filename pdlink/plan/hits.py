@@ -23,8 +23,8 @@ def cached_tokens(traffic: Traffic, capacity_tokens: int) -> Tokens:
     """
     if not traffic.keys:
         raise ConfigError(
-            f"cache-tokens: got {capacity_tokens}, and {traffic.name} does not say which prompts begin alike; limit"
-            " a trace with `hash_ids`; leave the option out"
+            f"cache-tokens: got {capacity_tokens}, and {traffic.name} does not say which prompts begin alike; "
+            "expected a trace with `hash_ids`; leave the option out"
         )
     held: OrderedDict[int, None] = OrderedDict()
     found = np.zeros(len(traffic), np.int64)

@@ -182,7 +182,7 @@ def add_cache_routes(app: web.Application, desk: CacheDesk, read: Callable[[web.
 
     async def run(verb: Callable[[], Mapping[str, Any]]) -> web.Response:
         if waiting.locked():
-            raise Overloaded(f"{PATH}: got a call while {_MAX_WAITING} wait; limit {_MAX_WAITING}; try again later")
+            raise Overloaded(f"{PATH}: {_MAX_WAITING} calls wait already; try again later")
         async with waiting:
             answer = await asyncio.get_running_loop().run_in_executor(worker, verb)
         return json_response(answer)

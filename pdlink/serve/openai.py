@@ -1,4 +1,4 @@
-"""The requests that the built-in engine serves, and its answers: `Said` of the proxy with what the engine reads more.
+"""The requests that the built-in engine serves, and its answers: `CommonFields`, and what the engine alone reads.
 
 msgspec parses requests because it stops at the first error, in C. A library that collects all errors took 170 s for
 16 MB of a mixed list, with the GIL held.
@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 
 from pdlink.api.fields import BadField, Int32, SomeTokens, decoded, decoder
 from pdlink.api.legs import AnyParams  # noqa: TC001  (msgspec reads the annotation at run time)
-from pdlink.api.openai import Said
+from pdlink.api.openai import CommonFields
 from pdlink.api.sse import DONE
 from pdlink.engine.request import SamplingParams
 from pdlink.errors import CapacityExceeded, UnknownModel
@@ -55,11 +55,11 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """Padding that this worker never adds."""
 
 
-class _Generation(Said, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Generation(CommonFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is served. Other fields are refused unless they say what changes nothing (`unserved.py`)."""
 
     unserved: ClassVar[tuple[str, ...]] = ("n", "max_output_tokens")
-    """Fields of `Said` that the engine does not do."""
+    """Fields of `CommonFields` that the engine does not do."""
     is_chat: ClassVar[bool] = False
     model: str
     max_tokens: SomeTokens | None = None

@@ -102,9 +102,7 @@ def add_role_route(app: web.Application, turning: Turning, keys: tuple[str, ...]
             raise InvalidApiKey("send a key of security.admin_key_file as `Authorization: Bearer KEY`")
         body = await request.content.read(_MAX_BODY_NBYTES + 1)
         if len(body) > _MAX_BODY_NBYTES:
-            raise InvalidRequest(
-                f"body: got more than the limit of {_MAX_BODY_NBYTES} bytes; send a role and a deadline"
-            )
+            raise InvalidRequest(f"body: got more than {_MAX_BODY_NBYTES} bytes; send a role and a deadline")
         return json_response(await turning.turn(body))
 
     app.router.add_post("/role", role)

@@ -51,7 +51,7 @@ def decoded(invitation: bytes, kind: type[_Invitation], transport: str) -> _Invi
     """An invitation of this kind in MessagePack. Raises ProtocolError."""
     if len(invitation) > MAX_INVITATION_NBYTES:
         raise ProtocolError(
-            f"invitation over {transport}: got {len(invitation)} bytes; limit {MAX_INVITATION_NBYTES}"
+            f"invitation over {transport}: got {len(invitation)} bytes; expected at most {MAX_INVITATION_NBYTES}"
         )
     try:
         return msgspec.msgpack.decode(invitation, type=kind)

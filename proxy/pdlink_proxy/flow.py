@@ -47,7 +47,7 @@ from .rules import News, Reaction, Rules
 from .steps import (
     Action,
     Answered,
-    Blame,
+    BlameLeg,
     CancelLeg,
     Chunk,
     ClientLeft,
@@ -349,7 +349,7 @@ class Flow:
             marks = marks_of(forward, self.look)
             self._error_passed = self._error_passed or bool(errors)
             then = _THEN[Reaction.ANSWER]
-            blames += [Blame(self.attempts, Leg.DECODE, reason, text, then) for reason, text in errors]
+            blames += [BlameLeg(self.attempts, Leg.DECODE, reason, text, then) for reason, text in errors]
         if self._recovery is not None and self._recovery.joins:
             try:
                 forward = self._recovery.join(forward)
@@ -368,7 +368,7 @@ class Flow:
         if leg is Leg.DECODE and marks & NAMED and has_named(forward, FAILURES):
             self._error_passed = True
             detail = excerpt(forward)
-            blames = [*blames, Blame(self.attempts, Leg.DECODE, Loss.ERROR, detail, _THEN[Reaction.ANSWER])]
+            blames = [*blames, BlameLeg(self.attempts, Leg.DECODE, Loss.ERROR, detail, _THEN[Reaction.ANSWER])]
         if leg is Leg.DECODE and self._is_last(forward):
             if not (self._finished or self._error_passed):
                 return self._failed_by(leg, before_end(forward), Loss.MALFORMED, _NO_FINISH, b"", now)
@@ -463,7 +463,7 @@ class Flow:
             return self._on_lost(leg, Loss.BARRED, detail, now)
         answer, summary = self._words.answered(leg, status, event.body)
         if leg is Leg.PREFILL and self._rules.prefill_may_misread and status <= 500:
-            blame = Blame(self.attempts, leg, status, detail, "decode's answer decides")
+            blame = BlameLeg(self.attempts, leg, status, detail, "decode's answer decides")
             if Leg.DECODE in self._legs:
                 return [blame]
             if self._limits.decode_alone:
@@ -536,7 +536,7 @@ class Flow:
             if not refusal:
                 self._avoid |= self._to_avoid(leg, reason)
                 then = "the stream goes on elsewhere"
-                return [Blame(self.attempts, leg, reason, detail, then), *self._again(Why.RECOVER, answer, now)]
+                return [BlameLeg(self.attempts, leg, reason, detail, then), *self._again(Why.RECOVER, answer, now)]
             why = f"; the stream cannot go on elsewhere: {refusal}"
             summary += why
         if lost_stream:
@@ -545,7 +545,7 @@ class Flow:
         if reaction is Reaction.RETRY and self._retries_left == 0:
             alone = leg is Leg.PREFILL and self._limits.decode_alone  # once: this attempt has no prefill leg to lose
             reaction = Reaction.RETRY if alone else Reaction.ANSWER
-        blame = Blame(self.attempts, leg, reason, detail, _THEN[reaction] + why)
+        blame = BlameLeg(self.attempts, leg, reason, detail, _THEN[reaction] + why)
         match reaction:
             case Reaction.TELL_DECODE:
                 return [blame, *self._tell_decode(summary, now)]

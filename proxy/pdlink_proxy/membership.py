@@ -182,7 +182,7 @@ def parse(document: Any, what: str, *, dialect: Dialect) -> Members:
     except (ValueError, RecursionError) as error:  # msgspec.ValidationError is a ValueError
         raise ConfigError(f"{what}: {error}") from None
     if len(members.prefill) + len(members.decode) + len(members.both) > MAX_WORKERS:
-        raise ConfigError(f"{what}: got more than {MAX_WORKERS} workers; limit {MAX_WORKERS}; use several proxies")
+        raise ConfigError(f"{what}: got more than {MAX_WORKERS} workers; use several proxies")
     _check(members, what, dialect)
     return members
 

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from pdlink.api.errors import COUNT_TOKENS, refusal_of, refused, reworded
 from pdlink.api.fields import BadField
-from pdlink.api.openai import MESSAGES, RESPONSES, Said, said_in
+from pdlink.api.openai import MESSAGES, RESPONSES, CommonFields, said_in
 from pdlink.errors import NoWorker, Overloaded, PeerLost
 
 from .access import clean, key_of
@@ -322,12 +322,12 @@ def _may_have(worker: Worker, path: str) -> bool:
     return path not in worker.lacks and (not worker.routes or path in worker.routes)
 
 
-def _said(body: bytes) -> Said:
+def _said(body: bytes) -> CommonFields:
     """The fields that are read here. Raises BadField; what is no object of JSON is the worker's to judge."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (ValueError, RecursionError):
-        return Said()
+        return CommonFields()
     return said_in(body, fields)
 
 

@@ -31,7 +31,7 @@ from .flow import Flow
 from .recovery import PATHS, Recovery
 from .steps import (
     Answered,
-    Blame,
+    BlameLeg,
     CancelLeg,
     Chunk,
     ClientLeft,
@@ -253,7 +253,7 @@ class Request:
                     forward = b""
                 case CancelLeg(attempt=attempt, leg=leg):
                     self._attempts[attempt].cancel(leg)
-                case Blame():
+                case BlameLeg():
                     self._blame(action)
                 case TellToStop(attempt=attempt, leg=leg, reason=reason):
                     self._shared.spawn(self._tell_to_stop(self._attempts[attempt].legs[leg], reason))
@@ -294,7 +294,7 @@ class Request:
         if self._armed_s == math.inf and not self._flow.over:
             self._arm(self._due_s())
 
-    def _blame(self, action: Blame) -> None:
+    def _blame(self, action: BlameLeg) -> None:
         reason = action.reason.value if isinstance(action.reason, Loss) else str(action.reason)
         self._shared.metrics.leg_failures.inc(action.leg.value, reason)
         attempt = self._attempts[action.attempt]

@@ -176,7 +176,7 @@ class CancelLeg(msgspec.Struct, frozen=True):
     leg: Leg
 
 
-class Blame(msgspec.Struct, frozen=True):
+class BlameLeg(msgspec.Struct, frozen=True):
     """Count and log that the leg failed. Comes before its CancelLeg, and before the Place that follows from it."""
 
     attempt: int
@@ -226,7 +226,7 @@ class EndStream(msgspec.Struct, frozen=True):
 
 
 Action: TypeAlias = (
-    Place | StartLegs | StartDecode | CancelLeg | Blame | LetGo | TellToStop | Forward | Respond | EndStream
+    Place | StartLegs | StartDecode | CancelLeg | BlameLeg | LetGo | TellToStop | Forward | Respond | EndStream
 )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from pdlink.api.fields import BadField, decoded
 from pdlink.api.legs import DecodeParams, PrefillAddress, PrefillParams
-from pdlink.api.openai import COMPLETIONS, Said, Sampling, parse
+from pdlink.api.openai import COMPLETIONS, CommonFields, Sampling, parse
 from pdlink.integrations.vllm_parts.params import parse as parse_in_vllm
 from pdlink.serve.openai import CompletionRequest
 from pdlink.serve.openai import parse as parse_in_worker
@@ -19,13 +19,18 @@ BODY = b'{"model":"m","prompt":"x","seed":3}'
 @pytest.mark.parametrize(
     ("body", "kind", "told", "param"),
     [
-        (b'{"max_tokens":-1}', Said, "max_tokens: Expected an integer from 0 to 2147483647, got -1", "max_tokens"),
-        (b'{"n":1e999}', Said, "n: Expected an integer from 0 to 65536", "n"),
-        (b'{"stream":"yes"}', Said, "stream: Expected `bool | null`, got 'yes'", "stream"),
-        (b'{"user":{}}', Said, "user: Expected `str | null`, got `object`", "user"),
+        (
+            b'{"max_tokens":-1}',
+            CommonFields,
+            "max_tokens: Expected an integer from 0 to 2147483647, got -1",
+            "max_tokens",
+        ),
+        (b'{"n":1e999}', CommonFields, "n: Expected an integer from 0 to 65536", "n"),
+        (b'{"stream":"yes"}', CommonFields, "stream: Expected `bool | null`, got 'yes'", "stream"),
+        (b'{"user":{}}', CommonFields, "user: Expected `str | null`, got `object`", "user"),
         (b'[{"n":-1}]', list[Sampling], "[0].n: Expected an integer from 0 to 65536, got -1", None),
-        (b"[]", Said, "the body: Expected `object`, got `array`", None),
-        (b"{", Said, "the body: not valid JSON: Input data was truncated", None),
+        (b"[]", CommonFields, "the body: Expected `object`, got `array`", None),
+        (b"{", CommonFields, "the body: not valid JSON: Input data was truncated", None),
     ],
 )
 def test_what_is_wrong_is_told_by_field_range_and_value(

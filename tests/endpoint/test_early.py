@@ -8,7 +8,7 @@ import pytest
 
 from pdlink.endpoint import early
 from pdlink.endpoint.early import EarlyInterest
-from pdlink.endpoint.ended import Ended
+from pdlink.endpoint.ended import EndedTransfers
 from pdlink.endpoint.peer import Peer
 from pdlink.protocol.messages import Offer
 from pdlink.reasons import ABORTED, Code
@@ -84,7 +84,7 @@ def test_bytes_are_counted_as_they_are_taken() -> None:
 
 
 def test_one_peer_flushes_its_own_ended_ids_only() -> None:
-    ended = Ended()
+    ended = EndedTransfers()
     for number in range(1000):
         ended.add(f"h-{number}", None, "honest")
     for number in range(100_000):
@@ -95,7 +95,7 @@ def test_one_peer_flushes_its_own_ended_ids_only() -> None:
 
 
 def test_ended_ids_of_all_peers_are_bounded_and_the_oldest_go_first() -> None:
-    ended = Ended(capacity=10, share=4)
+    ended = EndedTransfers(capacity=10, share=4)
     for number in range(30):
         ended.add(f"t-{number}", None, f"peer-{number}")
     assert [number for number in range(30) if f"t-{number}" in ended] == list(range(20, 30))

@@ -16,7 +16,7 @@ from pdlink.endpoint import data_path, liveness
 from pdlink.endpoint.data_path import DataPath
 from pdlink.endpoint.driver import Endpoint
 from pdlink.endpoint.early import Early, EarlyInterest
-from pdlink.endpoint.ended import Ended
+from pdlink.endpoint.ended import EndedTransfers
 from pdlink.endpoint.incoming import Incoming
 from pdlink.endpoint.order import Order
 from pdlink.endpoint.peer import Peer, PeerState
@@ -349,7 +349,7 @@ _PLANTED: tuple[tuple[Any, ...], ...] = (
     ("no gap check", "lossy", (Peer, "out_of_turn", _in_spite_of_gaps)),
     ("no repeat check", "lossy", (Peer, "out_of_turn", _again_and_again)),
     ("transfer id taken twice by the sender", "faulty", (Sender, "announce", _take_it_again)),
-    ("transfer id forgotten when it ends", "faulty", (Ended, "add", _nothing)),
+    ("transfer id forgotten when it ends", "faulty", (EndedTransfers, "add", _nothing)),
     ("offer that came before its request is lost", "gentle", (Early, "offer", _no_offer)),
     ("early offers never expire", "gentle", (EarlyInterest, "older_than", _empty)),
     ("failed data connection ignored", "faulty", (Reports, "_on_peer", _ignore_failed_peers)),

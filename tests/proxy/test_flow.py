@@ -15,7 +15,7 @@ from pdlink_proxy.rules import REACTIONS, News, Reaction, Rules
 from pdlink_proxy.steps import (
     Action,
     Answered,
-    Blame,
+    BlameLeg,
     CancelLeg,
     Chunk,
     ClientLeft,
@@ -96,7 +96,7 @@ def test_every_row_of_the_table(leg: Leg, news: News, reason: int | Loss, sent: 
     flow = running(sent=sent)
     bad = Answered(1, leg, reason, _BODY) if isinstance(reason, int) else Lost(1, leg, reason, "why")
     blame, *actions = flow.on(bad, 1.0)
-    assert isinstance(blame, Blame)
+    assert isinstance(blame, BlameLeg)
     assert (blame.attempt, blame.leg, blame.reason) == (1, leg, reason)
     assert blame.detail
     assert blame.then
@@ -195,7 +195,7 @@ def test_a_stale_connection_is_resent_once_and_then_counts_as_a_retry() -> None:
     flow.on(Placed("p", "d"), 0.0)
     assert flow.on(Lost(2, D, Loss.STALE, ""), 0.0)[-1] == Place(Why.RETRY, frozenset({"d"}))
     flow.on(Placed("p", "d"), 0.0)
-    assert [type(action) for action in flow.on(Lost(3, P, Loss.STALE, ""), 0.0)] == [Blame, TellToStop]
+    assert [type(action) for action in flow.on(Lost(3, P, Loss.STALE, ""), 0.0)] == [BlameLeg, TellToStop]
     assert isinstance(flow.on(Lost(3, D, Loss.STALE, ""), 0.0)[-1], Respond)
 
 
@@ -253,7 +253,7 @@ def test_deadlines_of_first_byte_idle_and_request() -> None:
 def test_decode_that_was_told_gets_its_own_time_to_recompute() -> None:
     flow = running()
     told = flow.on(Tick(), 10.0)
-    assert isinstance(told[0], Blame)
+    assert isinstance(told[0], BlameLeg)
     assert (told[0].leg, told[0].reason) == (P, Loss.TIMEOUT)
     assert told[1] == CancelLeg(1, P)
     assert isinstance(told[2], TellToStop)

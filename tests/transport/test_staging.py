@@ -132,7 +132,7 @@ def test_a_frame_is_read_whole_however_it_comes_and_not_if_it_is_too_long() -> N
         found.append(inflow.take())
     assert [one for one in found if one] == [Ask(3), Ask(4)]
     inflow.add((65).to_bytes(4, "big"))
-    with pytest.raises(ProtocolError, match="got 65 bytes; limit 64"):
+    with pytest.raises(ProtocolError, match="got 65 bytes; expected at most 64"):
         inflow.take()
     for garbage in (b"\x00\x00\x00\x01\xc1", b"\x00\x00\x00\x02\x92\x01"):
         inflow = FrameCutter(64)
@@ -197,7 +197,7 @@ def test_an_owner_cannot_make_a_writer_keep_more_grants_than_it_has_slots() -> N
     peer, writing = StagingPeer("owner", 1), WritingTo(cast("StagingLine", None), there)
     writer = Writer.__new__(Writer)
     writer.on_frame(peer, writing, Grant((0, 1, 2)))
-    with pytest.raises(ProtocolError, match=r"got slots \(3, 0\) beside 3; limit 4"):
+    with pytest.raises(ProtocolError, match=r"got slots \(3, 0\) beside 3; expected 4 at most"):
         writer.on_frame(peer, writing, Grant((3, 0)))
     with pytest.raises(ProtocolError, match=r"got slots \(4,\)"):
         writer.on_frame(peer, writing, Grant((4,)))

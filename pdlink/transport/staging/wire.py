@@ -105,7 +105,7 @@ class FrameCutter:
             return None
         nbytes = int.from_bytes(self._held[:_HEADER_NBYTES], "big")
         if nbytes > self.most_nbytes:
-            raise ProtocolError(f"staging frame: got {nbytes} bytes; limit {self.most_nbytes}")
+            raise ProtocolError(f"staging frame: got {nbytes} bytes; expected at most {self.most_nbytes}")
         end = _HEADER_NBYTES + nbytes
         if len(self._held) < end:
             return None

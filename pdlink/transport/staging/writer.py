@@ -152,7 +152,9 @@ class Writer:
         if isinstance(frame, wire.Grant):
             limit = writing.there.num_slots
             if any(slot >= limit for slot in frame.slots) or len(writing.grants) + len(frame.slots) > limit:
-                raise ProtocolError(f"grant: got slots {frame.slots[:8]} beside {len(writing.grants)}; limit {limit}")
+                raise ProtocolError(
+                    f"grant: got slots {frame.slots[:8]} beside {len(writing.grants)}; expected {limit} at most"
+                )
             writing.num_asked = max(0, writing.num_asked - len(frame.slots))
             writing.grants.extend(frame.slots)
         elif isinstance(frame, wire.SlotPlaced):

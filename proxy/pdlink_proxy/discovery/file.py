@@ -83,7 +83,9 @@ class FileSource:
         if known is not None and known[0] == stamp:
             return known[1]
         if stat.st_size > _MAX_FILE_NBYTES:
-            raise SourceDown(f"{path}: got {stat.st_size} bytes; limit {_MAX_FILE_NBYTES}; list fewer workers")
+            raise SourceDown(
+                f"{path}: got {stat.st_size} bytes; expected at most {_MAX_FILE_NBYTES}; list fewer workers"
+            )
         try:
             document: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
             if isinstance(document, dict) and "role" in document:
