@@ -72,6 +72,8 @@ class Health(msgspec.Struct, frozen=True):
     decode_s: float | None = None
     """The same of passes that made only further tokens of answers."""
     curves: PassCurves | None = None
+    problems: dict[str, str] = {}
+    """By place (`memory`, a tier): why it keeps less KV than its settings say."""
 
     def with_load(self, load: WorkerLoad) -> Health:
         """The same with what a beat says of its load."""

@@ -13,6 +13,7 @@ from pdlink.config import is_loopback
 from pdlink.errors import HandshakeRefused
 from pdlink.observe.remedies import RECOMPUTED
 from pdlink.reasons import Code, Reason
+from pdlink.store.interface import MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -43,6 +44,9 @@ _STATES = {
     "invalid": "another program answers at this URL; correct it in the proxy's settings",
     "refuses our key": "give the proxy's worker_key_file the secret of the worker's security.http_key_file",
 }
+
+_ROOM = "free memory on its host, or lower tiers.max_local_cpu_size"
+_TIER_ROOM = "free room there, or lower tiers.max_local_disk_size; where it failed, read the worker's log"
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -103,6 +107,9 @@ def _of_worker(worker: Mapping[str, Any]) -> list[Finding]:
         text = f"{url}: {worker['no_kv_events']}; placement guesses what KV it has"
         remedy = "compare the proxy's kv_events with the worker's (--kv-events-config of vLLM and SGLang)"
         found.append(Finding("warn", label, text, remedy))
+    for place, why in ((worker.get("health") or {}).get("problems") or {}).items():
+        text = f"its {place} keeps less KV than the settings say: {why}"
+        found.append(Finding("warn", label, text, _ROOM if place == MEMORY else _TIER_ROOM))
     control = (worker.get("health") or {}).get("control") or ()
     for address in (control,) if isinstance(control, str) else control:
         host = urlsplit(address).hostname or ""

@@ -184,8 +184,16 @@ class StoreGauges:
             )
         )
 
-    def set(self, sizes: Mapping[str, float], answering: Mapping[str, float]) -> None:
-        """As a store's `gauges` and `answering`."""
+        self._problem = add(
+            Gauge(
+                "pdlink_tier_problem",
+                "1 for a tier (or `memory`) that keeps less than its settings say; `pdlink doctor` says why.",
+                tier=(),
+            )
+        )
+
+    def set(self, sizes: Mapping[str, float], answering: Mapping[str, float], problems: Mapping[str, str]) -> None:
+        """As a store's `gauges`, `answering` and `problems`."""
         rest = dict(sizes)
         self._used.set(rest.pop("used", 0))
         self._capacity.set(rest.pop("committed", 0))
@@ -193,6 +201,7 @@ class StoreGauges:
         self._pinned.set(rest.pop("pinned", 0))
         self._tier_used.replace(rest)
         self._answering.replace(answering)
+        self._problem.replace({place: float(bool(why)) for place, why in problems.items()})
 
 
 class ClientGauges:

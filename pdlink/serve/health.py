@@ -54,6 +54,7 @@ def health(worker: Worker) -> tuple[bool, dict[str, object]]:
         "refused": report.refused,
         "kv_events": _publishers(worker),
         "fingerprint": report.fingerprint,
+        "problems": _problems(worker),
     }
 
 
@@ -62,6 +63,13 @@ def _load_tokens(worker: Worker) -> int | None:
     if worker.role == "both":
         return None
     return worker.engine.tokens_to_compute if worker.role == "prefill" else worker.engine.tokens_held
+
+
+def _problems(worker: Worker) -> dict[str, str]:
+    """Of the places that keep less KV than their settings say."""
+    if worker.source is None:
+        return {}
+    return {place: why for place, why in worker.source.store.problems().items() if why}
 
 
 def _publishers(worker: Worker) -> list[str]:
@@ -100,7 +108,7 @@ def metrics_of(worker: Worker) -> WorkerMetrics:
             queue_s=worker.engine.pace.prefill_of(queue_tokens),
         )
         if metrics.sizes is not None and store is not None:
-            metrics.sizes.set(store.gauges(), store.answering())
+            metrics.sizes.set(store.gauges(), store.answering(), store.problems())
 
     metrics.before_reading(update)
     return metrics

@@ -27,7 +27,7 @@ def build_app(name: str, store: Store, listener: Listener, http_key: str | None 
     def update() -> None:
         clients = listener.clients()
         connected = sum(bool(client["connected"]) for client in clients)
-        metrics.sizes.set(store.gauges(), store.answering())
+        metrics.sizes.set(store.gauges(), store.answering(), store.problems())
         metrics.clients.set(store.held(), connected, len(clients) - connected)
 
     metrics.before_reading(update)
@@ -42,6 +42,7 @@ def build_app(name: str, store: Store, listener: Listener, http_key: str | None 
             "role": "store",
             "listen": str(listener.path),
             "places": places,
+            "problems": {place: why for place, why in store.problems().items() if why},
             "kv_events": [listener.events] if listener.events else [],
             "clients": listener.clients(),
         }

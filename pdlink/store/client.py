@@ -255,6 +255,10 @@ class RemoteStore(AnyStore):
     def listen(self, changed: Callable[[RecordChange], None]) -> None:
         """Nothing is told: what comes and goes is known in the store's process."""
 
+    def problems(self) -> dict[str, str]:
+        """None: they are the store's."""
+        return {}
+
     def answering(self) -> dict[str, float]:
         return {"store": float(self.connected)}
 

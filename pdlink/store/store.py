@@ -229,6 +229,9 @@ class Store(AnyStore):
         with self._lock:
             return {"leases": self._catalog.num_leases, "reservations": self._catalog.num_reservations}
 
+    def problems(self) -> dict[str, str]:
+        return {MEMORY: self._arena.problem, **self._below.problems()}
+
     def answering(self) -> dict[str, float]:
         return {name: float(answers) for name, answers in self._below.answering().items()}
 

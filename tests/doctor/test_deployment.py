@@ -10,8 +10,10 @@ from pdlink.doctor import command
 from pdlink.doctor.deployment import Finding, of_pairs, of_proxy, of_requests, worst_first
 
 
-def worker(label: str, url: str, *, state: str = "ok", name: str = "", control: str = "tcp://10.0.0.1:1") -> Any:
-    health = {"name": name or label, "control": control, "model": "m"}
+def worker(
+    label: str, url: str, *, state: str = "ok", name: str = "", control: str = "tcp://10.0.0.1:1", **said: Any
+) -> Any:
+    health = {"name": name or label, "control": control, "model": "m", **said}
     return {"label": label, "url": url, "state": state, "reason": "why", "fails": False, "health": health}
 
 
@@ -32,6 +34,15 @@ def test_a_worker_that_others_are_told_to_find_at_loopback_is_found() -> None:
     assert found.level == "bad"
     assert "tcp://127.0.0.1:8500, which is loopback" in found.text
     assert "listen.advertise" in found.remedy
+
+
+def test_a_place_that_keeps_less_than_its_settings_say_is_found() -> None:
+    decode = worker("d", "http://10.0.0.2:1", problems={"disk": "no room", "memory": "stays at 64 of 128 MiB"})
+    found = of_proxy({"prefill": [worker("p", "http://10.0.0.1:1")], "decode": [decode]})
+    assert [one.level for one in found] == ["warn", "warn"]
+    assert "its disk keeps less KV than the settings say: no room" in found[0].text
+    assert "max_local_disk_size" in found[0].remedy
+    assert "max_local_cpu_size" in found[1].remedy
 
 
 def test_two_workers_of_one_name_are_found() -> None:

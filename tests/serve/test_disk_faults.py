@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pdlink.serve.health import health, metrics_of
+
 from .tiered import CHUNK, WAIT_S, Computed, answers, computed_here, opened, prompt_of, store_of
 
 if TYPE_CHECKING:
@@ -64,6 +66,11 @@ def test_a_disk_that_takes_nothing_costs_no_answer(
         assert not store.flush(WAIT_S), "nothing of it is down"
         assert disk.hits
         assert answering(worker) == (number == errno.ENOSPC), "one that is full can be read"
+        _, said = health(worker)
+        assert said["problems"] == {"disk": store.problems()["disk"]}
+        assert ("No space left" if number == errno.ENOSPC else "left alone") in store.problems()["disk"]
+        body, _ = metrics_of(worker).exposition("")
+        assert b'pdlink_tier_problem{tier="disk"} 1' in body
         store.clear(places=["memory"])
         assert answers(worker, PROMPTS, at_once=True) == expected
         assert worker.pool.num_held == 0
