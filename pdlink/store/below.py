@@ -181,8 +181,10 @@ class Below:
         *,
         summed: bool,
         question: Question,
-    ) -> bool:
+    ) -> bool | None:
         """Whether one tier has a record afterwards, whose bytes nobody changes meanwhile. In this thread.
+
+        None if the bytes are not the record that was sealed.
 
         expires_at_s: by the clock that all hosts share, `time.time`; None for a record that is sealed already.
         summed: as `seal`. question: of the batch that the record is one of.
@@ -196,7 +198,7 @@ class Below:
         if expires_at_s is not None:
             seal(record, key, shape, expires_at_s, hashed=self.hashed, summed=summed)
         elif unseal(record, key, shape) is not None:
-            return False
+            return None
         stored = pack(record, shape, tier.codec)
         return tier.call("put", partial(tier.tier.put, key, stored.data), False, len(stored))
 

@@ -8,6 +8,7 @@ did not take is owed again, and a tier that takes nothing is offered one record 
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from concurrent.futures import CancelledError
 from functools import partial
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from pdlink.store.books import Books
     from pdlink.store.record import RecordShape
     from pdlink.store.slots import Lease, Slot
+
+log = logging.getLogger(__name__)
 
 SELF = "store"
 """The holder of the store's own leases and reservations."""
@@ -162,14 +165,15 @@ class WriteThrough:
             lease = self._books.catalog.lease([slot.key], SELF, "move", inf)
             expires_at_s = self._books.expires_at_s(slot.key)
         try:
-            return lease.slots == (slot,) and self._offer(index, slot, shape, expires_at_s, Question([slot.key]))
+            offered = lease.slots == (slot,) and self._offer(index, slot, shape, expires_at_s, Question([slot.key]))
+            return bool(offered)
         finally:
             with self._books.lock:
                 self._books.catalog.release(lease)
 
     def _write(self, index: int, lease: Lease, shape: RecordShape, expires_at_s: float, question: Question) -> None:
         tier, slot = self._below.tiers[index], lease.slots[0]
-        taken = False
+        taken: bool | None = False
         try:
             tier.drop_again()
             with self._books.lock:
@@ -181,15 +185,21 @@ class WriteThrough:
                 still_wanted = tier.queued.get(slot.key) == slot.serial
                 if still_wanted:
                     del tier.queued[slot.key]
-                    tier.took(self._clock(), taken=taken)
+                if still_wanted and taken is None:
+                    log.error("record %s has changed in memory, and is dropped", slot.key.hex()[:16])
+                    self._books.catalog.remove([slot.key])
+                elif still_wanted:
+                    tier.took(self._clock(), taken=bool(taken))
                     if not taken and slot.key in self._books.shapes:
                         self._books.debts[tier.name][slot.key] = None
                 self._books.catalog.release(lease)
                 self._pay(index)
             self._books.tell()
 
-    def _offer(self, index: int, slot: Slot, shape: RecordShape, expires_at_s: float, question: Question) -> bool:
-        """Whether the tier has a record afterwards. Its lease has no deadline: what is sealed must not change."""
+    def _offer(
+        self, index: int, slot: Slot, shape: RecordShape, expires_at_s: float, question: Question
+    ) -> bool | None:
+        """As `Below.offer`. Its lease has no deadline: what is sealed must not change."""
         self._books.wait_told()  # a tier tells no tokens: they are known by the record in memory
         record = slot.of(self._buffer.array)[: shape.nbytes]
         with self._books.lock:
