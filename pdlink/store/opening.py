@@ -125,7 +125,8 @@ def open_groups(
     store: AnyStore
     if config.store is None:
         node = node_of(cast("DeviceMemory", buffers[0]).device.pci_address) if buffers[0].kind == "cuda" else None
-        store = make_store(config, name, namespaces[0].hex()[:32], peers, numa_node=node)
+        namespace = namespaces[0].hex()[:32]
+        store = make_store(config, name, namespace, peers, numa_node=node, record_nbytes=largest_nbytes)
     else:
         store = RemoteStore(config.store, name=name, timeout_s=config.store_timeout_s)
     gpu = GpuPages(cast("Sequence[DeviceMemory]", buffers)) if buffers[0].kind == "cuda" else None
@@ -167,11 +168,13 @@ def make_store(
     peers: Sequence[Tier] = (),
     *,
     numa_node: int | None = None,
+    record_nbytes: int = 0,
 ) -> Store:
     """A store in this process, not yet open.
 
     name: stands for {name} in `local_disk`. namespace: whose records the disk keeps together.
     peers: tiers that are stores of other nodes. numa_node: for its memory, where the settings name none.
+    record_nbytes: of the largest records, if that is known.
     Raises ConfigError.
     """
     if config.numa_node is not None:
@@ -185,7 +188,7 @@ def make_store(
     return Store(
         nbytes,
         make_policy(config.cache_policy),
-        _tiers(config, name, namespace, peers),
+        _tiers(config, name, namespace, peers, record_nbytes),
         ingestion=config.ingestion,
         pin_quota_nbytes=nbytes // 4 if config.max_pinned_size is None else int(config.max_pinned_size * _GIB),
         codec=config.codec,
@@ -209,11 +212,12 @@ def _local_disk(config: TiersConfig, name: str) -> Path | None:
     return Path(config.local_disk.replace("{name}", quote(name, safe=""))) if config.local_disk is not None else None
 
 
-def _tiers(config: TiersConfig, name: str, namespace: str, peers: Sequence[Tier]) -> list[Tier]:
+def _tiers(config: TiersConfig, name: str, namespace: str, peers: Sequence[Tier], record_nbytes: int) -> list[Tier]:
     """Those below memory, in the order in which they are asked."""
     tiers: list[Tier] = []
     directory = _local_disk(config, name)
     if directory is not None and config.max_local_disk_size is not None:
-        tiers.append(Disk(directory, namespace, int(config.max_local_disk_size * _GIB)))
+        capacity_nbytes = int(config.max_local_disk_size * _GIB)
+        tiers.append(Disk(directory, namespace, capacity_nbytes, record_nbytes=record_nbytes))
     urls = (config.remote_url,) if isinstance(config.remote_url, str) else config.remote_url or ()
     return [*tiers, *peers, *map(open_tier, urls)]

@@ -15,6 +15,8 @@ import fcntl
 import logging
 import os
 import threading
+import time
+from math import ceil
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -22,6 +24,7 @@ import xxhash
 from pdlink.errors import ConfigError
 from pdlink.events import ChangeTeller
 from pdlink.store.interface import RecordChange
+from pdlink.store.record import ends_at_s
 
 from .direct import PAGE_NBYTES, DirectFile
 from .entries import Entries
@@ -36,6 +39,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SEGMENT_NBYTES = 256 << 20
+_MANY_SEGMENTS, _FEW_SEGMENTS = 16, 4
+"""Of a small disk: where the largest record is known, and where it is not, and might not fit into a segment."""
+_SMALL_NBYTES = 64 << 20
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -45,18 +51,23 @@ class Disk:
     name = "disk"
 
     def __init__(
-        self, root: Path, namespace: str, capacity_nbytes: int, segment_nbytes: int = SEGMENT_NBYTES
+        self,
+        root: Path,
+        namespace: str,
+        capacity_nbytes: int,
+        segment_nbytes: int = SEGMENT_NBYTES,
+        *,
+        record_nbytes: int = 0,
     ) -> None:
         """Open the directory, made if it is not there, and read the journal.
 
         namespace: a digest of all that the records' bytes depend on; others of the same root keep their own capacity.
 
-        capacity_nbytes: of all files in it. Segments are smaller where fewer than two of `segment_nbytes` fit.
+        capacity_nbytes: of all files in it. segment_nbytes: at most, but for records that are larger.
+        record_nbytes: of the largest records, if that is known: segments are some of them, and a small disk has more.
         Raises ConfigError if the directory cannot be used or is in use.
         """
-        entry_share = PAGE_NBYTES // ENTRY_NBYTES
-        half_nbytes = (capacity_nbytes - PAGE_NBYTES) // 2 * entry_share // (entry_share + 1)
-        self._segment_pages = min(segment_nbytes, half_nbytes) // PAGE_NBYTES
+        self._segment_pages = _segment_pages(capacity_nbytes - PAGE_NBYTES, segment_nbytes, record_nbytes)
         if self._segment_pages < 1:
             raise ConfigError(
                 f"tiers.max_local_disk_size: got {capacity_nbytes} bytes; expected 16,384 or more; raise it"
@@ -108,6 +119,7 @@ class Disk:
         self._make_room_for(num_segments)
         self._segments: list[Segment] = []
         loaded = self._journal.load(num_segments)
+        self._some_expire = loaded.some_expire
         for index, found in enumerate(loaded.segments):
             rows = loaded.rows[found.begin : found.end]
             self._segments.append(Segment(index, found.end_page, found.num_entries, rows))
@@ -131,7 +143,10 @@ class Disk:
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:
-            return [False] * len(keys) if self._closed else self._index.contains(keys)
+            found = [False] * len(keys) if self._closed else self._index.contains(keys)
+            if self._some_expire:
+                return [here and not self._is_over(key) for key, here in zip(keys, found, strict=True)]
+            return found
 
     def get(self, key: bytes, into: memoryview) -> int | None:
         """As `Tier.get`. An OSError takes the record with it."""
@@ -155,12 +170,18 @@ class Disk:
     def put(self, key: bytes, record: memoryview) -> bool:
         """As `Tier.put`. A full file system is False and no error: it keeps nobody from reading."""
         pages = _num_pages(len(record))
+        expires_at_s = _expires_at_s(record)
         with self._call() as may:
             with self._lock:
+                if pages > self._segment_pages:
+                    most = self._segment_pages * PAGE_NBYTES >> 20
+                    self._unwritten = f"{self._directory} takes records of {most} MiB, not of {len(record) >> 20}"
                 if not may or not 0 < pages <= self._segment_pages:
                     return False
                 if key in self._index:
-                    return True
+                    if not self._is_over(key):
+                        return True
+                    self._strike(key)
                 segment = self._segment_with(pages)
                 if segment is None:
                     return False
@@ -172,7 +193,8 @@ class Disk:
                 digest = self._write(page, key, record)
                 with self._lock:
                     self._unwritten = ""
-                    return segment.epoch == epoch and self._list(segment, key, Place(page, len(record), 0, 0, digest))
+                    place = Place(page, len(record), 0, 0, expires_at_s, digest)
+                    return segment.epoch == epoch and self._list(segment, key, place)
             except OSError as error:
                 if error.errno not in _NO_ROOM:
                     raise
@@ -307,7 +329,8 @@ class Disk:
     def _list(self, segment: Segment, key: bytes, place: Place) -> bool:
         """The record is here from now on."""
         if key not in self._index:
-            rest = pack(place.page, place.nbytes, segment.num_entries, place.digest)
+            rest = pack(place.page, place.nbytes, segment.num_entries, place.digest, place.expires_at_s)
+            self._some_expire |= place.expires_at_s > 0
             self._journal.append(segment.index, segment.num_entries, key, rest)
             segment.num_entries += 1
             segment.new.append(key)
@@ -315,6 +338,11 @@ class Disk:
             self._announcer.note(RecordChange(self.name, True, key))
             self.nbytes += _num_pages(place.nbytes) * PAGE_NBYTES
         return True
+
+    def _is_over(self, key: bytes) -> bool:
+        """Whether a record is of no use any more."""
+        rest = self._index.get(key)
+        return rest is not None and 0 < unpack(rest).expires_at_s <= time.time()
 
     def _strike(self, key: bytes) -> None:
         """First in the journal: what is not in the index any more does not come back with a restart."""
@@ -363,7 +391,27 @@ def _digest(key: bytes, record: memoryview) -> bytes:
     """Of the key, the record's length, and its first page, which has its header."""
     digest = xxhash.xxh3_128(key + len(record).to_bytes(8, "little"))
     digest.update(record[:PAGE_NBYTES])
-    return digest.digest()
+    return digest.digest()[:12]
+
+
+def _expires_at_s(record: memoryview) -> int:
+    """As `Place.expires_at_s`."""
+    at_s = ends_at_s(record)
+    return 0 if at_s >= 1 << 32 else max(1, ceil(at_s))
+
+
+def _segment_pages(room_nbytes: int, segment_nbytes: int, record_nbytes: int) -> int:
+    """As `Disk` says; at least two segments fit into the room.
+
+    All of the oldest segment goes at once, so a disk of few segments is less full than one of many.
+    """
+    most_pages = room_nbytes // (PAGE_NBYTES + ENTRY_NBYTES)
+    record_pages = _num_pages(record_nbytes)
+    if 0 < record_pages <= most_pages // 2:
+        wanted = min(segment_nbytes // PAGE_NBYTES, most_pages // _MANY_SEGMENTS)
+        return max(1, wanted // record_pages) * record_pages
+    least = _FEW_SEGMENTS if room_nbytes >= _FEW_SEGMENTS * _SMALL_NBYTES else 2
+    return most_pages // max(least, -(-most_pages * PAGE_NBYTES // segment_nbytes))
 
 
 def _num_pages(nbytes: int) -> int:

@@ -25,12 +25,15 @@ if TYPE_CHECKING:
     """Of `ENTRY`."""
 
 ENTRY_NBYTES = 64
-_REST = struct.Struct("<IIII16s")
+_REST = struct.Struct("<IIIII12s")
 _HEAD = struct.Struct("<8sQ")
-_MAGIC = b"pdlinkJ2"
+_MAGIC = b"pdlinkJ3"
 ENTRY = np.dtype([("key", "V32"), ("rest", "V32")])
 _NUMBERS = np.dtype(
-    [("key", "V32"), ("page", "<u4"), ("nbytes", "<u4"), ("at", "<u4"), ("mark", "<u4"), ("x", "V16")]
+    [
+        *[("key", "V32"), ("page", "<u4"), ("nbytes", "<u4"), ("at", "<u4"), ("mark", "<u4")],
+        *[("expires_at_s", "<u4"), ("digest", "V12")],
+    ]
 )
 _MARK = 0x31454A50
 _STEP_NBYTES = 1 << 16
@@ -45,8 +48,10 @@ class Place(NamedTuple):
     at: int
     """Of its entry in its segment's region."""
     mark: int
+    expires_at_s: int
+    """Whole seconds since 1970 after which the record is of no use; 0 for never."""
     digest: bytes
-    """XXH3-128 of the key, the record's length and its first page."""
+    """96 bits of XXH3-128 of the key, the record's length and its first page."""
 
 
 class LoadedSegment(NamedTuple):
@@ -67,10 +72,14 @@ class Loaded(NamedTuple):
     """Keys, and what `unpack` takes."""
     segments: list[LoadedSegment]
 
+    @property
+    def some_expire(self) -> bool:
+        return bool(self.rows.view(_NUMBERS)["expires_at_s"].any())
 
-def pack(page: int, nbytes: int, at: int, digest: bytes) -> bytes:
+
+def pack(page: int, nbytes: int, at: int, digest: bytes, expires_at_s: int = 0) -> bytes:
     """The second half of an entry; 32 bytes keep a million of them small."""
-    return _REST.pack(page, nbytes, at, _MARK, digest)
+    return _REST.pack(page, nbytes, at, _MARK, expires_at_s, digest)
 
 
 def unpack(rest: bytes) -> Place:

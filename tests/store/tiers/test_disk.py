@@ -8,13 +8,16 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 
 from pdlink.errors import ConfigError
+from pdlink.store.record import Group, RecordShape, seal
 from pdlink.store.tiers.disk import Disk
 from pdlink.store.tiers.segments import FullSegments, Segment
 
@@ -466,14 +469,13 @@ def test_segments_go_in_the_order_they_were_filled_in_also_after_a_restart(tmp_p
     assert here(tier, 22) == list(range(12, 22))
 
 
-@pytest.mark.parametrize("num_segments", [7, 79])
-def test_records_that_are_read_at_a_uniform_age_are_found_as_with_fifo(num_segments: int) -> None:
-    """What is read at any age up to what the disk holds is never in the oldest segment, which FIFO takes."""
+def played(num_segments: int, age_of: Callable[[Random, int], int]) -> tuple[int, int, int]:
+    """Reads of records of random ages that were found, those that FIFO finds, and all; a record comes for each."""
     seed, each = 5, 50
     print("seed", seed)
     draw, full, active = Random(seed), FullSegments(), Segment(0)
     where: list[Segment | None] = []
-    hits = asked = 0
+    hits = fifo_hits = asked = 0
     for number in range(6 * num_segments * each):
         if number % each == 0 and number:
             full.add(active)
@@ -482,12 +484,20 @@ def test_records_that_are_read_at_a_uniform_age_are_found_as_with_fifo(num_segme
                 where = [None if segment is victim else segment for segment in where]
             active = Segment(number)
         where.append(active)
-        age = draw.randrange(int((num_segments - 1) * each * 0.97))
+        age = age_of(draw, (num_segments - 1) * each)
         if age <= number:
             asked += 1
+            fifo_hits += age < (num_segments - 1) * each + number % each
             if (segment := where[number - age]) is not None:
                 hits += 1
                 segment.reads += 1
+    return hits, fifo_hits, asked
+
+
+@pytest.mark.parametrize("num_segments", [7, 79])
+def test_records_that_are_read_at_a_uniform_age_are_found_as_with_fifo(num_segments: int) -> None:
+    """What is read at any age up to what the disk holds is never in the oldest segment, which FIFO takes."""
+    hits, _, asked = played(num_segments, lambda draw, held: draw.randrange(int(0.97 * held)))
     assert hits > 0.999 * asked
 
 
@@ -533,3 +543,71 @@ def test_what_a_disk_makes_is_for_its_user_only(tmp_path: Path) -> None:
         os.umask(old)
     assert (tmp_path / "model").stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()} == {0o600}
+
+
+SHAPE = RecordShape("uint8", 4, (Group("full", (0,), 2, 1, 512),))
+
+
+def sealed(number: int, ends_at_s: float) -> memoryview:
+    made = np.zeros(SHAPE.nbytes, np.uint8)
+    seal(made, key(number), SHAPE, ends_at_s)
+    return made.data
+
+
+def test_records_that_have_expired_are_not_counted_and_can_be_stored_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = time.time()
+    tier = disk(tmp_path)
+    for number, ends_at_s in enumerate([now_s + 100, now_s + 200, float("inf")]):
+        assert tier.put(key(number), sealed(number, ends_at_s))
+    keys = list(map(key, range(3)))
+    for again in range(2):
+        assert tier.contains(keys) == [True, True, True], again
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda: now_s + 102)
+            assert tier.contains(keys) == [False, True, True], again
+        tier.close()
+        tier = disk(tmp_path)
+    monkeypatch.setattr(time, "time", lambda: now_s + 102)
+    assert tier.put(key(0), sealed(0, now_s + 300))
+    assert tier.contains(keys) == [True, True, True]
+    assert read(tier, key(0)) == sealed(0, now_s + 300)
+
+
+@pytest.mark.parametrize("num_records", [40, 100, 1000])
+def test_a_small_disk_that_knows_the_length_of_records_is_used_for_fifteen_sixteenths(
+    tmp_path: Path, num_records: int
+) -> None:
+    nbytes = 5 * 4096
+    tier = Disk(tmp_path, "model", num_records * nbytes, record_nbytes=nbytes)
+    assert all(tier.put(key(number), memoryview(bytes(nbytes))) for number in range(3 * num_records))
+    least = tier.nbytes
+    for number in range(3 * num_records, 4 * num_records):
+        assert tier.put(key(number), memoryview(bytes(nbytes)))
+        least = min(least, tier.nbytes)
+    assert least > 0.88 * tier.capacity_nbytes, "a part that was emptied, the journal and the rest of a division"
+
+
+def test_a_disk_between_two_lengths_of_parts_is_used_as_a_whole(tmp_path: Path) -> None:
+    tier = Disk(tmp_path, "model", 11 << 20, 4 << 20)
+    most = max(tier.nbytes for number in range(300) if tier.put(key(number), record(number)))
+    assert most > 0.95 * tier.capacity_nbytes
+
+
+def test_a_record_that_is_longer_than_a_part_is_told(tmp_path: Path) -> None:
+    tier = disk(tmp_path)
+    assert not tier.put(key(0), memoryview(bytes(2 * SEGMENT_NBYTES)))
+    assert "takes records of 0 MiB, not of 0" in tier.problem
+    assert tier.put(key(1), record(1))
+    assert not tier.problem
+
+
+@pytest.mark.parametrize("mean_share", [0.2, 0.5, 1.0])
+@pytest.mark.parametrize("num_segments", [7, 79])
+def test_records_that_are_read_at_an_exponential_age_are_found_as_with_fifo(
+    num_segments: int, mean_share: float
+) -> None:
+    hits, fifo_hits, asked = played(num_segments, lambda draw, held: int(draw.expovariate(1 / (mean_share * held))))
+    print(f"{hits / asked:.4f}, FIFO {fifo_hits / asked:.4f}")
+    assert hits >= 0.999 * fifo_hits
