@@ -12,7 +12,7 @@ from pdlink.config.up import SIDES, UpConfig
 
 Resources = dict[str, Annotated[float, Field(gt=0)]]
 
-_KEYS = ("key_file", "allow_file", "http_key_file", "insecure")
+_KEYS = ("key_file", "allow_file", "http_key_file", "token_file", "insecure")
 
 
 class RayConfig(Section):
@@ -49,7 +49,7 @@ class RayUpConfig(UpConfig):
         if self.proxy.processes > 1:
             raise ValueError(f"proxy.processes: got {self.proxy.processes}; expected 1 with `pdlink ray up`")
         made = "is made by `pdlink ray up`, which gives every process keys"
-        no_use(self.proxy, "proxy.", (*OF_JOINING, "worker_key_file"), made)
+        no_use(self.proxy, "proxy.", (*OF_JOINING, "worker_key_file", "token_file"), made)
         for side in SIDES:
             worker = getattr(self, side)
             no_use(worker.security, f"{side}.security.", _KEYS, made)

@@ -10,7 +10,7 @@ import contextlib
 import threading
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pdlink.config.listen import ListenConfig
 from pdlink.errors import PdlinkError
@@ -19,16 +19,13 @@ from pdlink.fleet.post import Here, Post, PostPlan, ProcessReport
 from pdlink.fleet.secrets import Unnamed
 from pdlink.serve.process import bind
 
-if TYPE_CHECKING:
-    from pdlink.fleet.secrets import Keys
-
 _LOOK_S = 0.05
 
 
 class Launcher:
     """One worker. The constructor returns at once; `report` says what has become of it."""
 
-    def __init__(self, label: str, role: str, settings: dict[str, Any], keys: Keys, host: str, node: str) -> None:
+    def __init__(self, label: str, role: str, settings: dict[str, Any], token: str, host: str, node: str) -> None:
         """host: address of this node that all others reach. node: the name of it in `ProcessReport`."""
         self._report = ProcessReport(node)
         self.warnings: tuple[str, ...] = ()
@@ -37,7 +34,7 @@ class Launcher:
         self._stopping = threading.Event()
         self._post: Post | None = None
         try:
-            begin = partial(start, label, role, self._completed(settings, keys, host))
+            begin = partial(start, label, role, self._completed(settings, token, host))
         except (PdlinkError, OSError) as error:
             self._report = replace(self._report, failed=f"{label}: {error}")
             return
@@ -56,13 +53,12 @@ class Launcher:
             stop([self._post.actor] if self._post.actor is not None else [], timeout_s)
         self._held.close()
 
-    def _completed(self, settings: dict[str, Any], keys: Keys, host: str) -> dict[str, Any]:
-        """With what only this node knows: addresses, ports, which stay bound, and the files of keys."""
-        files = Unnamed(keys)
-        self._held.callback(files.close)
-        security = {name: getattr(files, name) for name in ("key_file", "allow_file", "http_key_file")}
+    def _completed(self, settings: dict[str, Any], token: str, host: str) -> dict[str, Any]:
+        """With what only this node knows: addresses, ports, which stay bound, and the token's file."""
+        file = Unnamed(token)
+        self._held.callback(file.close)
         completed = dict(settings)
-        completed["security"] = {**settings["security"], **security}
+        completed["security"] = {**settings["security"], "token_file": file.path}
         ports = {
             name: self._held.enter_context(bind(host, 0, f"listen.{name}")).getsockname()[1]
             for name in ("http", "control")

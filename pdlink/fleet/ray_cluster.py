@@ -16,10 +16,7 @@ from pdlink.fleet.placing import NodeRoom
 from pdlink.fleet.post import ProcessEnded
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from pdlink.fleet.post import PostPlan, ProcessReport
-    from pdlink.fleet.secrets import Keys
 
 _ASK_S = 0.5
 """Between two questions to an actor; one takes it a millisecond."""
@@ -32,12 +29,12 @@ _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 class OnRay(Launcher):
     """The launcher inside an actor: with the address and the name of its node."""
 
-    def __init__(self, label: str, role: str, settings: dict[str, Any], keys: Keys) -> None:
+    def __init__(self, label: str, role: str, settings: dict[str, Any], token: str) -> None:
         import ray
 
         nice = _as_urgent_as_others()
         node = ray.get_runtime_context().get_node_id()
-        super().__init__(label, role, settings, keys, ray.util.get_node_ip_address(), node)
+        super().__init__(label, role, settings, token, ray.util.get_node_ip_address(), node)
         if nice > 0:
             self.warnings = (
                 f"niceness: got {nice} from Ray, which this user cannot lower: other processes of the node come "
@@ -75,12 +72,12 @@ class RayCluster:
     same_place = "in the same place"
     other_place = "on another node if there is one"
 
-    def __init__(self, address: str, keys: Mapping[str, Keys]) -> None:
-        """keys: by the label of a plan. Raises ConfigError if there is no cluster at this address."""
+    def __init__(self, address: str, token: str) -> None:
+        """token: of the deployment. Raises ConfigError if there is no cluster at this address."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._ray, self._within, self._keys = ray, PlacementGroupSchedulingStrategy, keys
+        self._ray, self._within, self._token = ray, PlacementGroupSchedulingStrategy, token
         self._groups = importlib.import_module("ray.util.placement_group")  # ray.util has a function of this name
         try:
             ray.init(address=address, logging_level=logging.WARNING)
@@ -132,7 +129,7 @@ class RayCluster:
         made = self._actor_class.options(
             name=None, max_restarts=0, max_task_retries=0, scheduling_strategy=within, **options
         )
-        actor = Actor(made.remote(plan.label, plan.role, plan.settings, self._keys[plan.label]))
+        actor = Actor(made.remote(plan.label, plan.role, plan.settings, self._token))
         self._ask(actor)
         return actor
 

@@ -8,15 +8,18 @@ another address is found without a list. When this process ends, its actors do, 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pdlink.fleet import placing, secrets
+from pdlink.endpoint.token import credentials_of
+from pdlink.fleet import placing
 from pdlink.fleet.child import START_TIMEOUT_S, start, stop
 from pdlink.fleet.keeping import await_all, keep, log, picture, until_stopped
 from pdlink.fleet.post import Here, Post, PostPlan
 from pdlink.fleet.ray_cluster import RayCluster
+from pdlink.fleet.secrets import Unnamed
 from pdlink.fleet.up import worker_settings
 from pdlink.protocol.auth import ControlAddress
 from pdlink.serve.process import bind
@@ -25,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdlink.config.ray import RayUpConfig
-    from pdlink.fleet.secrets import Keys
 
 _PROXY = "proxy"
 _END_S = 5.0
@@ -37,8 +39,8 @@ def up(config: RayUpConfig, say: Callable[[str], None]) -> None:
     say: prints the summary when all are ready; progress is logged.
     """
     plans = _plans(config)
-    keys = secrets.make([_PROXY, *(plan.label for plan in plans)])
-    cluster = RayCluster(config.ray.address, keys)
+    token = secrets.token_hex(32)
+    cluster = RayCluster(config.ray.address, token)
     began_s = time.monotonic()
     workers: list[Post] = []
     proxies: list[Post] = []
@@ -50,8 +52,8 @@ def up(config: RayUpConfig, say: Callable[[str], None]) -> None:
                 for plan in plans:
                     placing.check(plan.label, plan.setting, plan.need, nodes)
                 door = held.enter_context(bind(cluster.host, 0, "proxy.discover"))
-                address = str(ControlAddress(cluster.host, door.getsockname()[1], keys[_PROXY].pair.public))
-                proxies.append(_proxy(config, keys[_PROXY], address, held))
+                address = str(ControlAddress(cluster.host, door.getsockname()[1], credentials_of(token).keys.public))
+                proxies.append(_proxy(config, token, address, held))
                 for plan in plans:
                     plan.settings["join"]["proxies"] = [address]
                     workers.append(
@@ -89,19 +91,17 @@ def _plans(config: RayUpConfig) -> list[PostPlan]:
     ]
 
 
-def _proxy(config: RayUpConfig, keys: Keys, address: str, held: contextlib.ExitStack) -> Post:
+def _proxy(config: RayUpConfig, token: str, address: str, held: contextlib.ExitStack) -> Post:
     """address: where workers dial it."""
-    files = secrets.Unnamed(keys)
-    held.callback(files.close)
+    file = Unnamed(token)
+    held.callback(file.close)
     door = f"register:{address.partition('?')[0]}"
     bound = held.enter_context(bind(*config.proxy.at, "proxy.listen"))
     settings = {
         **config.proxy.model_dump(mode="json"),
         "listen": str(config.proxy.at._replace(port=bound.getsockname()[1])),
         "discover": [*config.proxy.discover, door],
-        "key_file": files.key_file,
-        "allow_file": files.allow_file,
-        "worker_key_file": files.http_key_file,
+        "token_file": file.path,
     }
     begin = partial(start, _PROXY, "proxy", settings)
     plan = PostPlan(_PROXY, "proxy")

@@ -25,6 +25,7 @@ from pydantic.fields import FieldInfo
 from pdlink import cli
 from pdlink.config import ProxyConfig, RayUpConfig, StoreConfig, UpConfig, WorkerConfig, settings_of
 from pdlink.config.proxy import OF_JOINING
+from pdlink.config.security import MADE_OF_A_TOKEN
 from pdlink.config.store import OF_PEERS
 from pdlink.config.tiers import OF_A_WORKER
 from pdlink.config.up import ENGINES
@@ -354,7 +355,7 @@ def test_every_setting_of_ray_up_arrives_or_is_refused(
             refused[dotted] = capsys.readouterr().err
         assert arrived == []
     made = {f"proxy.{name}" for name in MADE}
-    made |= {f"proxy.{name}" for name in (*OF_JOINING, "worker_key_file", "processes")}
+    made |= {f"proxy.{name}" for name in (*OF_JOINING, "worker_key_file", "token_file", "processes")}
     made |= {
         dotted
         for dotted in settings_of(RayUpConfig)
@@ -363,7 +364,7 @@ def test_every_setting_of_ray_up_arrives_or_is_refused(
     for side in ("prefill", "decode"):
         made |= {f"{side}.{name}" for name in ("listen", "cache.memory_fraction")}
         made |= {f"{side}.listen.{name}" for name in ("http", "control", "data", "advertise")}
-        made |= {f"{side}.security.{name}" for name in ("key_file", "allow_file", "http_key_file", "insecure")}
+        made |= {f"{side}.security.{name}" for name in (*MADE_OF_A_TOKEN, "token_file", "insecure")}
         made |= {f"{side}.security.route_key_file", f"{side}.join.proxies", f"{side}.join.beat_s"}
         made |= {f"{side}.join.url", f"{side}.join.cell"}
     assert set(refused) == made | {"engine", "share_store", "decode.role"}
