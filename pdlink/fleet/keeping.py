@@ -92,7 +92,7 @@ def picture(posts: Sequence[Post], model: str, head: str, note: str = "") -> str
     for post in posts:
         assert post.report is not None
         control, node = post.report.facts.get("control", ""), post.report.node[:8]
-        more = f"control {control}" if control else f"node {node}" if node else ""
+        more = f"node {node}" if node else f"control {control}" if control else ""
         lines.append(f"  {post.plan.label:<12}{post.url:<28}{more}".rstrip())
     if note:
         lines += ["", note]

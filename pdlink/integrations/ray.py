@@ -71,7 +71,7 @@ class PDLinkBackend(BaseConnectorBackend):  # type: ignore[misc]
         num_parts = int(extra.get("shards") or num_ranks) * int(extra.get("context_shards") or num_contexts)
         num_shards = num_parts * num_stages
         node = ray.util.get_node_ip_address()
-        listen = settings_of.read({"listen": extra.get("listen", node)}).listen
+        listen = settings_of.read({"listen": node, **extra}).listen
         first = listen.control_port
         port = first + self._compute_port_offset() if first else free_ports(num_shards)
         extra["listen"] = listen.on_port(port).model_dump()

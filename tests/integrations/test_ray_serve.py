@@ -86,6 +86,8 @@ def test_the_factory_of_a_cluster_makes_it_by_the_connectors_name(cluster: None)
 
 
 def test_both_legs_have_one_transfer_id_that_vllms_connector_reads(cluster: None) -> None:
+    import ray
+
     prefill, decode = set_up(), set_up()
     first, second = (parse(leg.kv_transfer_params) for leg in legs(prefill, decode, Request()))
     assert isinstance(first, PrefillParams)
@@ -94,9 +96,8 @@ def test_both_legs_have_one_transfer_id_that_vllms_connector_reads(cluster: None
     [address] = second.prefill.addresses
     assert address == prefill.replica_metadata()["pdlink_control"][0]
     extra = prefill.kv_transfer_config["kv_connector_extra_config"]
-    assert ControlAddress.parse(address) == ControlAddress(
-        "127.0.0.1", int(extra["listen"]["address"].rpartition(":")[2])
-    )
+    port = int(extra["listen"]["address"].rpartition(":")[2])
+    assert ControlAddress.parse(address) == ControlAddress(ray.util.get_node_ip_address(), port)
 
 
 def test_a_request_that_is_sent_again_has_another_transfer_id(cluster: None) -> None:
