@@ -1,4 +1,7 @@
-"""Our tier on a Valkey or Redis server beside the client that everybody has, redis-py (extra `peers`), in turns."""
+"""Our tier on a Valkey or Redis server beside the client that everybody has, redis-py with hiredis (extra `peers`).
+
+Both keep a record in parts of one length, and compare the same checksum of what they give back.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ import subprocess
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pdlink.store.tiers.valkey import Valkey
+import xxhash
+
+from pdlink.store.tiers.valkey import PART_NBYTES, Valkey
 
 from .tier_lanes import DiskLane, TierLane
 from .workers import WorkerFailed
@@ -42,23 +47,39 @@ class ValkeyServer:
 
 
 class RedisPy(TierLane):
-    """SET of a record, and GET with a copy to where it is wanted."""
+    """SET of a record's parts, and GET with a copy to where they are wanted; each record in one pipeline."""
+
+    checks = True
 
     def __init__(self, path: str) -> None:
-        """Raises WorkerFailed where redis-py is not installed."""
+        """Raises WorkerFailed where redis-py or hiredis is not installed."""
         try:
             redis: Any = importlib.import_module("redis")
+            importlib.import_module("hiredis")
         except ImportError as error:
-            raise WorkerFailed("redis: not installed; pip install './benchmarks[peers]'") from error
+            raise WorkerFailed(f"{error.name}: not installed; pip install './benchmarks[peers]'") from error
         self._client = redis.Redis(unix_socket_path=path)
+        self._digests: dict[int, bytes] = {}
 
     def put(self) -> None:
         for number, record in enumerate(self._views(0)):
-            self._client.set(f"record {number}", record)
+            self._digests[number] = xxhash.xxh3_128_digest(record)
+            with self._client.pipeline(transaction=False) as pipeline:
+                for begin in range(0, len(record), PART_NBYTES):
+                    pipeline.set(f"record {number}/{begin}", record[begin : begin + PART_NBYTES])
+                pipeline.execute()
 
     def get(self) -> None:
         for number, room in enumerate(self._views(1)):
-            room[:] = self._client.get(f"record {number}")
+            begins = range(0, len(room), PART_NBYTES)
+            with self._client.pipeline(transaction=False) as pipeline:
+                for begin in begins:
+                    pipeline.get(f"record {number}/{begin}")
+                parts = pipeline.execute()
+            for begin, part in zip(begins, parts, strict=True):
+                room[begin : begin + PART_NBYTES] = part
+            if xxhash.xxh3_128_digest(room) != self._digests[number]:
+                raise OSError(f"redis-py: record {number} came back changed")
 
     def close(self) -> None:
         self._client.close()

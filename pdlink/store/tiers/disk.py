@@ -137,6 +137,10 @@ class Disk:
         self._full = FullSegments(sorted(full, key=lambda segment: (segment.index < last, segment.index)))
 
     @property
+    def segment_nbytes(self) -> int:
+        return self._segment_pages * PAGE_NBYTES
+
+    @property
     def problem(self) -> str:
         """As `Tier` says."""
         return self._unwritten or self._ungrown
