@@ -37,9 +37,10 @@ class TiersConfig(Section):
     choice."""
     max_pinned_size: float | None = Field(default=None, ge=0)
     """What operators may pin of it, in GiB; None is a quarter of it."""
-    local_disk: str | None = None
+    local_disk: str | tuple[str, ...] | None = None
     """Directory for a tier on this machine's disk, which one worker has at a time; {name} in it is the worker's name.
-    What is there is found again after a restart. Needs `max_local_disk_size`."""
+    Of several, one for each device, each has an equal part of the records. What is there is found again after a
+    restart. Needs `max_local_disk_size`."""
     max_local_disk_size: float | None = Field(default=None, gt=0)
     """Space for all that is in it, in GiB; records of models that no worker runs any more go first."""
     state_dir: str | None = None
@@ -83,6 +84,11 @@ class TiersConfig(Section):
     cache_policy: str = "adaptive"
     """Which record goes first when memory is full: a name of `pdlink.store.policies`, or path.to.module:Class."""
 
+    @property
+    def disks(self) -> tuple[str, ...]:
+        """The directories of `local_disk`, with {name} in them."""
+        return (self.local_disk,) if isinstance(self.local_disk, str) else self.local_disk or ()
+
     @model_validator(mode="after")
     def _together(self) -> TiersConfig:
         if self.store is None:
@@ -90,6 +96,10 @@ class TiersConfig(Section):
         else:
             no_use(self, "tiers.", of_a_store(), "is a setting of the store that tiers.store names")
         in_pairs(self, "tiers.", ("local_disk", "max_local_disk_size"))
+        if self.local_disk == () or len(set(self.disks)) < len(self.disks):
+            raise ValueError(
+                f"tiers.local_disk: got {list(self.disks)}; expected one directory for each device; correct it"
+            )
         below = self.local_disk, self.remote_url, self.peers or None, self.peer_port
         if self.max_local_cpu_size == 0 and any(setting is not None for setting in below):
             raise ValueError(

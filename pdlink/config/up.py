@@ -126,7 +126,7 @@ class UpConfig(Section):
                 raise ValueError(f"{side}.name: is of one worker, and num_{side} is {count}; leave it out")
             if worker.timeline is not None and "{name}" not in worker.timeline:
                 raise ValueError(f"{side}.timeline: is one file, and num_{side} is {count}; write {{name}} into it")
-            if worker.tiers.local_disk is not None and "{name}" not in worker.tiers.local_disk:
+            if any("{name}" not in directory for directory in worker.tiers.disks):
                 raise ValueError(
                     f"{side}.tiers.local_disk: is of one worker, and num_{side} is {count}; write {{name}} into it"
                 )

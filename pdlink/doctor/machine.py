@@ -166,25 +166,23 @@ def _tiers(tiers: TiersConfig, name: str) -> list[Finding]:
     if (room := _available_nbytes()) is not None and tiers.max_local_cpu_size * _GIB > room:
         text = f"tiers.max_local_cpu_size = {tiers.max_local_cpu_size:g} GiB, and {room / _GIB:.1f} GiB are free"
         found.append(Finding("warn", "memory", text, "take less, or leave it as it is if others end first"))
-    size = tiers.max_local_disk_size
-    if tiers.local_disk is not None and size is not None:
-        path = Path(tiers.local_disk.replace("{name}", name))
-        there = next((each for each in (path, *path.parents) if each.exists()), Path("/"))
-        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-            found.append(
-                Finding(
-                    "bad",
-                    "disk",
-                    f"tiers.local_disk: {there} is no directory that can be written",
-                    "name another directory",
-                )
-            )
-        else:
-            free = shutil.disk_usage(there).free + _used_nbytes(path)
-            if size * _GIB > free:
-                text = f"tiers.max_local_disk_size = {size:g} GiB, and {free / _GIB:.1f} GiB are free"
-                found.append(Finding("warn", "disk", text, "take less: a full disk makes each write a miss"))
+    size = (tiers.max_local_disk_size or 0.0) / max(1, len(tiers.disks))
+    for directory in tiers.disks:
+        found += _disk(Path(directory.replace("{name}", name)), size)
     return found
+
+
+def _disk(path: Path, size: float) -> list[Finding]:
+    """size: in GiB."""
+    there = next((each for each in (path, *path.parents) if each.exists()), Path("/"))
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        text = f"tiers.local_disk: {there} is no directory that can be written"
+        return [Finding("bad", "disk", text, "name another directory")]
+    free = shutil.disk_usage(there).free + _used_nbytes(path)
+    if size * _GIB > free:
+        text = f"tiers.max_local_disk_size = {size:g} GiB in {path}, and {free / _GIB:.1f} GiB are free"
+        return [Finding("warn", "disk", text, "take less: a full disk makes each write a miss")]
+    return []
 
 
 def _used_nbytes(path: Path) -> int:

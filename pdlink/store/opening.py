@@ -23,6 +23,7 @@ from pdlink.store.source import StoreSource
 from pdlink.store.store import Store
 from pdlink.store.tiers.disk import Disk
 from pdlink.store.tiers.opening import ALL, open_tier
+from pdlink.store.tiers.striped import open_disks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -158,7 +159,7 @@ def _own_places(config: TiersConfig) -> list[str]:
     """Of the store of one engine: where nobody else keeps anything."""
     if config.store is not None:
         return []
-    return [MEMORY] if config.local_disk is None else [MEMORY, Disk.name]
+    return [MEMORY, Disk.name] if config.disks else [MEMORY]
 
 
 def make_store(
@@ -192,7 +193,7 @@ def make_store(
         ingestion=config.ingestion,
         pin_quota_nbytes=nbytes // 4 if config.max_pinned_size is None else int(config.max_pinned_size * _GIB),
         codec=config.codec,
-        cleared=places_of(_local_disk(config, name), state_directory(config.state_dir)),
+        cleared=places_of(next(iter(_directories(config, name)), None), state_directory(config.state_dir)),
         verify=config.verify,
         ttl_s=float("inf") if config.ttl_s is None else config.ttl_s,
         tenant_quota_nbytes=int((config.quota_per_salt or 0) * _GIB),
@@ -203,21 +204,20 @@ def make_store(
 
 
 def disk_directory(config: TiersConfig, name: str, namespace: str = ALL) -> Path | None:
-    """Of the records that `make_store` keeps on a disk; None without one."""
-    directory = _local_disk(config, name)
+    """Of the records that `make_store` keeps on a disk, the first one of several; None without one."""
+    directory = next(iter(_directories(config, name)), None)
     return directory / namespace if directory is not None else None
 
 
-def _local_disk(config: TiersConfig, name: str) -> Path | None:
-    return Path(config.local_disk.replace("{name}", quote(name, safe=""))) if config.local_disk is not None else None
+def _directories(config: TiersConfig, name: str) -> list[Path]:
+    return [Path(path.replace("{name}", quote(name, safe=""))) for path in config.disks]
 
 
 def _tiers(config: TiersConfig, name: str, namespace: str, peers: Sequence[Tier], record_nbytes: int) -> list[Tier]:
     """Those below memory, in the order in which they are asked."""
     tiers: list[Tier] = []
-    directory = _local_disk(config, name)
-    if directory is not None and config.max_local_disk_size is not None:
-        capacity_nbytes = int(config.max_local_disk_size * _GIB)
-        tiers.append(Disk(directory, namespace, capacity_nbytes, record_nbytes=record_nbytes))
+    directories = _directories(config, name)
+    if directories and config.max_local_disk_size is not None:
+        tiers.append(open_disks(directories, namespace, int(config.max_local_disk_size * _GIB), record_nbytes))
     urls = (config.remote_url,) if isinstance(config.remote_url, str) else config.remote_url or ()
     return [*tiers, *peers, *map(open_tier, urls)]

@@ -445,5 +445,5 @@ def names_read() -> set[str]:
 def test_every_setting_is_read_by_somebody(kind: type[BaseModel]) -> None:
     """By name only: it finds a setting that no code outside of the settings knows."""
     names = {dotted.rsplit(".", 1)[-1] for dotted in settings_of(kind)}
-    handed_down = {"model", "http"}  # `listen.http` is read as the host and the port of `listen`
+    handed_down = {"model", "http", "local_disk"}  # `listen.http` is read as the host and the port of `listen`
     assert names - names_read() - handed_down == set()

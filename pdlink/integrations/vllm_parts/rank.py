@@ -77,12 +77,13 @@ class Rank:
                 f"{last_port} the last port of data-parallel engine {self._engine}; ports end at {_MAX_PORT}; take a "
                 "lower one"
             )
-        directory = settings.tiers.local_disk if settings.tiers is not None else None
+        disks = settings.tiers.disks if settings.tiers is not None else ()
+        shared = next((directory for directory in disks if "{name}" not in directory), None)
         index = versions.data_parallel_index(vllm_config)
-        if directory and "{name}" not in directory and (place.num_all > 1 or index):
+        if shared is not None and (place.num_all > 1 or index):
             what = f"{place.num_all} ranks" if place.num_all > 1 else f"data-parallel engine {index}"
             raise ConfigError(
-                f"kv_connector_extra_config: tiers.local_disk: got {directory!r} for {what}; "
+                f"kv_connector_extra_config: tiers.local_disk: got {shared!r} for {what}; "
                 "expected one each; put {name} into it"
             )
         self._adapters = LoadedAdapters(versions.adapter_content)

@@ -67,7 +67,8 @@ class ConnectorSettings(BaseModel):
         """The rules of a worker hold here: who can be reached needs keys, and a name has no characters but some."""
         if self.name is not None and not auth.is_worker_name(f"{self.name}/dp1/0"):
             raise ValueError(f"name: got {self.name!r}; a name is {auth.NAME_RULE}, of which the last 2 are ours")
-        if self.tiers is not None and "{name}" in (self.tiers.local_disk or "") and self.name is None:
+        disks = () if self.tiers is None else self.tiers.disks
+        if self.name is None and any("{name}" in directory for directory in disks):
             raise ValueError("tiers.local_disk: got {name}, and vLLM makes up another name at every start; set name")
         WorkerConfig(
             listen=self.listen.as_control(),

@@ -18,6 +18,7 @@ from pdlink.store.tiers.direct import PAGE_NBYTES
 from pdlink.store.tiers.disk import Disk
 from pdlink.store.tiers.journal import unpack
 from pdlink.store.tiers.shared_dir import SharedDir
+from pdlink.store.tiers.striped import Striped
 from pdlink.store.tiers.valkey import Valkey
 
 from .server import valkey_server
@@ -186,9 +187,21 @@ def _damage_disk(tier: Tier, path: Path, key: bytes, change: Callable[[bytes], b
         file.write(changed + bytes(byte ^ 0xFF for byte in stored[len(changed) :]))
 
 
+def _open_striped(path: Path) -> Tier:
+    return Striped([SealedDisk(path / name, "model", 3 * CAPACITY_NBYTES // 4 + (1 << 18)) for name in "ab"])
+
+
+def _damage_striped(tier: Tier, path: Path, key: bytes, change: Callable[[bytes], bytes]) -> None:
+    assert isinstance(tier, Striped)
+    for disk, name in zip(tier._disks, "ab", strict=True):
+        if disk.contains([key]) == [True]:
+            _damage_disk(disk, path / name, key, change)
+
+
 ENTRIES = [
     Entry("disk", lambda path: SealedDisk(path, "model", CAPACITY_NBYTES), _damage_disk),
     Entry("disk of many segments", lambda path: SealedDisk(path, "model", 64 << 20, 4 << 20), _damage_disk),
+    Entry("disks", _open_striped, _damage_striped),
     Entry("memory", lambda _: MemoryTier(), _damage_memory, persists=False),
     Entry("shared_dir", lambda path: SharedDir(path, "model"), _damage_shared_dir),
     Entry("shared_dir with a bound", lambda path: SharedDir(path, "model", CAPACITY_NBYTES), _damage_shared_dir),

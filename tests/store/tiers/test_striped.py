@@ -1,0 +1,127 @@
+"""Several directories of one disk tier: each record in one of them, whatever becomes of the others."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdlink.errors import ConfigError
+from pdlink.store.tiers.disk import Disk
+from pdlink.store.tiers.striped import Striped, open_disks
+
+from .harness import key, read, record
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KEYS = list(map(key, range(32)))
+
+
+def opened(path: Path, *names: str) -> Striped:
+    tier = open_disks([path / name for name in names], "model", len(names) << 23)
+    assert isinstance(tier, Striped)
+    return tier
+
+
+def filled(tier: Striped) -> None:
+    assert all(tier.put(which, record(number)) for number, which in enumerate(KEYS))
+
+
+def right(tier: Striped) -> list[bool]:
+    return [read(tier, which) == record(number) for number, which in enumerate(KEYS)]
+
+
+def shares(tier: Striped) -> list[int]:
+    return [sum(disk.contains(KEYS)) for disk in tier._disks]
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, disk: Disk, number: int) -> None:
+    def grow(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(disk._file, "grow", grow)
+
+
+def test_directories_share_the_records_and_have_them_after_a_restart_in_any_order(tmp_path: Path) -> None:
+    tier = opened(tmp_path, "a", "b")
+    filled(tier)
+    filled(tier)
+    assert sum(shares(tier)) == len(KEYS), "each in one of them"
+    assert min(shares(tier)) > len(KEYS) / 4
+    tier.close()
+    tier = opened(tmp_path, "b", "a", "c")
+    assert all(right(tier))
+    filled(tier)
+    assert shares(tier)[2] == 0, "none is stored twice"
+    tier.remove(KEYS[0])
+    assert right(tier).count(False) == 1
+    tier.clear()
+    assert not any(tier.contains(KEYS))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=["full", "read-only"])
+def test_what_one_directory_does_not_take_another_one_has(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = opened(tmp_path, "a", "b")
+    with monkeypatch.context() as patch:
+        refuse(patch, tier._disks[0], number)
+        filled(tier)
+        assert shares(tier) == [0, len(KEYS)]
+        assert str(tmp_path / "a") in tier.problem
+        assert str(tmp_path / "b") not in tier.problem
+        assert os.strerror(number) in tier.problem
+    tier.clear()
+    filled(tier)
+    assert min(shares(tier)) > 0
+    assert tier.problem == ""
+
+
+def test_all_directories_that_fail_are_a_failure_of_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = opened(tmp_path, "a", "b")
+    for disk in tier._disks:
+        refuse(monkeypatch, disk, errno.EIO)
+    with pytest.raises(OSError, match="Input/output"):
+        tier.put(KEYS[0], record(0))
+
+
+def test_a_directory_that_cannot_be_read_costs_its_own_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = opened(tmp_path, "a", "b")
+    filled(tier)
+    own = tier._disks[0].contains(KEYS)
+
+    def fail(*_: object) -> bool:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(tier._disks[0]._file, "read", fail)
+    for number, (which, is_lost) in enumerate(zip(KEYS, own, strict=True)):
+        if is_lost:
+            with pytest.raises(OSError, match="Input/output"):
+                read(tier, which)
+        else:
+            assert read(tier, which) == record(number)
+
+
+def test_a_directory_that_cannot_be_used_at_the_start_is_left_out_and_told(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a file")
+    tier = opened(tmp_path, "a", "b")
+    filled(tier)
+    assert "tiers.local_disk" in tier.problem
+    assert str(tmp_path / "a") in tier.problem
+    tier.close()
+    (tmp_path / "c").write_text("another file")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        opened(tmp_path, "a", "c")
+
+
+def test_a_directory_that_another_process_has_is_a_wrong_setting(tmp_path: Path) -> None:
+    other = Disk(tmp_path / "b", "model", 1 << 20)
+    with pytest.raises(ConfigError, match="another process uses"):
+        opened(tmp_path, "a", "b")
+    other.close()
+    opened(tmp_path, "a", "b").close()
