@@ -270,21 +270,21 @@ class GpuPages:
         last = Job(np.zeros((0, 3), np.int64), then=then, begun=begun)
         direction = self._loads if loading else self._stores
         with self._lock:
-            reason = (
-                self._broken or ("it is closed" if self._closing else "") or ("" if parts is not None else "failed")
-            )
-            if reason:
-                if after is not None:
-                    self._spare.append(after)
-            else:
+            reason = self._broken or ("it is closed" if self._closing else "")
+            if reason and after is not None:
+                self._spare.append(after)
+            elif parts is None:
+                reason = reason or "failed"
+                if after is not None:  # other layers of the same request come behind it
+                    direction.line.append(Job(last.rows, after))
+            elif not reason:
                 jobs = [Job(rows) for rows in parts or [last.rows]]
                 jobs[0].after = after
                 jobs[-1].then, jobs[-1].begun = then, begun
                 last = jobs[-1]
                 direction.line += jobs
             told = self._begin(direction)
-            if not reason:
-                self._kick()
+            self._kick()
         if reason:
             then(reason)
         _tell(told)
