@@ -15,8 +15,7 @@ from pdlink.errors import InvalidRequest
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    from pdlink.store.cache import Cache
-    from pdlink.store.span import Tokens
+    from pdlink.store.cache import Cache, Tokens
 
     Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 

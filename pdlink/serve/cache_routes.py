@@ -21,13 +21,13 @@ from pdlink.serve.openai import ChatRequest, CompletionRequest
 from pdlink.store.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from aiohttp import web
 
     from pdlink.engine.models import LoadedModel
     from pdlink.store.interface import AnyStore
-    from pdlink.store.source import StoreSource
+    from pdlink.store.source import Source
 
 PATH = "/pdlink/cache"
 _MAX_WAITING = 16
@@ -77,10 +77,10 @@ class ClearRequest(NamedPrompt, frozen=True, kw_only=True):
 class Prompts:
     """Reads prompts as the worker's clients write them."""
 
-    def __init__(self, model: LoadedModel, source: StoreSource) -> None:
+    def __init__(self, model: LoadedModel, source: Source) -> None:
         self._model, self.source = model, source
 
-    def read(self, named: NamedPrompt) -> tuple[int, list[bytes]]:
+    def read(self, named: NamedPrompt) -> tuple[int, Sequence[bytes]]:
         """Its tokens, and the keys of its full chunks. Raises InvalidRequest, CapacityExceeded."""
         if named.forms != 1:
             raise InvalidRequest(f"prompt, messages: got {named.forms} of them; expected 1; send one")
@@ -92,7 +92,7 @@ class Prompts:
             chat.check()
             tokens = chat.token_ids(self._model)
         try:
-            return len(tokens), self.source.prompt("", tokens, named.cache_salt).keys
+            return len(tokens), self.source.keys(tokens, named.cache_salt).by_group[0]
         except OverflowError as error:
             raise InvalidRequest(f"prompt: {error}; expected token ids in [0, 2**32); correct it") from None
 
@@ -109,7 +109,7 @@ class CacheDesk:
         state: dict[str, Any] = msgspec.to_builtins(self._store.state())
         if self._prompts is not None:
             source = self._prompts.source
-            state |= {"chunk_tokens": source.chunk_tokens, "record_nbytes": source.shape.nbytes}
+            state |= {"chunk_tokens": source.chunk_tokens, "record_nbytes": source.groups[0].shape.nbytes}
         return state
 
     def lookup(self, asked: NamedPrompt) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class CacheDesk:
                 f"destination: got {asked.destination!r}, the source; expected another place; name one"
             )
         _, keys, source = self._read(asked)
-        moved = self._store.move(keys, source.shape, asked.source, asked.destination, copy=asked.keep)
+        moved = self._store.move(keys, source.groups[0].shape, asked.source, asked.destination, copy=asked.keep)
         return {"tokens": moved * source.chunk_tokens}
 
     def clear(self, asked: ClearRequest) -> dict[str, int | bool]:
@@ -153,15 +153,15 @@ class CacheDesk:
             raise InvalidRequest("everything: got a prompt and true, or neither; expected one of them; say which")
         return self._store.clear(None if asked.everything else self._read(asked)[1], asked.places)._asdict()
 
-    def _read(self, named: NamedPrompt) -> tuple[int, list[bytes], StoreSource]:
+    def _read(self, named: NamedPrompt) -> tuple[int, Sequence[bytes], Source]:
         if self._prompts is None:
             raise InvalidRequest("prompt: a store process knows no model; ask a worker")
         return *self._prompts.read(named), self._prompts.source
 
-    def _brought(self, keys: list[bytes], source: StoreSource, use: Callable[[tuple[Any, ...]], int]) -> int:
+    def _brought(self, keys: Sequence[bytes], source: Source, use: Callable[[tuple[Any, ...]], int]) -> int:
         """What `use` says of the slots of the prefix, while they are kept in memory."""
         found = self._store.lookup(keys, source.lookup_timeout_s)
-        fetch = self._store.fetch(found, source.shape, "operator")
+        fetch = self._store.fetch(found, source.groups[0].shape, "operator")
         try:
             return use(fetch.done.result())
         finally:

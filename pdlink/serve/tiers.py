@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from pdlink.errors import PdlinkError
 from pdlink.events import PromptSourced, emit
-from pdlink.kv.sources import TokenRange
 from pdlink.store.line import Line
 from pdlink.store.worth import Choice, Speed, longest_look_s
 
@@ -24,9 +23,9 @@ if TYPE_CHECKING:
 
     from pdlink.engine.engine import Engine
     from pdlink.node.port import EnginePort
-    from pdlink.store.loading import StoreLoad
-    from pdlink.store.prompt import StoredPrompt
-    from pdlink.store.source import StoreSource
+    from pdlink.store.loading import Load
+    from pdlink.store.prompt import Prompt
+    from pdlink.store.source import Source
     from pdlink.store.turns import Retention
 
 _LOOKERS = 2
@@ -41,11 +40,11 @@ class _Request:
     salt: str
     retention: Retention | None
     """None: its KV is not kept."""
-    prompt: StoredPrompt | None = None
+    prompt: Prompt | None = None
     """Set when it is looked up, before the engine admits the request."""
     blocks: Sequence[int] = ()
     """Another object after each admission."""
-    load: StoreLoad | None = None
+    load: Load | None = None
     offered_s: float | None = None
     """When it asked the prefill worker for KV."""
     num_offered: int = 0
@@ -53,7 +52,7 @@ class _Request:
     @property
     def found(self) -> int:
         """Leading tokens that the look-up found."""
-        return self.prompt.found[0].end if self.prompt is not None and self.prompt.found else 0
+        return self.prompt.end if self.prompt is not None else 0
 
 
 class Tiered:
@@ -62,7 +61,7 @@ class Tiered:
     def __init__(
         self,
         port: EnginePort,
-        source: StoreSource | None,
+        source: Source | None,
         engine: Callable[[], Engine],
         *,
         load_if_faster: bool = True,
@@ -103,10 +102,11 @@ class Tiered:
         else:  # too short to be found
             self._look(source, request, now_s)
 
-    def _look(self, source: StoreSource, request: _Request, deadline_s: float) -> None:
+    def _look(self, source: Source, request: _Request, deadline_s: float) -> None:
         """In a looker's thread, if it may wait. Holds nothing."""
         try:
-            prompt = source.prompt(request.request_id, request.tokens, request.salt, retention=request.retention)
+            keys = source.keys(request.tokens, request.salt)
+            prompt = source.prompt(request.request_id, keys, request.retention)
             prompt.lookup(timeout_s=max(0.0, deadline_s - time.monotonic()))
             request.prompt = prompt
         finally:
@@ -183,10 +183,8 @@ class Tiered:
         landed: Callable[[int, int], None] | None = None,
     ) -> None:
         assert request.prompt is not None
-        assert self._source is not None
-        block_tokens, blocks = self._source.layout.block_tokens, request.blocks
-        mine = blocks[cached // block_tokens : -(-choice.end // block_tokens)]
-        request.load = request.prompt.load(TokenRange(cached, choice.end, request.prompt), mine, landed)
+        blocks = request.blocks
+        request.load = request.prompt.load(cached, choice.end, [blocks], landed)
         request.load.done.add_done_callback(lambda done: then(request, cached, choice, blocks, done.result()))
 
     def _offer(self, request: _Request, cached: int, choice: Choice, blocks: Sequence[int], end: int) -> None:
@@ -236,8 +234,9 @@ class Tiered:
         """The answer is complete: keep the KV of what was received and generated, too."""
         request = self._requests.get(request_id)
         if request is not None and self._source is not None:
-            prompt = self._source.prompt(request_id, tokens, request.salt, retention=request.retention)
-            for layer in range(len(self._source.layout.layers)):
+            keys = self._source.keys(tokens, request.salt)
+            prompt = self._source.prompt(request_id, keys, request.retention)
+            for layer in range(self._source.groups[0].num_layers):
                 prompt.store(0, len(tokens), blocks, layer)
             prompt.close()
 

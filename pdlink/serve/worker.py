@@ -30,7 +30,7 @@ from pdlink.serve.legs import DecodeLeg, PrefillLeg, recomputed
 from pdlink.serve.peers import make_link
 from pdlink.serve.stream import Stream
 from pdlink.serve.tiers import Tiered
-from pdlink.store.opening import open_source
+from pdlink.store.opening import SourceGroup, open_source
 from pdlink.store.store import Store
 from pdlink.store.turns import USUAL
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pdlink.engine.models import LoadedModel
     from pdlink.engine.request import SamplingParams, TokenOutput
     from pdlink.protocol.auth import AllowList, Credentials
-    from pdlink.store.source import StoreSource
+    from pdlink.store.source import Source
     from pdlink.store.turns import Retention
 
 
@@ -116,16 +116,15 @@ class Worker:
         )
         insecure, deadlines = config.security.insecure, Deadlines.of(config.timeouts)
         self.peers = make_link(config, self.name, self._credentials, insecure=insecure, deadlines=deadlines)
-        self.source: StoreSource | None = None
+        self.source: Source | None = None
         """None where nothing is kept."""
         self.source = open_source(
             config.tiers,
             self.name,
-            self.cache.layout,
+            [SourceGroup(self.cache.layout, f"{self.model.revision} {self.model.content}")],
             [self.cache.buffer],
             self.pool,
             model=self.model.name,
-            revision=f"{self.model.revision} {self.model.content}",
             released=lambda: self.engine.wake(),
             peers=[self.peers.tier(address) for address in config.tiers.peers] if self.peers is not None else (),
         )

@@ -15,32 +15,34 @@ import uuid
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
+from itertools import takewhile
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, Self, TypeAlias, TypeVar, cast
+
+import numpy as np
 
 from pdlink.config import state_directory
-from pdlink.errors import ConfigError, InvalidRequest
-from pdlink.kv import hashing
+from pdlink.cuda.driver import CudaFailure
+from pdlink.errors import ConfigError, DeadlineExceeded, InvalidRequest, TransferFailed
 from pdlink.kv.groups import KVGroups
 from pdlink.kv.plan import warm_up
-from pdlink.memory.blocks import BlockPool
 from pdlink.memory.borrowed import buffers_of
 from pdlink.memory.numa import node_of
 from pdlink.store.cleared import places_of
 from pdlink.store.codec import FP8
-from pdlink.store.copying import Copying
-from pdlink.store.gpu_copying import GpuCopying
 from pdlink.store.gpu_pages import GpuPages
+from pdlink.store.groups import Blocks, RecordGroup
 from pdlink.store.handle import Handle
 from pdlink.store.holds import Holds
 from pdlink.store.interface import MEMORY
 from pdlink.store.line import Line
+from pdlink.store.loading import GroupLoad
 from pdlink.store.policies.registry import DEFAULT_POLICY, make_policy
-from pdlink.store.record import shape_of
-from pdlink.store.source import StoreSource
-from pdlink.store.span import first_unmasked, ids_of, span
+from pdlink.store.record import HEADER_NBYTES
+from pdlink.store.save import Save
+from pdlink.store.source import LOST, CallersBlocks, Source
 from pdlink.store.store import Store
 from pdlink.store.tiers.disk import Disk
 from pdlink.store.tiers.opening import open_tier
@@ -51,13 +53,32 @@ if TYPE_CHECKING:
 
     from pdlink.cuda.buffers import DeviceMemory
     from pdlink.kv.layout import KVLayout
+    from pdlink.store.groups import Chunks
+    from pdlink.store.handle import Chunk
     from pdlink.store.interface import AnyFetch, Forgotten
-    from pdlink.store.span import Span, Tokens
+    from pdlink.store.slots import Slot
     from pdlink.store.tiers.base import Tier
     from pdlink.store.turns import Retention
 
+_LOOK_S = 0.25
+"""A GPU that has failed says nothing of copies under way."""
+
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
+
+
+Tokens: TypeAlias = "Sequence[int] | np.ndarray[Any, Any]"
+"""Ids in [0, 2**32). An array or a CPU tensor is read without a loop in Python."""
+
+
+class Span(NamedTuple):
+    """Which full chunks of a prompt a call is about, and where they are in an engine's pages."""
+
+    keys: Sequence[bytes]
+    """Of all full chunks of the prompt."""
+    first: int
+    """Number of the first chunk that the call is about."""
+    blocks: Blocks
 
 
 class Hit(NamedTuple):
@@ -137,7 +158,10 @@ class Cache:
             raise ConfigError(f"lossy: got {lossy!r}; expected '' or {FP8!r}; choose one")
         if FP8 in codec.values() and not lossy:
             raise ConfigError(f"codec: got {FP8!r}, which changes the KV; set lossy={FP8!r} as well")
-        self._shape = shape_of(layout, chunk_tokens, lossy=lossy)
+        self._group = group = RecordGroup(
+            layout, model=model, revision=revision, chunk_tokens=chunk_tokens, lossy=lossy
+        )
+        self._shape = group.shape
         if nbytes < self._shape.nbytes:
             raise ConfigError(
                 f"nbytes: got {nbytes}; expected {self._shape.nbytes} or more, a chunk of {chunk_tokens} tokens; "
@@ -157,10 +181,7 @@ class Cache:
                 pages = cast("list[DeviceMemory]", self.buffers)
                 gpu, node = GpuPages(pages), node_of(pages[0].device.pci_address)
                 opened.callback(gpu.close)
-            shape = self._shape
-            namespace = hashing.namespace(
-                model=model, revision=revision, dtype=shape.dtype, layout=shape.text, chunk_tokens=chunk_tokens
-            ).hex()[:32]
+            namespace = self._group.origin.namespace.hex()[:32]
             made: list[Tier] = []
             if disk is not None:
                 made.append(Disk(Path(disk), namespace, disk_nbytes))
@@ -185,19 +206,8 @@ class Cache:
             warm_up()
             self._store.open()
             opened.callback(self._store.close)
-            self._source = StoreSource(
-                self._store,
-                layout,
-                self.buffers,
-                BlockPool(layout.num_blocks),  # unused: callers keep their blocks
-                model=model,
-                revision=revision,
-                chunk_tokens=chunk_tokens,
-                lossy=lossy,
-                gpu=gpu,
-            )
+            self._source = Source(self._store, [group], self.buffers, CallersBlocks(), gpu=gpu)
             opened.callback(self._source.close)
-            self._copying = Copying(self._source, lease_s) if gpu is None else GpuCopying(self._source, lease_s)
             self._askers = Line("pdlink-cache-ask")
             opened.callback(self._askers.close, tier_deadline_s)
             self._opened = opened.pop_all()
@@ -220,7 +230,17 @@ class Cache:
         Cost: one hash of the prompt, one copy of what is new, in the calling thread, without the GIL.
         """
         mine = self._span(tokens, blocks, mask, offset, salt)
-        return self._copying.store(mine, _of(salt, retention)) * self.chunk_tokens
+        slots = self._reserved(mine.keys, mine.first, _of(salt, retention))
+        copied = False
+        try:
+            copied = self._copied(mine, slots, loading=False)
+        finally:
+            if not copied and self._source.quiet():
+                self._store.abandon([slot for _, slot in slots])
+        if not copied:
+            return 0
+        self._store.commit([slot for _, slot in slots], self._shape)
+        return len(slots) * self.chunk_tokens
 
     def store_layers(
         self,
@@ -234,10 +254,29 @@ class Cache:
     ) -> Generator[None]:
         """The same, layer by layer while they are computed: yields once per layer, and once before.
 
-        The first step reserves memory; step i + 1, to be taken when layer i is in the pages, begins its copy in a
-        thread of the cache; the last one waits for all copies. A generator that is closed early keeps nothing.
+        Step i + 1, to be taken when layer i is in the pages, begins its copy in a thread of the cache, which reserves
+        memory with the first one; the last one waits for all copies. A generator that is closed early keeps nothing.
         """
-        return self._copying.store_layers(self._span(tokens, blocks, mask, offset, salt), _of(salt, retention))
+        return self._store_layers(self._span(tokens, blocks, mask, offset, salt), _of(salt, retention))
+
+    def _store_layers(self, mine: Span, retention: Retention) -> Generator[None]:
+        saving = Save(self._source, self._group, mine.keys, lambda _: None, "cache", retention)
+        try:
+            yield
+            saving.begin(mine.blocks.begin, len(mine.keys) * self.chunk_tokens, mine.blocks)
+            for layer in range(len(self.layout.layers)):
+                try:
+                    stored = saving.layer(layer)
+                except CudaFailure as failure:
+                    raise TransferFailed(f"the GPU has failed: {failure}") from None
+                if not stored:
+                    raise TransferFailed("the cache is closed")
+                if layer + 1 == len(self.layout.layers) and not self._source.quiet():
+                    raise TransferFailed(LOST)
+                yield
+        finally:
+            saving.close()
+            self._source.quiet()
 
     def mput(self, prompts: Sequence[tuple[Tokens, Sequence[int]]], *, salt: str = "") -> list[int]:
         """`store` for each (tokens, blocks)."""
@@ -261,8 +300,9 @@ class Cache:
         Cost: one hash of the prompt, reads of the tiers, one copy in the calling thread, without the GIL.
         """
         mine = self._span(tokens, blocks, mask, offset, salt, distinct=True)
-        held = self._copying.load(mine, self._holds.take(lookup_id))
-        return held or self._copying.load(mine, self._fetch(mine.keys, salt))
+        held = self._holds.take(lookup_id) if lookup_id else None
+        loaded = 0 if held is None else self._load(mine, held, 0)
+        return loaded or self._load(mine, self._fetch(mine.keys[mine.first :], salt), mine.first)
 
     def retrieve_layers(
         self,
@@ -281,13 +321,43 @@ class Cache:
         The last step raises TransferFailed if it came so late (`lease_s`) that the layers may be wrong.
         """
         mine = self._span(tokens, blocks, mask, offset, salt, distinct=True)
-        return self._copying.load_layers(mine, partial(self._held_or_fetched, mine, salt, lookup_id))
+        return self._load_layers(mine, salt, lookup_id)
+
+    def _load_layers(self, mine: Span, salt: str, lookup_id: str) -> Generator[int | None]:
+        fetch, first = self._holds.take(lookup_id), 0
+        if fetch is not None and not self._arrived(mine, fetch, 0):
+            fetch.close()
+            fetch = None
+        if fetch is None:
+            fetch, first = self._fetch(mine.keys[mine.first :], salt), mine.first
+        slots = self._arrived(mine, fetch, first)
+        begin, end = self._tokens(mine, slots)
+        loading = GroupLoad(self._source, self._group, fetch, first, begin, end, mine.blocks)
+        try:
+            yield end - begin
+            for layer in range(len(self.layout.layers)):
+                while slots:
+                    try:
+                        loading.wait_layer(layer, _LOOK_S, over=True)
+                        break
+                    except DeadlineExceeded:
+                        if self._source.lost:
+                            raise TransferFailed(LOST) from None
+                    except TransferFailed:
+                        raise TransferFailed(
+                            f"layer {layer} was not copied, or a lease of {self._lease_s} s ended before the last "
+                            "layer; raise lease_s"
+                        ) from None
+                yield None
+        finally:
+            loading.cancel()
+            self._source.quiet()
 
     def mget(self, prompts: Sequence[tuple[Tokens, Sequence[int]]], *, salt: str = "") -> list[int]:
         """`retrieve` for each (tokens, blocks), of which all are read from the tiers at the same time."""
         spans = [self._span(tokens, blocks, None, 0, salt, distinct=True) for tokens, blocks in prompts]
         fetches = [self._fetch(mine.keys, salt) for mine in spans]
-        return [self._copying.load(mine, fetch) for mine, fetch in zip(spans, fetches, strict=True)]
+        return [self._load(mine, fetch, 0) for mine, fetch in zip(spans, fetches, strict=True)]
 
     # --- Before a load
 
@@ -324,7 +394,7 @@ class Cache:
     def acquire(self, tokens: Tokens, *, salt: str = "") -> Handle:
         """The longest prefix that is known, to be read in the arena until it is released, for `lease_s` at most."""
         fetch = self._fetch(self._keys(tokens, salt), salt)
-        arrays = {index: self._copying.chunk(slot) for index, slot in enumerate(fetch.done.result())}
+        arrays = {index: self._chunk(slot) for index, slot in enumerate(fetch.done.result())}
         for array in arrays.values():
             array.flags.writeable = False
         return Handle(arrays, self.chunk_tokens, lambda _: fetch.close())
@@ -332,7 +402,8 @@ class Cache:
     def allocate(self, tokens: Tokens, *, salt: str = "") -> Handle:
         """Room for the KV of those full chunks that are not here yet; fill it, then `put` it."""
         keys = self._keys(tokens, salt)
-        slots = self._store.reserve(keys, self._shape, retention=_of(salt, USUAL))
+        reserved = self._reserved(keys, 0, _of(salt, USUAL))
+        slots = [slot for _, slot in reserved]
 
         def end(put: bool) -> bool:
             if put:
@@ -341,8 +412,7 @@ class Cache:
                 self._store.abandon(slots)
             return put
 
-        number = {key: index for index, key in enumerate(keys)}
-        return Handle({number[slot.key]: self._copying.chunk(slot) for slot in slots}, self.chunk_tokens, end)
+        return Handle({chunk: self._chunk(slot) for chunk, slot in reserved}, self.chunk_tokens, end)
 
     # --- Keeping and dropping
 
@@ -392,7 +462,7 @@ class Cache:
         self._check_places(places or ())
         if tokens is None:
             return self._store.clear(None, places)
-        begin = first_unmasked(mask, len(tokens), "chunk_tokens", self.chunk_tokens)
+        begin = _first_unmasked(mask, len(tokens), "chunk_tokens", self.chunk_tokens)
         return self._store.clear(self._keys(tokens, salt)[begin // self.chunk_tokens :], places)
 
     def compress(self, tokens: Tokens, method: str, place: str, *, salt: str = "") -> int:
@@ -466,11 +536,11 @@ class Cache:
 
     # --- Inside
 
-    def _keys(self, tokens: Tokens, salt: str) -> list[bytes]:
+    def _keys(self, tokens: Tokens, salt: str) -> Sequence[bytes]:
         if self._closed:
             raise InvalidRequest("cache: it is closed; open another one")
         try:
-            return self._source.prompt("", ids_of(tokens), salt).keys
+            return self._source.keys(_ids_of(tokens), salt).by_group[0]
         except (OverflowError, TypeError, ValueError) as error:
             raise InvalidRequest(
                 f"tokens: {error}; expected integers in [0, 2**32); pass the ids of a prompt"
@@ -486,12 +556,38 @@ class Cache:
         *,
         distinct: bool = False,
     ) -> Span:
-        keys = self._keys(tokens, salt)
-        units = {"chunk_tokens": self.chunk_tokens}
+        """What a call is about. distinct: blocks are written to.
+
+        Raises InvalidRequest for blocks that cannot hold it.
+        """
+        keys, units, block_tokens = (
+            self._keys(tokens, salt),
+            {"chunk_tokens": self.chunk_tokens},
+            self.layout.block_tokens,
+        )
         if distinct:  # a load: of the first chunk a part may be left alone
-            units["block_tokens"] = self.layout.block_tokens
-        begin = first_unmasked(mask, len(tokens), *min(units.items(), key=itemgetter(1)))
-        return span(keys, self.chunk_tokens, self.layout, blocks, begin, offset, distinct=distinct)
+            units["block_tokens"] = block_tokens
+        begin = _first_unmasked(mask, len(tokens), *min(units.items(), key=itemgetter(1)))
+        if offset < 0 or offset % block_tokens or offset > begin:
+            raise InvalidRequest(
+                f"offset: got {offset}; expected a multiple of block_tokens ({block_tokens}) in [0, {begin}], up to "
+                "the first token that is not masked; pass blocks from there on"
+            )
+        end = max(begin, len(keys) * self.chunk_tokens)
+        needed = self.layout.blocks_for(end) - offset // block_tokens
+        if len(blocks) < needed:
+            raise InvalidRequest(
+                f"blocks: got {len(blocks)}; expected {needed} or more, for tokens [{offset}, {end}); pass all"
+            )
+        used = np.asarray(blocks[(begin - offset) // block_tokens : max(0, needed)], dtype=np.int64)
+        num_blocks = self.layout.num_blocks
+        if (wrong := used[(used < 0) | (used >= num_blocks)]).size:
+            raise InvalidRequest(f"blocks: got {wrong[0]}; expected [0, {num_blocks}); correct the table")
+        if distinct and len(np.unique(used)) < len(used):
+            raise InvalidRequest(
+                "blocks: got one block twice; expected distinct ones, or KV is overwritten; correct it"
+            )
+        return Span(keys, begin // self.chunk_tokens, Blocks(tuple(used.tolist()), begin))
 
     def _check_places(self, names: Sequence[str]) -> None:
         for name in names:
@@ -502,15 +598,76 @@ class Cache:
         found = self._store.lookup(keys, self._lookup_timeout_s)
         return self._store.fetch(found, self._shape, request, retention=_of(salt, USUAL))
 
-    def _held_or_fetched(self, mine: Span, salt: str, lookup_id: str) -> AnyFetch:
-        """What a look-up keeps, if any of it has come; else what is found now."""
-        held = self._holds.take(lookup_id)
-        if held is not None and self._copying.arrived(mine, held):
-            return held
-        if held is not None:
-            held.close()
-        return self._fetch(mine.keys, salt)
+    def _reserved(self, keys: Sequence[bytes], first: int, retention: Retention) -> Chunks:
+        """Slots for what is not here yet of chunks from `first` on."""
+        number = {key: chunk for chunk, key in enumerate(keys)}
+        slots = self._store.reserve(keys[first:], self._shape, retention=retention)
+        return [(number[slot.key], slot) for slot in slots]
+
+    def _arrived(self, mine: Span, fetch: AnyFetch, first: int) -> Chunks:
+        """The leading chunks of the span that a fetch of chunks from `first` on has brought. Waits for it."""
+        numbered = enumerate(fetch.done.result(), first)
+        known = takewhile(lambda one: one[0] < len(mine.keys) and one[1].key == mine.keys[one[0]], numbered)
+        return [one for one in known if one[0] >= mine.first]
+
+    def _load(self, mine: Span, fetch: AnyFetch, first: int) -> int:
+        """Copy what a fetch of chunks from `first` on has brought, and close it; the tokens that are right."""
+        try:
+            slots = self._arrived(mine, fetch, first)
+            copied = self._copied(mine, slots, loading=True)
+        finally:
+            stood = fetch.close()
+        begin, end = self._tokens(mine, slots)
+        return end - begin if stood and copied else 0
+
+    def _copied(self, mine: Span, slots: Chunks, *, loading: bool) -> bool:
+        return self._source.copy_now(self._group, slots, mine.blocks, *self._tokens(mine, slots), loading=loading)
+
+    def _tokens(self, mine: Span, slots: Chunks) -> tuple[int, int]:
+        """Begin and end of what is copied."""
+        begin = mine.blocks.begin
+        if not slots:
+            return begin, begin
+        return max(begin, slots[0][0] * self.chunk_tokens), (slots[-1][0] + 1) * self.chunk_tokens
+
+    def _chunk(self, slot: Slot) -> Chunk:
+        """A record's KV: uint8 [layer, part, token, head, byte]."""
+        layout, layers = self.layout, self.layout.layers
+        shape = (len(layers), len(layers[0].parts), self.chunk_tokens, layout.num_heads, layout.head_nbytes)
+        return slot.of(self._store.array)[HEADER_NBYTES : self._shape.nbytes].reshape(shape)
 
 
 def _of(salt: str, retention: Retention) -> Retention:
     return retention._replace(tenant=tenant_of(salt))
+
+
+def _ids_of(tokens: Tokens) -> Sequence[int]:
+    """What `hashing.chain` takes. Raises ValueError for an array of anything else."""
+    if not hasattr(tokens, "__array__"):
+        return tokens
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ValueError(f"got {ids.dtype} {list(ids.shape)}")
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < 2**32:
+        raise ValueError(f"got {ids.min()} to {ids.max()}")
+    return cast("Sequence[int]", np.ascontiguousarray(ids, dtype=np.uint32))
+
+
+def _first_unmasked(mask: Sequence[bool] | None, num_tokens: int, unit: str, unit_tokens: int) -> int:
+    """The first token that a call is about; 0 without a mask. unit: name of what it may begin with.
+
+    Raises InvalidRequest for a mask of another form.
+    """
+    if mask is None:
+        return 0
+    given = np.asarray(mask, dtype=bool)
+    begin = len(given) - int(given.sum())
+    if len(given) != num_tokens or given[:begin].any():
+        raise InvalidRequest(
+            f"mask: got {len(given)} values for {num_tokens} tokens; expected one each, False for leading ones only"
+        )
+    if begin % unit_tokens:
+        raise InvalidRequest(
+            f"mask: got {begin} times False; expected multiples of {unit} ({unit_tokens}); round it down"
+        )
+    return begin

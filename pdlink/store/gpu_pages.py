@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pdlink.kv.layout import KVLayout, RunArray
     from pdlink.kv.plan import IntArray, Template
     from pdlink.memory.buffers import Bytes
-    from pdlink.store.blocks import SlotPlan
+    from pdlink.store.groups import SlotPlan
 
 log = logging.getLogger(__name__)
 

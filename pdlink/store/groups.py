@@ -1,283 +1,208 @@
-"""The store as a source of KV for an engine whose layers are in groups that keep different tokens, or in one.
+"""`RecordGroup`: the records of one group of an engine's layers, and plans of copies between them and its pages.
 
-Each group has a `StoreSource`: records of its own shape, under keys of its own, in the same store. What is found is
-found in all of them (`reach.py`), what is loaded counts if all of it has come, and what is computed is kept group by
-group: windows and states at the boundaries that a step leaves behind.
+`Blocks` is a part of a request's block table. A `RecordPlan` says copies as runs, a `SlotPlan` as slots of tokens.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from concurrent.futures import Future
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
-from pdlink.kv.sources import TokenRange
-from pdlink.store.reach import part_of, reach
-from pdlink.store.worth import choose_all
+import numpy as np
+
+from pdlink.errors import ConfigError
+from pdlink.kv.hashing import Origin
+from pdlink.kv.plan import Plan, bind, template
+from pdlink.store.extents import ALIGNMENT_NBYTES
+from pdlink.store.record import SUM_LINE_NBYTES, shape_of
+from pdlink.store.slots import WHOLE, Share
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from pdlink.store.interface import AnyFetch
-    from pdlink.store.loading import StoreLoad
-    from pdlink.store.prompt import StoredPrompt
-    from pdlink.store.source import StoreSource
-    from pdlink.store.worth import Choice, Speed
+    from pdlink.kv.layout import KVLayout, RunArray
+    from pdlink.kv.plan import Template
+    from pdlink.store.record import RecordShape
+    from pdlink.store.slots import Slot
 
-    Tables = Sequence[Sequence[int]]
-    """By group: a request's blocks from token 0 on; of tokens that a group does not need any number."""
+    Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
+    Chunks = Sequence[tuple[int, Slot]]
+    """Slots, by number of the chunk in the prompt."""
 
 
-class GroupedSource:
-    """What the prompts of one engine have in common. Counts in tokens; each group's source counts in positions."""
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A part of a request's block table."""
 
-    def __init__(self, sources: Sequence[StoreSource]) -> None:
-        """By group. All but the first are `beside` it."""
-        self.sources = tuple(sources)
-        first = self.sources[0]
-        self.store, self.copier, self.speeds = first.store, first.copier, first.speeds
-        self.chunk_tokens, self.lookup_timeout_s = (
-            first.chunk_tokens * first.layout.position_tokens,
-            first.lookup_timeout_s,
+    numbers: tuple[int, ...]
+    begin: int
+    """The token that the first one holds, perhaps not as its first."""
+
+    def holding(self, token: int, block_tokens: int) -> tuple[int, ...]:
+        """From the block on that holds `token`."""
+        return self.numbers[token // block_tokens - self.begin // block_tokens :]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordPlan:
+    """Copies between blocks and some records, whose runs follow each other."""
+
+    plan: Plan
+    shape: RecordShape
+    starts: Numbers
+    """Where each record begins in the arena."""
+    ends: tuple[Numbers, ...]
+    """Per class of the plan's template: behind the last run of each record."""
+
+    def ends_of(self, layer: int) -> Numbers:
+        return self.ends[self.plan.template.layers[layer].class_index]
+
+    def whole(self) -> dict[tuple[int, int], RunArray]:
+        """The runs of all layers, by (source region, destination region), in the order of their sources.
+
+        That is how the CPU reads ahead best: of pages whose blocks hold all layers, runs of 32 KiB, into records took
+        0.038 CPU seconds per GB instead of 0.047 layer by layer; back 0.041 instead of 0.045 (in the order of their
+        destinations 0.041 and 0.047; two cores of an EPYC).
+        """
+        bases: defaultdict[tuple[int, int, int], list[tuple[int, int, int]]] = defaultdict(list)
+        for layer in self.plan.template.layers:
+            for src, dst in layer.bases:
+                bases[layer.class_index, src.region, dst.region].append((src.offset, dst.offset, 0))
+        parts: defaultdict[tuple[int, int], list[RunArray]] = defaultdict(list)
+        for (index, src_region, dst_region), some in bases.items():
+            based = self.plan.runs[index] + np.array(some)[:, None]
+            parts[src_region, dst_region].append(based.reshape(-1, 3))
+        found = {}
+        for regions, of_classes in parts.items():
+            runs = np.concatenate(of_classes)
+            found[regions] = runs[np.argsort(runs[:, 0], kind="stable")]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlan:
+    """The same copies as a slot for each token and strides, for a kernel (`pdlink.cuda.strided`).
+
+    A record is a block of the arena that begins at a multiple of `ALIGNMENT_NBYTES`, which is the stride of blocks.
+    """
+
+    template: Template
+    page_slots: Numbers
+    record_slots: Numbers
+
+    @classmethod
+    def of(
+        cls, template: Template, slots: Sequence[tuple[Slot, int, int]], blocks: Blocks, pages: KVLayout
+    ) -> SlotPlan:
+        """slots: and the tokens [first, last) that are copied of each. pages: the other side of `template`.
+
+        Raises ValueError for blocks that do not exist.
+        """
+        record = template.dst if pages is template.src else template.src
+        tokens = np.concatenate([np.arange(first, last) for _, first, last in slots])
+        begins = np.concatenate([np.full(last - first, slot.offset) for slot, first, last in slots])
+        numbers = np.array(blocks.numbers, np.int64)
+        index = tokens // pages.block_tokens - blocks.begin // pages.block_tokens
+        if index.max() >= len(numbers) or numbers.min() < 0 or numbers.max() >= pages.num_blocks:
+            raise ValueError(f"blocks {blocks} do not hold tokens up to {tokens.max()}: there are {pages.num_blocks}")
+        return cls(
+            template,
+            numbers[index] * pages.block_tokens + tokens % pages.block_tokens,
+            begins // ALIGNMENT_NBYTES * record.block_tokens + tokens % record.block_tokens,
         )
-        self.layouts = tuple(source.layout for source in self.sources)
-        self.keeps_all = all(layout.keeps_all for layout in self.layouts)
-        """Whether any part of a prefix is of use."""
-
-    def prompt(
-        self,
-        request_id: str,
-        tokens: Sequence[int],
-        salt: str = "",
-        *,
-        lora: str = "",
-        media: Sequence[tuple[int, str]] = (),
-    ) -> GroupedPrompt:
-        """The store for one request. Costs one hash of the prompt for each group."""
-        parts = [source.prompt(request_id, tokens, salt, lora=lora, media=media) for source in self.sources]
-        return GroupedPrompt(self, tuple(parts), len(tokens))
-
-    def rename(self, era: str) -> None:
-        """As `StoreSource.rename`."""
-        for source in self.sources:
-            source.rename(era)
-
-    def drop_own(self) -> None:
-        """As `StoreSource.drop_own`."""
-        self.sources[0].drop_own()
-
-    def when_settled(self, then: Callable[[], None]) -> None:
-        """As `StoreSource.when_settled`."""
-        self.sources[0].when_settled(then)
-
-    def when_read_by(self, then: Callable[[], None]) -> None:
-        """As `StoreSource.when_read_by`."""
-        self.sources[0].when_read_by(then)
-
-    def follow_stores(self) -> None:
-        """As `StoreSource.follow_stores`."""
-        self.sources[0].follow_stores()
-
-    def close(self) -> None:
-        """After the engine has ended: finish what is in line."""
-        self.sources[0].close()
 
 
-@dataclass(eq=False, slots=True)
-class GroupedPrompt:
-    """The store for one request. `load` and `store` are for one thread."""
-
-    source: GroupedSource
-    parts: tuple[StoredPrompt, ...]
-    """By group."""
-    num_tokens: int
-    end: int = 0
-    """What the last look-up found ends there; 0 for nothing."""
-    _goes_on: int | None = None
-
-    def lookup(self, begin: int, timeout_s: float, goes_on: int | None = None) -> int:
-        """Where what the store has of the prompt ends; 0 for nothing, and never behind its last token but one.
-
-        begin, goes_on: as of `reach`. Waits for the tiers' answers for `timeout_s` at most.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        chunk_tokens = self.source.chunk_tokens
-        self._goes_on = goes_on
-        num_chunks = (self.num_tokens - 1) // chunk_tokens
-        known: dict[int, list[bool]] = {}
-        for index, part in enumerate(self.parts):
-            if part.source.layout.keeps_all:
-                found = part.lookup(timeout_s=max(0.0, deadline_s - time.monotonic()))
-                num_chunks = min(num_chunks, found[0].end // part.source.chunk_tokens if found else 0)
-                known[index] = [True] * num_chunks
-        self.end = 0
-        if num_chunks * chunk_tokens <= begin and not self.source.keeps_all:
-            return 0
-        for index, part in enumerate(self.parts):
-            if index not in known:
-                known[index] = part.look_up_each(num_chunks, max(0.0, deadline_s - time.monotonic()))
-        by_group = [known[index][:num_chunks] for index in range(len(self.parts))]
-        self.end = reach(self.source.layouts, by_group, chunk_tokens, 0 if self.source.keeps_all else begin, goes_on)
-        return self.end
-
-    def choose(self, cached: int, other: Speed, *, always: bool = False) -> Choice:
-        """How much of what was found to load, as `StoredPrompt.choose`; all or nothing where no part is of use."""
-        if self.source.keeps_all and len(self.parts) == 1:
-            return self.parts[0].choose(cached, other, always=always)
-        ranges = zip(self.parts, self._ranges(cached, self.end), strict=True)
-        records = [record for part, span in ranges for record in part.records_at(*span)]
-        choice = choose_all(cached, self.end, records, self.source.speeds, other, time.monotonic())
-        return choice._replace(end=self.end, reason="always") if always and self.end > cached else choice
-
-    def tokens_by_place(self, begin: int, end: int) -> dict[str, int]:
-        """As `StoredPrompt.tokens_by_place`, of a group that has all tokens; else all are where the last ones are."""
-        for part in self.parts:
-            if part.source.layout.keeps_all:
-                unit = part.source.layout.position_tokens
-                found = part.tokens_by_place(begin // unit, end // unit)
-                return {place: count * unit for place, count in found.items()}
-        unit = self.parts[0].source.layout.position_tokens
-        last = self.parts[0].records_at(end // unit - 1, end // unit) if end > begin else []
-        return {self.source.store.places[place]: end - begin for place, _ in last}
-
-    def fetch(self, begin: int, end: int) -> GroupedFetch:
-        """Bring what is needed of tokens [begin, end) of what was found into memory, ahead of the load."""
-        fetches = []
-        for part, (first, last) in zip(self.parts, self._ranges(begin, end), strict=True):
-            if last > first:
-                fetches.append((part, first, last, part.fetch(first, last)))
-        return GroupedFetch(self.source, begin, end, fetches)
-
-    def load(self, begin: int, end: int, tables: Tables) -> GroupedLoad:
-        """Begin to fill the blocks of tokens [begin, end). After `fetch` of at least these."""
-        loads = []
-        for part, table, (first, last) in zip(self.parts, tables, self._ranges(begin, end), strict=True):
-            if last > first:
-                of_block = part.source.layout.block_tokens
-                blocks = table[first // of_block : -(-last // of_block)]
-                loads.append((part, last, part.load(TokenRange(first, last, part), blocks)))
-        return GroupedLoad(begin, end, loads)
-
-    def store(self, group: int, begin: int, end: int, table: Sequence[int], layer: int, *, stops: bool) -> None:
-        """Keep tokens [begin, end) of one layer of a group, as `StoredPrompt.store`.
-
-        stops: nothing behind `end` is computed in this step: a state in the blocks is the one after it.
-        """
-        part = self.parts[group]
-        if part.source.layout.state:
-            chunk_tokens = self.source.chunk_tokens
-            if not stops or end % chunk_tokens:
-                return
-            begin = end - chunk_tokens
-        unit = part.source.layout.position_tokens
-        part.store(begin // unit, end // unit, table, layer)
-
-    def close(self) -> None:
-        """The request has ended: nothing more is stored, and chunks that are not complete are dropped."""
-        for part in self.parts:
-            part.close()
-
-    def withdraw(self, *, all_groups: bool = True) -> None:
-        """Others are about to write into its blocks: what is not copied by now is not kept. Or into those of groups
-        that give up blocks while a request goes on."""
-        for part in self.parts:
-            if all_groups or not part.source.layout.keeps_all:
-                part.withdraw()
-
-    def _ranges(self, begin: int, end: int) -> list[tuple[int, int]]:
-        goes_on = end if self._goes_on is None else self._goes_on
-        return [part_of(layout, begin, end, goes_on) for layout in self.source.layouts]
+AnyPlan: TypeAlias = "RecordPlan | SlotPlan"
 
 
-class GroupedFetch:
-    """What is needed of a prefix in all groups, on its way into the arena, leased there until it is closed."""
+class RecordGroup:
+    """What the records of one group of layers look like. Counts in positions of `layout`."""
 
     def __init__(
         self,
-        source: GroupedSource,
-        begin: int,
-        end: int,
-        fetches: Sequence[tuple[StoredPrompt, int, int, AnyFetch]],
+        layout: KVLayout,
+        *,
+        model: str,
+        revision: str,
+        chunk_tokens: int,
+        orders: Sequence[str] = ("PTH",),
+        heads: range | None = None,
+        num_heads: int | None = None,
+        lossy: str = "",
     ) -> None:
-        """fetches: of some positions [first, last) of a group each."""
-        self._source, self._begin, self._end, self._fetches = source, begin, end, fetches
-        self._began_s = time.monotonic()
-        self._took_s = 0.0
-        self.done: Future[int] = Future()
-        """Tokens before this one are in the arena: `begin`, if nothing of use is. Set in any thread."""
-        _when_all([fetch.done for *_, fetch in fetches], self._settled)
+        """model, revision: KV of equal ones may be shared. Groups of one engine have different revisions or shapes.
 
-    def _settled(self) -> None:
-        self._took_s = time.monotonic() - self._began_s
-        chunk_tokens, ends = self._source.chunk_tokens, [self._end]
-        for part, first, last, fetch in self._fetches:
-            came = first // part.source.chunk_tokens + len(fetch.done.result())
-            ends.append(self._end if came * part.source.chunk_tokens >= last else came * chunk_tokens)
-        end = max(self._begin, min(ends))
-        self.done.set_result(end if end == self._end or self._source.keeps_all else self._begin)
+        chunk_tokens: of the engine. orders, lossy: see `shape_of`.
+        heads, num_heads: for a tensor parallel rank: which KV heads `layout` holds, of how many. Ranks of one store
+        fill the same records, whatever the number of ranks, and find what all of them have stored.
+        Raises ConfigError for a layout that no record describes.
+        """
+        unit = layout.position_tokens
+        if chunk_tokens % unit:
+            raise ConfigError(
+                f"tiers.chunk_size: got {chunk_tokens} tokens; expected a multiple of {unit}, the tokens that "
+                "only this engine can tell apart (a block of its kernel, an entry of a compressed cache); choose one"
+            )
+        self.layout, self.chunk_tokens, self.num_layers = layout, chunk_tokens // unit, len(layout.layers)
+        self.shape = shape_of(layout, self.chunk_tokens, num_heads, orders, lossy)
+        self.shape.check()
+        self.share = _share(layout, heads, num_heads)
+        is_whole = self.share.end - self.share.begin == self.share.total
+        self.sums_fit = is_whole and all(group.head_nbytes % SUM_LINE_NBYTES == 0 for group in self.shape.groups)
+        """Whether copies by the CPU can make the sums of records, and compare them."""
+        record = self.shape.whole(heads)
+        self._to_record, self._from_record = template(layout, record), template(record, layout)
+        self.origin = self._loaded = Origin(model, revision, layout.dtype, self.shape.text, chunk_tokens)
 
-    def measure(self) -> None:
-        """Note how long it took. In the copier's thread, after `done`."""
-        records: list[tuple[int, int]] = []
-        num_came = 0
-        for part, first, last, fetch in self._fetches:
-            if len(records) == num_came:
-                num_came += len(fetch.done.result())
-            records += part.records_at(first, last)
-        self._source.sources[0].brought_bytes(records, num_came, self._took_s)
+    def rename(self, era: str) -> None:
+        """As `Source.rename`."""
+        self.origin = self._loaded._replace(revision=f"{self._loaded.revision} changed {era}")
 
-    def finish(self) -> None:
-        """Wait no longer for what is still on its way."""
-        for *_, fetch in self._fetches:
-            fetch.finish()
+    def template(self, *, loading: bool) -> Template:
+        return self._from_record if loading else self._to_record
 
-    def close(self) -> None:
-        """Give the leases back."""
-        for *_, fetch in self._fetches:
-            fetch.close()
+    def chunks_of(self, begin: int, end: int) -> range:
+        """Numbers of the chunks that hold positions [begin, end)."""
+        return range(begin // self.chunk_tokens, -(-end // self.chunk_tokens))
 
+    def held_of(self, chunk: int) -> tuple[int, int]:
+        """Positions whose KV the record of a chunk has: all of them, or the state after the last one."""
+        end = (chunk + 1) * self.chunk_tokens
+        return (end - 1 if self.layout.state else chunk * self.chunk_tokens), end
 
-class GroupedLoad:
-    """KV on its way from the store into the blocks of one request, in all groups."""
+    def part_of(self, chunk: int, begin: int, end: int) -> tuple[int, int]:
+        """Those of positions [begin, end)."""
+        first, last = self.held_of(chunk)
+        return max(begin, first), min(end, last)
 
-    def __init__(self, begin: int, end: int, loads: Sequence[tuple[StoredPrompt, int, StoreLoad]]) -> None:
-        """loads: with the end of what each is to load."""
-        self._begin, self._end, self._loads = begin, end, loads
-        self.done: Future[int] = Future()
-        """Tokens before this one are in the blocks: `begin`, if nothing of use is; when nothing touches the blocks
-        any more. Set in any thread."""
-        _when_all([load.done for *_, load in loads], self._settled)
+    def plan(self, slots: Chunks, blocks: Blocks, begin: int, end: int, *, loading: bool) -> RecordPlan:
+        """The copies of positions [begin, end) between blocks and slots, as one plan."""
+        parts, shape = [], self.template(loading=loading)
+        for chunk, slot in slots:
+            first, last = self.part_of(chunk, begin, end)
+            mine = blocks.holding(first, self.layout.block_tokens)
+            bound = bind(shape, [0] if loading else mine, mine if loading else [0], first, last)
+            place = np.array([slot.offset, 0, 0] if loading else [0, slot.offset, 0])
+            parts.append([runs + place for runs in bound.runs])
+        classes = list(zip(*parts, strict=True))
+        plan = Plan(shape, begin, end, tuple(np.concatenate(runs) for runs in classes))
+        ends = tuple(np.cumsum([len(of_record) for of_record in runs]) for runs in classes)
+        return RecordPlan(plan, self.shape, np.array([slot.offset for _, slot in slots]), ends)
 
-    def cancel(self) -> None:
-        for *_, load in self._loads:
-            load.cancel()
-
-    def _settled(self) -> None:
-        ends, keeps_all = [self._end], True
-        for part, last, load in self._loads:
-            came = load.done.result()
-            ends.append(self._end if came == last else came * part.source.layout.position_tokens)
-            keeps_all = keeps_all and part.source.layout.keeps_all
-        end = max(self._begin, min(ends))
-        self.done.set_result(end if end == self._end or keeps_all else self._begin)
+    def slot_plan(self, slots: Chunks, blocks: Blocks, begin: int, end: int, *, loading: bool) -> SlotPlan:
+        """The same by slots of tokens."""
+        spans = [(slot, *self.part_of(chunk, begin, end)) for chunk, slot in slots]
+        return SlotPlan.of(self.template(loading=loading), spans, blocks, self.layout)
 
 
-def _when_all(futures: Sequence[Future[Any]], call: Callable[[], None]) -> None:
-    """Once, when the last of them is done, in its thread; now, if there are none."""
-    lock = threading.Lock()
-    missing = len(futures)
-
-    def one_less(_: object) -> None:
-        nonlocal missing
-        with lock:
-            missing -= 1
-            is_last = missing == 0
-        if is_last:
-            call()
-
-    for future in futures:
-        future.add_done_callback(one_less)
-    if not futures:
-        call()
+def _share(layout: KVLayout, heads: range | None, num_heads: int | None) -> Share:
+    if heads is None and num_heads is None:
+        return WHOLE
+    mine, total = heads or range(0), num_heads or 0
+    if len(mine) != layout.num_heads or mine.step != 1 or not 0 <= mine.start < mine.stop <= total:
+        raise ConfigError(
+            f"heads: got {heads} of {num_heads} for pages of {layout.num_heads}; expected that many adjacent heads "
+            "of the model's; pass both, or neither"
+        )
+    return Share(mine.start, mine.stop, total)

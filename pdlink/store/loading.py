@@ -1,4 +1,4 @@
-"""`StoreLoad`: KV on its way from the store into the blocks of one request, layer by layer."""
+"""`Load`: KV on its way from the store into the blocks of one request, layer by layer, in all groups of layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 import time
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,41 +19,86 @@ from pdlink.store.worth import COPY
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdlink.kv.sources import TokenRange
     from pdlink.memory.buffers import Bytes
     from pdlink.reasons import Reason
-    from pdlink.store.blocks import Blocks
     from pdlink.store.gpu_pages import Job
+    from pdlink.store.groups import Blocks, RecordGroup
     from pdlink.store.interface import AnyFetch
     from pdlink.store.record import Sums
     from pdlink.store.slots import Slot
-    from pdlink.store.source import StoreSource
+    from pdlink.store.source import Source
 
 
-class StoreLoad:
-    """KV on its way from the store into blocks. Implements `pdlink.kv.sources.Load`."""
+class Load:
+    """Implements `pdlink.kv.sources.Load`. Layers are counted through all groups, in their order."""
+
+    def __init__(self, begin: int, end: int, loads: Sequence[GroupLoad]) -> None:
+        self.began_s = time.monotonic()
+        self._begin, self._end, self._loads = begin, end, loads
+        self.done: Future[int] = Future()
+        """Tokens before this one are in the blocks, for all layers: `begin`, if nothing of use is. Set in any thread,
+        when nothing touches the blocks any more."""
+        when_all([load.done for load in loads], self._settled)
+
+    def has_layer(self, layer: int) -> bool:
+        """Whether `layer` is in the blocks. The last one is when all of it counts: a lease may end meanwhile."""
+        return self._group_of(layer)[0].has_layer(self._group_of(layer)[1])
+
+    def wait_layer(self, layer: int, timeout_s: float | None = None) -> None:
+        """On a GPU by the thread that launches what reads the layer, which is then behind it in the GPU's order."""
+        load, index = self._group_of(layer)
+        load.wait_layer(index, timeout_s)
+
+    def cancel(self, reason: Reason = ABORTED) -> None:
+        for load in self._loads:
+            load.cancel()
+
+    def _group_of(self, layer: int) -> tuple[GroupLoad, int]:
+        for load in self._loads:
+            if layer < load.num_layers:
+                return load, layer
+            layer -= load.num_layers
+        raise IndexError(layer)
+
+    def _settled(self) -> None:
+        ends, keeps_all = [self._end], True
+        for load in self._loads:
+            ends.append(self._end if load.is_whole else load.done.result() * load.group.layout.position_tokens)
+            keeps_all = keeps_all and load.group.layout.keeps_all
+        end = max(self._begin, min(ends))
+        self.done.set_result(end if end == self._end or keeps_all else self._begin)
+
+
+class GroupLoad:
+    """The layers of one group. Counts in positions."""
 
     def __init__(
         self,
-        source: StoreSource,
+        source: Source,
+        group: RecordGroup,
         fetch: AnyFetch,
         first: int,
-        wanted: TokenRange,
+        begin: int,
+        end: int,
         blocks: Blocks,
-        landed: Callable[[int, int], None] | None,
-        places: tuple[int, ...],
-        began_s: float,
+        *,
+        landed: Callable[[int, int], None] | None = None,
+        records: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """first: number of the first chunk of `fetch`. places: of its chunks; none if it was measured before."""
-        self._source, self._fetch, self._first = source, fetch, first
-        self._wanted, self._blocks, self._tell = wanted, blocks, landed
-        self._places, self.began_s = places, began_s
+        """Begin to load positions [begin, end). first: number of the first chunk of `fetch`.
+
+        landed: as of `Prompt.load`. records: (place, bytes) of what is fetched; none if that was measured before.
+        """
+        self._source, self.group, self._fetch, self._first = source, group, fetch, first
+        self._begin, self._end, self._blocks, self._tell = begin, end, blocks, landed
+        self._records, self._began_s = records, time.monotonic()
+        self.num_layers = group.num_layers
         self.done: Future[int] = Future()
-        """Tokens before this one are in the blocks, for all layers; what was wanted from there on does not come.
+        """Positions before this one are in the blocks, for all layers; what was wanted from there on does not come.
 
         Set in any thread, when nothing touches the blocks any more."""
         self._landed = threading.Condition()
-        self._num_layers = 0
+        self._num_landed = 0
         self._jobs: dict[int, Job] = {}
         """Copies of a GPU that are in its stream, by layer."""
         self._num_copied = 0
@@ -66,25 +111,30 @@ class StoreLoad:
         fetch.done.add_done_callback(self._fetched)
 
     def has_layer(self, layer: int) -> bool:
-        """Whether `layer` is in the blocks. The last one is when all of it counts: a lease may end meanwhile."""
+        """As `Load.has_layer`."""
         if self._failed:
-            raise TransferFailed(f"the store has lost a part of tokens [{self._wanted.begin}, {self._wanted.end})")
-        return layer < self._num_layers
+            raise TransferFailed(f"the store has lost a part of tokens [{self._begin}, {self._end})")
+        return layer < self._num_landed
 
-    def wait_layer(self, layer: int, timeout_s: float | None = None) -> None:
-        """On a GPU by the thread that launches what reads the layer, which is then behind it in the GPU's order."""
+    @property
+    def is_whole(self) -> bool:
+        """Once it is done: whether all that was wanted is in the blocks."""
+        return not self._failed
+
+    def wait_layer(self, layer: int, timeout_s: float | None = None, *, over: bool = False) -> None:
+        """As `Load.wait_layer`. over: also on a GPU until the layer is in the blocks."""
         with self._landed:
             if not self._landed.wait_for(
-                lambda: self._failed or layer < self._num_layers or layer in self._jobs, timeout_s
+                lambda: self._failed or layer < self._num_landed or (layer in self._jobs and not over), timeout_s
             ):
                 raise DeadlineExceeded(f"layer {layer} is not here after {timeout_s} s")
-            job = None if self._failed or layer < self._num_layers else self._jobs[layer]
+            job = None if self._failed or layer < self._num_landed else self._jobs[layer]
         if job is not None and self._source.gpu is not None:
             self._source.gpu.precede(job)
             return
         self.has_layer(layer)
 
-    def cancel(self, reason: Reason = ABORTED) -> None:
+    def cancel(self) -> None:
         self._cancelled = True
         self._fetch.finish()
 
@@ -99,13 +149,13 @@ class StoreLoad:
         if self._source.gpu is not None:
             self._have_copied(fetched_s)
             return
-        end = self._wanted.begin
+        end = self._begin
         try:
             slots = self._fetch.done.result()
             copied_end = self._copy_layers(slots)
             self._measure(len(slots), fetched_s, time.monotonic())
             if self._fetch.close(self._wrong) and copied_end > end:
-                self._land(len(self._source.layout.layers) - 1, copied_end)
+                self._land(self.num_layers - 1, copied_end)
                 end = copied_end
         finally:
             self._finish(end)
@@ -115,14 +165,14 @@ class StoreLoad:
         self._fetch.close()
         self._source.give_back(self._blocks.numbers)
         with self._landed:
-            self._failed = end < self._wanted.end
+            self._failed = end < self._end
             self._landed.notify_all()
         self.done.set_result(end)
 
     # --- The copier's thread, where a GPU copies. The store has checked the records: `fetch.unchecked` is empty
 
     def _have_copied(self, fetched_s: float) -> None:
-        num_came, end = 0, self._wanted.begin
+        num_came, end = 0, self._begin
         try:
             slots = self._fetch.done.result()
             num_came, end = len(slots), self._begin_layers(slots)
@@ -132,18 +182,17 @@ class StoreLoad:
 
     def _begin_layers(self, slots: Sequence[Slot]) -> int:
         """The end of what will be in the blocks."""
-        source, wanted = self._source, self._wanted
-        chunks = range(wanted.begin // source.chunk_tokens, -(-wanted.end // source.chunk_tokens))
-        numbered = [(chunk, slot) for chunk, slot in enumerate(slots, self._first) if chunk in chunks]
+        source, group = self._source, self.group
+        numbered = self._numbered(slots)
         if self._cancelled or not numbered:
-            return wanted.begin
-        end = min(wanted.end, (numbered[-1][0] + 1) * source.chunk_tokens)
-        plan = source.plan_move(numbered, self._blocks, wanted.begin, end, loading=True)
-        last = len(source.layout.layers) - 1
+            return self._begin
+        end = min(self._end, (numbered[-1][0] + 1) * group.chunk_tokens)
+        plan = source.plan(group, numbered, self._blocks, self._begin, end, loading=True)
+        last = self.num_layers - 1
         for layer in range(last + 1):
             if self._cancelled:
-                return wanted.begin
-            follows = layer < last and end == wanted.end  # the last one is said to be there when all of it counts
+                return self._begin
+            follows = layer < last and end == self._end  # the last one is said to be there when all of it counts
             after, self._after = self._after, None
             begun = partial(self._is_begun, layer) if follows else None
             come = partial(self._came, layer, end)
@@ -158,11 +207,11 @@ class StoreLoad:
 
     def _came(self, layer: int, end: int, error: str) -> None:
         self._num_copied += not error
-        if self._num_copied == layer + 1 < len(self._source.layout.layers):
+        if self._num_copied == layer + 1 < self.num_layers:
             self._land(layer, end)
 
     def _settled(self, num_came: int, fetched_s: float, end: int) -> None:
-        num_layers, landed_end = len(self._source.layout.layers), self._wanted.begin
+        num_layers, landed_end = self.num_layers, self._begin
         try:
             whole = self._num_copied == num_layers
             self._measure(num_came if whole else 0, fetched_s, time.monotonic())
@@ -175,41 +224,45 @@ class StoreLoad:
     def _measure(self, came: int, fetched_s: float, now_s: float) -> None:
         """came: chunks that were there at `fetched_s`, and are in the blocks `now_s`."""
         if came:
-            nbytes = came * self._source.shape.payload_nbytes
+            nbytes = came * self.group.shape.payload_nbytes
             emit(KVCopied(direction="load", nbytes=nbytes, took_s=now_s - fetched_s))
         if self._cancelled:
             return
         if came:
-            self._source.speeds[COPY].measured(came * self._source.shape.nbytes, now_s - fetched_s, now_s)
-        self._source.brought(self._places, came, fetched_s - self.began_s)
+            self._source.speeds[COPY].measured(came * self.group.shape.nbytes, now_s - fetched_s, now_s)
+        self._source.brought(self._records, came, fetched_s - self._began_s)
 
     def _copy_layers(self, slots: Sequence[Slot]) -> int:
         """Copy these leading chunks, and compare the sums of chunks nobody has; the end of what is in the blocks.
 
         A chunk that is not what was put ends the prefix before the layer is said to be there.
         """
-        source, wanted = self._source, self._wanted
-        chunks = range(wanted.begin // source.chunk_tokens, -(-wanted.end // source.chunk_tokens))
-        numbered = [(chunk, slot) for chunk, slot in enumerate(slots, self._first) if chunk in chunks]
+        source, group = self._source, self.group
+        numbered = self._numbered(slots)
         numbered = self._until(numbered, [self._holds(*one) for one in numbered])
         fuses = any(slot.key in self._fetch.unchecked for _, slot in numbered)
-        plan, end = None, wanted.begin
-        for layer in range(len(source.layout.layers)):
+        plan, end = None, self._begin
+        for layer in range(self.num_layers):
             if self._cancelled or not numbered:
-                return wanted.begin
+                return self._begin
             if plan is None:
-                end = min(wanted.end, (numbered[-1][0] + 1) * source.chunk_tokens)
-                plan = source.plan(source.from_record, numbered, self._blocks, wanted.begin, end)
+                end = min(self._end, (numbered[-1][0] + 1) * group.chunk_tokens)
+                plan = group.plan(numbered, self._blocks, self._begin, end, loading=True)
             sums = np.zeros((len(numbered), 2), np.uint64) if fuses else None
             source.copy(plan, layer, loading=True, sums=sums)
             if sums is not None:
                 right = [self._is_right(*one, layer, of_it) for one, of_it in zip(numbered, sums, strict=True)]
                 if not all(right):
                     plan, numbered = None, self._until(numbered, right)
-                    end = max(wanted.begin, (numbered[-1][0] + 1) * source.chunk_tokens) if numbered else wanted.begin
-            if layer + 1 < len(source.layout.layers) and numbered:
+                    end = max(self._begin, (numbered[-1][0] + 1) * group.chunk_tokens) if numbered else self._begin
+            if layer + 1 < self.num_layers and numbered:
                 self._land(layer, end)
         return end
+
+    def _numbered(self, slots: Sequence[Slot]) -> list[tuple[int, Slot]]:
+        """With the numbers of their chunks: those that hold what is wanted."""
+        chunks = self.group.chunks_of(self._begin, self._end)
+        return [(chunk, slot) for chunk, slot in enumerate(slots, self._first) if chunk in chunks]
 
     def _until(self, numbered: list[tuple[int, Slot]], right: list[bool]) -> list[tuple[int, Slot]]:
         """Those before the first that is not right, which is noted."""
@@ -224,25 +277,44 @@ class StoreLoad:
 
     def _is_whole(self, chunk: int) -> bool:
         """Whether all of it is copied, so that copying can compare."""
-        chunk_tokens = self._source.chunk_tokens
-        return self._wanted.begin <= chunk * chunk_tokens and (chunk + 1) * chunk_tokens <= self._wanted.end
+        chunk_tokens = self.group.chunk_tokens
+        return self._begin <= chunk * chunk_tokens and (chunk + 1) * chunk_tokens <= self._end
 
     def _holds(self, chunk: int, slot: Slot) -> bool:
         """False for a record that is wrong, where copying a part of it would not show that."""
         if slot.key not in self._fetch.unchecked or self._is_whole(chunk):
             return True
-        return holds(self._record(slot), self._source.shape)
+        return holds(self._record(slot), self.group.shape)
 
     def _is_right(self, chunk: int, slot: Slot, layer: int, sums: Sums) -> bool:
         """Whether a layer that was copied with these sums is what was put."""
         if slot.key not in self._fetch.unchecked or not self._is_whole(chunk):
             return True
-        return np.array_equal(said_sums(self._record(slot), self._source.shape)[layer], sums)
+        return np.array_equal(said_sums(self._record(slot), self.group.shape)[layer], sums)
 
     def _land(self, layer: int, end: int) -> None:
         if self._tell is not None:
             self._tell(layer, end)
-        if end == self._wanted.end:
+        if end == self._end:
             with self._landed:
-                self._num_layers = layer + 1
+                self._num_landed = layer + 1
                 self._landed.notify_all()
+
+
+def when_all(futures: Sequence[Future[Any]], call: Callable[[], None]) -> None:
+    """Once, when the last of them is done, in its thread; now, if there are none."""
+    lock = threading.Lock()
+    missing = len(futures)
+
+    def one_less(_: object) -> None:
+        nonlocal missing
+        with lock:
+            missing -= 1
+            is_last = missing == 0
+        if is_last:
+            call()
+
+    for future in futures:
+        future.add_done_callback(one_less)
+    if not futures:
+        call()

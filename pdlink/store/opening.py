@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 from urllib.parse import quote
 
 from pdlink.config import state_directory
 from pdlink.errors import ConfigError
-from pdlink.kv import hashing
 from pdlink.memory.numa import node_of, nodes
 from pdlink.store.cleared import places_of
 from pdlink.store.client import RemoteStore
 from pdlink.store.codec import FP8
 from pdlink.store.gpu_pages import GpuPages
-from pdlink.store.groups import GroupedSource
+from pdlink.store.groups import RecordGroup
 from pdlink.store.interface import MEMORY
 from pdlink.store.policies.registry import make_policy
-from pdlink.store.record import shape_of
-from pdlink.store.source import StoreSource
+from pdlink.store.source import Source
 from pdlink.store.store import Store
 from pdlink.store.tiers.disk import Disk
 from pdlink.store.tiers.opening import ALL, open_tier
@@ -39,13 +36,11 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class SourceGroup:
-    """One group of an engine's layers; see `StoreSource`."""
+class SourceGroup(NamedTuple):
+    """One group of an engine's layers; see `RecordGroup`."""
 
     layout: KVLayout
     revision: str
-    """KV of equal ones may be shared. Of groups of one engine each has another."""
     orders: Sequence[str] = ("PTH",)
     heads: range | None = None
     num_heads: int | None = None
@@ -54,41 +49,20 @@ class SourceGroup:
 def open_source(
     config: TiersConfig,
     name: str,
-    layout: KVLayout,
+    layers: Sequence[SourceGroup],
     buffers: Sequence[AnyBuffer],
     pool: BlockHolds,
     *,
     model: str,
-    revision: str,
-    orders: Sequence[str] = ("PTH",),
-    heads: range | None = None,
-    num_heads: int | None = None,
     released: Callable[[], None] = lambda: None,
     peers: Sequence[Tier] = (),
-) -> StoreSource | None:
+) -> Source | None:
     """None where the settings want no store. Close the source, then its store.
 
-    name: of the worker. model, revision: KV of equal ones may be shared. The rest: see `StoreSource`.
+    name: of the worker. layers: in groups that share the store. The rest: see `Source`.
     peers: tiers that are stores of other nodes.
     Raises ConfigError, OSError if there is not enough memory, and for buffers of a GPU what `GpuPages` raises.
     """
-    group = SourceGroup(layout, revision, orders, heads, num_heads)
-    opened = open_groups(config, name, [group], buffers, pool, model=model, released=released, peers=peers)
-    return None if opened is None else opened.sources[0]
-
-
-def open_groups(
-    config: TiersConfig,
-    name: str,
-    groups: Sequence[SourceGroup],
-    buffers: Sequence[AnyBuffer],
-    pool: BlockHolds,
-    *,
-    model: str,
-    released: Callable[[], None] = lambda: None,
-    peers: Sequence[Tier] = (),
-) -> GroupedSource | None:
-    """The same for an engine whose layers are in several groups, which share a store."""
     nbytes = int(config.max_local_cpu_size * _GIB)
     if nbytes == 0:
         return None
@@ -97,28 +71,16 @@ def open_groups(
         raise ConfigError(
             f"tiers.codec: got {FP8!r}, which changes the KV; set tiers.lossy: {FP8} as well, or use lz4"
         )
-    shapes = [
-        shape_of(
-            group.layout, config.chunk_size // group.layout.position_tokens, group.num_heads, group.orders, lossy
-        )
-        for group in groups
+    groups = [
+        RecordGroup(**group._asdict(), model=model, chunk_tokens=config.chunk_size, lossy=lossy) for group in layers
     ]
-    largest_nbytes = max(shape.nbytes for shape in shapes)
+    largest_nbytes = max(group.shape.nbytes for group in groups)
     if config.store is None and largest_nbytes > nbytes:
         raise ConfigError(
             f"tiers.chunk_size: got {config.chunk_size} tokens, {largest_nbytes} bytes of this model; limit "
             f"{nbytes} bytes; lower it, or raise tiers.max_local_cpu_size"
         )
-    namespaces = [
-        hashing.namespace(
-            model=model,
-            revision=group.revision,
-            dtype=shape.dtype,
-            layout=shape.text,
-            chunk_tokens=config.chunk_size,
-        )
-        for group, shape in zip(groups, shapes, strict=True)
-    ]
+    namespaces = [group.origin.namespace for group in groups]
     if len(set(namespaces)) < len(groups):
         raise ConfigError(
             "tiers: got two groups of layers whose records cannot be told apart; expected distinct ones"
@@ -131,28 +93,9 @@ def open_groups(
     else:
         store = RemoteStore(config.store, name=name, timeout_s=config.store_timeout_s)
     gpu = GpuPages(cast("Sequence[DeviceMemory]", buffers)) if buffers[0].kind == "cuda" else None
-    sources: list[StoreSource] = []
-    for group in groups:
-        source = StoreSource(
-            store,
-            group.layout,
-            buffers,
-            pool,
-            model=model,
-            revision=group.revision,
-            chunk_tokens=config.chunk_size,
-            orders=group.orders,
-            heads=group.heads,
-            num_heads=group.num_heads,
-            lossy=lossy,
-            own_places=_own_places(config),
-            released=released,
-            gpu=gpu,
-            beside=sources[0] if sources else None,
-        )
-        sources.append(source)
+    source = Source(store, groups, buffers, pool, own_places=_own_places(config), released=released, gpu=gpu)
     store.open()
-    return GroupedSource(sources)
+    return source
 
 
 def _own_places(config: TiersConfig) -> list[str]:

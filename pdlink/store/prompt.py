@@ -1,293 +1,292 @@
-"""`StoredPrompt`: the store for one request: what it has of the prompt, and where what is computed is kept."""
+"""`Prompt`: the store for one request: what it has of the prompt, and where what is computed is kept.
+
+What is found is found in all groups of layers (`reach.py`), what is loaded counts if all of it has come, and what is
+computed is kept group by group (`save.py`): windows and states at the boundaries that a step leaves behind.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
-from pdlink.events import KVCopied, emit
-from pdlink.kv.sources import TokenRange
-from pdlink.store.blocks import Blocks
+from pdlink.kv import hashing
+from pdlink.store.groups import Blocks
 from pdlink.store.interface import Found
-from pdlink.store.loading import StoreLoad
-from pdlink.store.record import said_sums
-from pdlink.store.worth import choose
+from pdlink.store.loading import GroupLoad, Load, when_all
+from pdlink.store.reach import part_of, reach
+from pdlink.store.save import Save
+from pdlink.store.worth import choose, choose_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdlink.cuda.driver import CudaEvent
-    from pdlink.kv import hashing
-    from pdlink.store.blocks import AnyPlan
+    from pdlink.store.groups import RecordGroup
     from pdlink.store.interface import AnyFetch
-    from pdlink.store.record import Sums
-    from pdlink.store.slots import Slot
-    from pdlink.store.source import StoreSource
+    from pdlink.store.source import Source
     from pdlink.store.turns import Retention
     from pdlink.store.worth import Choice, Speed
 
+    Tables = Sequence[Sequence[int]]
+    """By group: a request's blocks from token 0 on; of tokens that a group does not need any number."""
 
-@dataclass(eq=False, slots=True)
-class _Filling:
-    """A record that the engine computes."""
-
-    slot: Slot
-    missing: int
-    """Tokens times layers that are not copied."""
-    sums: Sums
-    """Of what is copied."""
+_NOTHING = Found((), ())
 
 
-@dataclass(eq=False, slots=True)
-class _Pass:
-    """Tokens [begin, end) of the prompt, on their way into records, layer by layer."""
+class PromptKeys(NamedTuple):
+    """What the store calls the full chunks of a prompt, for any number of `Source.prompt`."""
 
-    blocks: Blocks
-    begin: int
-    end: int
-    slots: list[tuple[int, Slot]] = field(default_factory=list)
-    """By chunk. They and the plan come from the copier, at the first layer."""
-    plan: AnyPlan | None = None
-    took_s: float = 0.0
-    """Copying the layers so far."""
-
-
-@dataclass(eq=False, slots=True)
-class StoredPrompt:
-    """Implements `pdlink.kv.sources.KVSource` for one request. `load` and `store` are for one thread."""
-
-    source: StoreSource
-    request_id: str
-    keys: list[bytes]
-    """Of the prompt's full chunks."""
-    preimage: Callable[[int], hashing.Preimage | None]
-    """Of the key of a chunk, for listeners of the store; None where they are not told."""
     num_tokens: int
-    retention: Retention
-    stores: bool = True
-    """Whether `store` does anything."""
-    found: tuple[TokenRange, ...] = ()
-    """What the last look-up found: nothing, or one range from token 0 on."""
-    _found: Found | None = None
-    _fetched: tuple[int, AnyFetch] | None = None
-    """What is brought into memory ahead of a load, and its first chunk."""
-    _withdrawn: bool = False
-    _filling: dict[int, _Filling] = field(default_factory=dict)
-    _pass: _Pass | None = None
-    _begun: bool = False
-    _summed: bool | None = None
-    """Whether copies make sums; decided with the first reservation."""
+    by_group: tuple[Sequence[bytes], ...]
+    tokens: Sequence[int]
+    """Empty where placeholders do not say what is in an image."""
+    origin: hashing.Origin
+    """Of the first group, whose records say the tokens to listeners."""
 
-    def lookup(self, keys: Sequence[bytes] = (), timeout_s: float | None = None) -> tuple[TokenRange, ...]:
-        """What the store has of the prompt but for its last token, which somebody must compute. Ignores `keys`.
+    def preimage(self, chunk: int) -> hashing.Preimage:
+        origin = self.origin
+        return hashing.preimage(
+            self.by_group[0],
+            chunk,
+            self.tokens,
+            origin.chunk_tokens,
+            lora=origin.lora,
+            salt=origin.salt,
+            origin=origin,
+        )
 
-        Waits for the tiers' answers for `timeout_s` at most, by default `lookup_timeout_s`.
-        """
-        timeout_s = self.source.lookup_timeout_s if timeout_s is None else timeout_s
-        chunk_tokens = self.source.chunk_tokens
-        useful = self.keys[: (self.num_tokens - 1) // chunk_tokens]
-        self._found = self.source.store.lookup(useful, timeout_s)
-        end = len(self._found.keys) * chunk_tokens
-        self.found = (TokenRange(0, end, self),) if end else ()
-        return self.found
 
-    def look_up_each(self, num_chunks: int, timeout_s: float) -> list[bool]:
-        """Of each of the first chunks whether the store has its record. `fetch` takes ranges of those that it has."""
-        keys = self.keys[:num_chunks]
-        places = self.source.store.known_at(keys, timeout_s)
-        self._found = Found(tuple(keys), places)
-        return [place >= 0 for place in places]
+class Prompt:
+    """`load` and `store` are for one thread. Counts in tokens; groups count in positions."""
 
-    def records_at(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """(place, bytes) of each record of what was found that holds some of tokens [begin, end)."""
-        chunk_tokens = self.source.chunk_tokens
-        places = self._found.places if self._found is not None else ()
-        return [
-            (place, self.source.shape.nbytes) for place in places[begin // chunk_tokens : -(-end // chunk_tokens)]
+    def __init__(
+        self, source: Source, request_id: str, keys: PromptKeys, retention: Retention, *, stores: bool
+    ) -> None:
+        """stores: whether `store` does anything."""
+        self.source, self.request_id, self.keys, self.num_tokens = source, request_id, keys, keys.num_tokens
+        self.end = 0
+        """What the last look-up found ends there; 0 for nothing."""
+        self._retention = retention
+        self._goes_on: int | None = None
+        self._found = [_NOTHING] * len(source.groups)
+        """By group. The place of a record that is not there is -1."""
+        self._ahead: PromptFetch | None = None
+        told: list[Callable[[int], hashing.Preimage | None]] = [keys.preimage]
+        told += [lambda _: None] * (len(source.groups) - 1)
+        self._saves = [
+            Save(source, group, mine, preimage, request_id, retention)
+            for group, mine, preimage in zip(source.groups, keys.by_group, told, strict=True)
+            if stores
         ]
 
-    def choose(self, cached: int, other: Speed, *, always: bool = False) -> Choice:
-        """How much of what was found to load, where the engine's blocks have the first `cached` tokens.
+    def lookup(self, begin: int = 0, timeout_s: float | None = None, goes_on: int | None = None) -> int:
+        """Where what the store has of the prompt ends; 0 for nothing, and never behind its last token but one, which
+        somebody must compute.
 
-        other: seconds for tokens that are not loaded. always: load all, whatever it takes. Counts in tokens.
+        begin, goes_on: as of `reach`. Waits for the tiers' answers for `timeout_s` at most, by default
+        `lookup_timeout_s`.
         """
-        source, found = self.source, self._found.places if self._found is not None else ()
-        chunk_tokens = source.chunk_tokens * source.layout.position_tokens
-        choice = choose(cached, found, chunk_tokens, source.shape.nbytes, source.speeds, other, time.monotonic())
-        end = len(found) * chunk_tokens
-        return choice._replace(end=end, reason="always") if always and end > cached else choice
+        source, store, keys = self.source, self.source.store, self.keys.by_group
+        deadline_s = time.monotonic() + (source.lookup_timeout_s if timeout_s is None else timeout_s)
+        self.end, self._goes_on = 0, goes_on
+        num_chunks = (self.num_tokens - 1) // source.chunk_tokens
+        for index, group in enumerate(source.groups):
+            if group.layout.keeps_all:
+                left_s = max(0.0, deadline_s - time.monotonic())
+                self._found[index] = store.lookup(keys[index][:num_chunks], left_s)
+                num_chunks = len(self._found[index].keys)
+        if num_chunks * source.chunk_tokens <= begin and not source.keeps_all:
+            return 0
+        for index, group in enumerate(source.groups):
+            if not group.layout.keeps_all:
+                mine = tuple(keys[index][:num_chunks])
+                left_s = max(0.0, deadline_s - time.monotonic())
+                self._found[index] = Found(mine, store.known_at(mine, left_s))
+        known = [[place >= 0 for place in found.places[:num_chunks]] for found in self._found]
+        layouts = [group.layout for group in source.groups]
+        self.end = reach(layouts, known, source.chunk_tokens, 0 if source.keeps_all else begin, goes_on)
+        return self.end
+
+    def choose(self, cached: int, other: Speed, *, always: bool = False) -> Choice:
+        """How much of what was found to load, where the engine's blocks have the first `cached` tokens: all or
+        nothing where a part is of no use.
+
+        other: seconds for tokens that are not loaded. always: load all, whatever it takes.
+        """
+        source, now_s = self.source, time.monotonic()
+        if source.keeps_all and len(source.groups) == 1:
+            places, nbytes = self._found[0].places, source.groups[0].shape.nbytes
+            choice = choose(cached, places, source.chunk_tokens, nbytes, source.speeds, other, now_s)
+        else:
+            records = [record for wanted in self._wanted(cached, self.end) for record in self._records(*wanted)]
+            choice = choose_all(cached, self.end, records, source.speeds, other, now_s)
+        return choice._replace(end=self.end, reason="always") if always and self.end > cached else choice
 
     def tokens_by_place(self, begin: int, end: int) -> dict[str, int]:
-        """Where tokens [begin, end) of what was found were: memory, or names of tiers. Counts in positions."""
-        chunk_tokens, counts = self.source.chunk_tokens, Counter[str]()
-        names, places = self.source.store.places, self._found.places if self._found is not None else ()
-        for chunk, place in enumerate(places):
-            tokens = min(end, (chunk + 1) * chunk_tokens) - max(begin, chunk * chunk_tokens)
-            if tokens > 0:
-                counts[names[place]] += tokens
-        return dict(counts)
+        """Where tokens [begin, end) of what was found were: memory, or names of tiers.
 
-    def fetch(self, begin: int, end: int) -> AnyFetch:
-        """Bring the chunks of tokens [begin, end) of what was found into memory, ahead of the load, which ends it.
-
-        Or close it. `brought` is told how long it took. The records are checked before it is done, and not while they
-        are copied: an engine that fetches ahead has promised what it got before it copies.
+        Of a group that has all tokens; without one all are where the last ones are.
         """
-        first = begin // self.source.chunk_tokens
-        self._fetched = first, self._fetch(first, -(-end // self.source.chunk_tokens), checks=False)
-        return self._fetched[1]
+        chunk_tokens, names = self.source.chunk_tokens, self.source.store.places
+        for group, found in zip(self.source.groups, self._found, strict=True):
+            if group.layout.keeps_all:
+                counts = Counter[str]()
+                for chunk in range(begin // chunk_tokens, min(-(-end // chunk_tokens), len(found.places))):
+                    after = min(end, (chunk + 1) * chunk_tokens)
+                    counts[names[found.places[chunk]]] += after - max(begin, chunk * chunk_tokens)
+                return dict(counts)
+        return {names[self._found[0].places[(end - 1) // chunk_tokens]]: end - begin} if end > begin else {}
 
-    def brought(self, begin: int, end: int, num_came: int, took_s: float) -> None:
-        """Of the chunks of tokens [begin, end) the first `num_came` are in memory. In the copier's thread."""
-        assert self._found is not None
-        chunk_tokens = self.source.chunk_tokens
-        self.source.brought(self._found.places[begin // chunk_tokens : -(-end // chunk_tokens)], num_came, took_s)
+    def fetch(self, begin: int, end: int) -> PromptFetch:
+        """Bring what is needed of tokens [begin, end) of what was found into memory, ahead of the load.
 
-    def load(
-        self,
-        wanted: TokenRange,
-        blocks: Sequence[int],
-        landed: Callable[[int, int], None] | None = None,
-    ) -> StoreLoad:
-        """Begin to fill `blocks`, of which the first one holds token `wanted.begin`. After `lookup`.
+        The load ends it; or close it. The records are checked before it is done, and not while they are copied: an
+        engine that fetches ahead has promised what it got before it copies.
+        """
+        fetches = [self._fetch(*wanted, checks=False) for wanted in self._wanted(begin, end)]
+        self._ahead = PromptFetch(self.source, begin, end, fetches)
+        return self._ahead
+
+    def load(self, begin: int, end: int, tables: Tables, landed: Callable[[int, int], None] | None = None) -> Load:
+        """Begin to fill the blocks of tokens [begin, end). After `lookup`, and perhaps `fetch` of at least these.
 
         landed(layer, end): told in the copier's thread that tokens up to `end`, perhaps not all that are wanted, are
-        in the blocks for `layer`; the last layer only when all of it counts.
+        in the blocks for `layer` of the only group; the last layer only when all of it counts.
         """
-        chunk_tokens = self.source.chunk_tokens
-        first = wanted.begin // chunk_tokens
-        ahead, self._fetched = self._fetched, None
-        began_s = time.monotonic()
-        begun, fetch = ahead or (
-            first,
-            self._fetch(first, -(-wanted.end // chunk_tokens), checks=self.source.fuses),
-        )
-        assert begun <= first, "more is wanted than was fetched"
-        assert self._found is not None
-        places = () if ahead else self._found.places[first : -(-wanted.end // chunk_tokens)]
-        mine = Blocks(tuple(blocks), wanted.begin)
-        return StoreLoad(self.source, fetch, begun, wanted, mine, landed, places, began_s)
+        ahead, self._ahead = self._ahead, None
+        fetched = {} if ahead is None else {fetch.number: fetch for fetch in ahead.fetches}
+        loads = []
+        for index, first, last in self._wanted(begin, end):
+            group = self.source.groups[index]
+            fetch = fetched.get(index) or self._fetch(index, first, last, checks=self.source.fuses(group))
+            assert fetch.first <= first, "more is wanted than was fetched"
+            mine = Blocks(tuple(tables[index][group.layout.blocks_of(first, last)]), first)
+            records = () if ahead is not None else fetch.records
+            chunk = fetch.first // group.chunk_tokens
+            loads.append(
+                GroupLoad(self.source, group, fetch.fetch, chunk, first, last, mine, landed=landed, records=records)
+            )
+        return Load(begin, end, loads)
 
-    def _fetch(self, first: int, last: int | None, *, checks: bool) -> AnyFetch:
-        """checks: the load compares the sums of records while it copies."""
-        assert self._found is not None
-        found = self._found._replace(keys=self._found.keys[first:last], places=self._found.places[first:last])
-        source = self.source
-        return source.store.fetch(found, source.shape, self.request_id, retention=self.retention, checks=checks)
+    def store(
+        self, begin: int, end: int, table: Sequence[int], layer: int, *, group: int = 0, stops: bool = False
+    ) -> None:
+        """Keep tokens [begin, end) of one layer of a group, which the engine has computed, or launches.
 
-    def store(self, begin: int, end: int, blocks: Sequence[int], layer: int) -> None:
-        """Keep tokens [begin, end) of one layer, which the engine has computed; layers come in order, from the first.
-
-        On a GPU they are when what the calling thread has launched by now has run.
-        blocks: the request's, from token 0 on; they are held until the last layer has been copied. Chunks that the
-        store has already, or has no room for, are skipped. A chunk counts when all of it is there.
+        Layers come in order, from the first. table: the request's blocks of the group, from token 0 on; they are held
+        until the last layer has been copied.
         At the first call tokens before `begin` are in the blocks for all layers: they are kept, too, unless the group
-        is one that has given up some of them. Of a recurrent state the one after token `end` is in the blocks.
+        is one that has given up some of them.
+        stops: nothing behind `end` is computed in this step: a state in the blocks is the one after it.
         """
-        if layer == 0 and self.stores:
-            self._pass = self._begin(begin if self._begun or not self.source.layout.keeps_all else 0, end, blocks)
-            self._begun = True
-        if self._pass is not None:
-            self.source.copier.put(partial(self._copy_layer, self._pass, layer, self.source.mark()))
+        if not self._saves:
+            return
+        save, layout = self._saves[group], self.source.groups[group].layout
+        if layout.state:
+            if not stops or end % self.source.chunk_tokens:
+                return
+            begin = end - self.source.chunk_tokens
+        if layer == 0:
+            first = begin if save.has_begun or not layout.keeps_all else 0
+            unit = layout.position_tokens
+            save.begin(first // unit, end // unit, Blocks(tuple(table), 0))
+        save.layer(layer)
 
     def close(self, *, forget: bool = False) -> None:
         """The request has ended: nothing more is stored, and chunks that are not complete are dropped.
 
         forget: its KV is not to be trusted, so what the store has of the prompt is dropped, too.
         """
-        self.source.copier.put(partial(self._close, forget=forget))
-
-    def withdraw(self) -> None:
-        """The same, because others are about to write into its blocks: what is not copied by now is not kept."""
-        self._withdrawn = True
-        self.close()
-
-    def _begin(self, begin: int, end: int, blocks: Sequence[int]) -> _Pass | None:
-        last = min(end, len(self.keys) * self.source.chunk_tokens)
-        if begin >= last:
-            return None
-        block_tokens = self.source.layout.block_tokens
-        mine = tuple(blocks[begin // block_tokens : -(-last // block_tokens)])
-        self.source.pool.share(mine)
-        return _Pass(Blocks(mine, begin), begin, end)
-
-    # --- The copier's thread
-
-    def _reserve(self, part: _Pass) -> None:
-        """Here, because a store in another process may not answer, and an engine must not wait for it."""
-        source, chunk_tokens = self.source, self.source.chunk_tokens
-        chunks = range(part.begin // chunk_tokens, min(len(self.keys), -(-part.end // chunk_tokens)))
-        fresh = [chunk for chunk in chunks if chunk * chunk_tokens >= part.begin]
-        index_of = {self.keys[chunk]: chunk for chunk in fresh}
-        reserve = partial(source.store.reserve, list(index_of), source.shape, self.request_id, source.share)
-        for slot in reserve(self.retention) if fresh else ():
-            layers, chunk = len(source.layout.layers), index_of[slot.key]
-            held_begin, held_end = source.held_of(chunk)
-            no_sums = np.zeros((layers, 2), np.uint64)
-            self._filling[chunk] = _Filling(slot, (held_end - held_begin) * layers, no_sums)
-        if self._summed is None:
-            self._summed = source.fuses and source.store.wants_sums
-        part.slots = [(chunk, self._filling[chunk].slot) for chunk in chunks if chunk in self._filling]
-
-    def _copy_layer(self, part: _Pass, layer: int, after: CudaEvent | None) -> None:
-        source = self.source
-        if layer == 0 and not self._withdrawn:
-            self._reserve(part)
-        if self._withdrawn or not part.slots:
-            source.unmark(after)
-            if part.blocks.numbers:
-                source.settle(partial(self._give_back, part))  # of layers that are on their way
-            return
-        if part.plan is None:
-            part.plan = source.plan_move(part.slots, part.blocks, part.begin, part.end, loading=False)
-        sums = np.zeros((len(part.slots), 2), np.uint64) if self._summed else None
-        copied = partial(self._copied, part, layer, time.monotonic(), sums)
-        source.move(part.plan, layer, loading=False, after=after, then=copied, sums=sums)
-
-    def _copied(self, part: _Pass, layer: int, began_s: float, sums: Sums | None, error: str) -> None:
-        """The copy of a layer is over. error: nothing was copied, so its chunks never become complete."""
-        source = self.source
-        part.took_s += time.monotonic() - began_s
-        done, copied = [], 0
-        for row, (chunk, slot) in enumerate(part.slots if not error else ()):
-            filling = self._filling[chunk]
-            if sums is not None:
-                filling.sums[layer] += sums[row]
-            held_begin, held_end = source.held_of(chunk)
-            first, last = max(part.begin, held_begin), min(part.end, held_end)
-            filling.missing -= last - first
-            copied += (last - first) * source.layout.token_nbytes
-            if filling.missing == 0 and not self._withdrawn:
-                done.append((chunk, slot))
-                if sums is not None:
-                    said_sums(source.store.array[slot.offset :], source.shape)[:] = filling.sums
-                del self._filling[chunk]
-        if done:
-            preimages = [self.preimage(chunk) for chunk, _ in done]
-            source.store.commit([slot for _, slot in done], source.shape, preimages, summed=sums is not None)
-        if layer + 1 == len(source.layout.layers):
-            self._give_back(part)
-            emit(KVCopied(direction="store", nbytes=copied, took_s=part.took_s))
-
-    def _close(self, *, forget: bool) -> None:
-        self.source.settle(partial(self._end, forget=forget))
-
-    def _end(self, *, forget: bool) -> None:
-        """No copy of it is under way."""
-        self.source.store.abandon([filling.slot for filling in self._filling.values()])
-        self._filling.clear()
-        if self._pass is not None:
-            self._give_back(self._pass)
+        for save in self._saves:
+            save.close()
         if forget:
-            self.source.store.clear(self.keys)
+            keys = [key for mine in self.keys.by_group for key in mine]
+            self.source.copier.put(partial(self.source.settle, lambda: self._forget(keys)))
 
-    def _give_back(self, part: _Pass) -> None:
-        """The blocks of a pass, once."""
-        held, part.blocks = part.blocks.numbers, Blocks((), part.begin)
-        if held:
-            self.source.give_back(held)
+    def _forget(self, keys: Sequence[bytes]) -> None:
+        self.source.store.clear(keys)
+
+    def withdraw(self, *, all_groups: bool = True) -> None:
+        """Others are about to write into its blocks: what is not copied by now is not kept. Or into those of groups
+        that give up blocks while a request goes on."""
+        for save, group in zip(self._saves, self.source.groups, strict=False):
+            if all_groups or not group.layout.keeps_all:
+                save.withdraw()
+
+    def _wanted(self, begin: int, end: int) -> list[tuple[int, int, int]]:
+        """Group, and positions [first, last) of it that are needed of tokens [begin, end)."""
+        goes_on = end if self._goes_on is None else self._goes_on
+        ranges = [part_of(group.layout, begin, end, goes_on) for group in self.source.groups]
+        return [(index, *positions) for index, positions in enumerate(ranges) if positions[0] < positions[1]]
+
+    def _records(self, index: int, first: int, last: int) -> list[tuple[int, int]]:
+        """(place, bytes) of each record of what was found that holds some of positions [first, last)."""
+        group = self.source.groups[index]
+        chunks = group.chunks_of(first, last)
+        return [(place, group.shape.nbytes) for place in self._found[index].places[chunks.start : chunks.stop]]
+
+    def _fetch(self, index: int, first: int, last: int, *, checks: bool) -> GroupFetch:
+        """checks: the load compares the sums of records while it copies."""
+        group, found = self.source.groups[index], self._found[index]
+        chunks = group.chunks_of(first, last)
+        wanted = Found(found.keys[chunks.start : chunks.stop], found.places[chunks.start : chunks.stop])
+        fetch = self.source.store.fetch(
+            wanted, group.shape, self.request_id, retention=self._retention, checks=checks
+        )
+        return GroupFetch(index, group, first, last, fetch, self._records(index, first, last))
+
+
+class GroupFetch(NamedTuple):
+    """Positions [first, last) of one group on their way into the arena."""
+
+    number: int
+    group: RecordGroup
+    first: int
+    last: int
+    fetch: AnyFetch
+    records: list[tuple[int, int]]
+    """(place, bytes) of each."""
+
+
+class PromptFetch:
+    """What is needed of a prefix in all groups, on its way into the arena, leased there until it is closed."""
+
+    def __init__(self, source: Source, begin: int, end: int, fetches: Sequence[GroupFetch]) -> None:
+        self._source, self._begin, self._end, self.fetches = source, begin, end, fetches
+        self._began_s = time.monotonic()
+        self._took_s = 0.0
+        self.done: Future[int] = Future()
+        """Tokens before this one are in the arena: `begin`, if nothing of use is. Set in any thread."""
+        when_all([each.fetch.done for each in fetches], self._settled)
+
+    def _settled(self) -> None:
+        self._took_s = time.monotonic() - self._began_s
+        ends = [self._end]
+        for each in self.fetches:
+            came = each.first // each.group.chunk_tokens + len(each.fetch.done.result())
+            is_whole = came * each.group.chunk_tokens >= each.last
+            ends.append(self._end if is_whole else came * self._source.chunk_tokens)
+        end = max(self._begin, min(ends))
+        self.done.set_result(end if end == self._end or self._source.keeps_all else self._begin)
+
+    def measure(self) -> None:
+        """Note how long it took. In the copier's thread, after `done`."""
+        records: list[tuple[int, int]] = []
+        num_came = 0
+        for each in self.fetches:
+            if len(records) == num_came:
+                num_came += len(each.fetch.done.result())
+            records += each.records
+        self._source.brought(records, num_came, self._took_s)
+
+    def finish(self) -> None:
+        """Wait no longer for what is still on its way."""
+        for each in self.fetches:
+            each.fetch.finish()
+
+    def close(self) -> None:
+        """Give the leases back."""
+        for each in self.fetches:
+            each.fetch.close()

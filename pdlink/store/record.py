@@ -7,9 +7,9 @@ A record is a header of one page and a payload. The payload holds one *group* of
 The header is written by `seal` before a record leaves memory, and `unseal` believes nothing it reads: what is not the
 record that was asked for, whole and unchanged, is a `Miss`. Between the two the payload may be packed (`codec.py`).
 
-The header ends with two sums of 64 bits for each layer (`csrc/copy/sums.h`). `StoredPrompt` makes them while it
-copies KV into a record, and `StoreLoad` compares them while it copies KV out, before it says that a layer is there.
-So a checksum needs no pass of its own.
+The header ends with two sums of 64 bits for each layer (`csrc/copy/sums.h`). `Save` makes them while it copies KV
+into a record, and `Load` compares them while it copies KV out, before it says that a layer is there. So a checksum
+needs no pass of its own.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class RecordShape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     @property
     def nbytes(self) -> int:
         """Of a whole record."""
-        return HEADER_NBYTES + self.payload_nbytes
+        return HEADER_NBYTES + _payload_nbytes(self)
 
     def layout(self, index: int, heads: range | None = None) -> KVLayout:
         """Where group `index` lies in a record that begins at byte 0 of region 0: one block of all its tokens.
@@ -370,5 +370,6 @@ def _body(shape: RecordShape, key: bytes, sums_xxh3_128: bytes, expires_at_s: fl
     return msgspec.msgpack.encode(_Body(key, shape, shape.payload_nbytes, sums_xxh3_128, expires_at_s))
 
 
+@lru_cache(256)
 def _sums_nbytes(shape: RecordShape) -> int:
     return 16 * sum(len(group.layers) for group in shape.groups)

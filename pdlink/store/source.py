@@ -1,4 +1,7 @@
-"""`StoreSource`: the store as a source of KV for one engine, and the place where its KV is stored.
+"""`Source`: the store as a source of KV for one engine, and the place where its KV is stored.
+
+An engine's layers are in one group or in several that keep different tokens. Each group has records of its own shape,
+under keys of its own (`groups.py`).
 
 Copies between the engine's pages and slots of the arena are one pass of native non-temporal stores, made by one
 thread, which also gives blocks back: it has a reference of its own to every block that it may still read or write. An
@@ -11,20 +14,21 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
+from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import numpy as np
 
 from pdlink import _copy
-from pdlink.errors import ConfigError
+from pdlink.cuda.driver import CudaFailure
+from pdlink.errors import TransferFailed
+from pdlink.events import KVCopied, emit
 from pdlink.kv import hashing
-from pdlink.kv.plan import Plan, bind, template
-from pdlink.store.blocks import RecordPlan, SlotPlan
+from pdlink.store.groups import RecordPlan, SlotPlan
 from pdlink.store.line import Line
-from pdlink.store.prompt import StoredPrompt
-from pdlink.store.record import SUM_LINE_NBYTES, layer_ranges, shape_of
-from pdlink.store.slots import WHOLE, Share
+from pdlink.store.prompt import Prompt, PromptKeys
+from pdlink.store.record import layer_ranges
 from pdlink.store.turns import USUAL, tenant_of
 from pdlink.store.worth import HALF_LIFE_S, Speed
 
@@ -32,19 +36,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdlink.cuda.driver import CudaEvent
-    from pdlink.kv.layout import KVLayout
-    from pdlink.kv.plan import Template
     from pdlink.memory.buffers import AnyBuffer, HostBuffer
-    from pdlink.store.blocks import AnyPlan, Blocks
     from pdlink.store.gpu_pages import GpuPages, Job
+    from pdlink.store.groups import AnyPlan, Blocks, Chunks, RecordGroup
     from pdlink.store.interface import AnyStore
     from pdlink.store.record import Sums
-    from pdlink.store.slots import Slot
     from pdlink.store.turns import Retention
 
+_T = TypeVar("_T")
+
 _CLOSE_S = 10.0
-TokenSpan = tuple[int, int]
-"""Tokens [first, last) of a prompt, in positions."""
+_LOOK_S = 0.25
+"""A GPU that has failed says nothing of copies under way."""
+LOST = "the GPU has failed with copies under way; end this process, which may still write to these blocks"
+_MOST_RUNS = 1 << 16
+"""That are copied in one call, of all layers: the list takes 24 bytes for each. Layers share the runs of more."""
 
 
 class BlockHolds(Protocol):
@@ -56,103 +62,68 @@ class BlockHolds(Protocol):
     def give_back(self, blocks: Sequence[int]) -> None: ...
 
 
-class StoreSource:
-    """What the prompts of one engine have in common."""
+class CallersBlocks:
+    """Implements `BlockHolds` for callers who keep their blocks until their copies are over."""
+
+    def share(self, blocks: Sequence[int]) -> None:
+        pass
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        pass
+
+
+class Source:
+    """What the prompts of one engine have in common. Counts in tokens; groups count in positions."""
 
     def __init__(
         self,
         store: AnyStore,
-        layout: KVLayout,
+        groups: Sequence[RecordGroup],
         buffers: Sequence[AnyBuffer],
         pool: BlockHolds,
         *,
-        model: str,
-        revision: str,
-        chunk_tokens: int,
-        orders: Sequence[str] = ("PTH",),
-        heads: range | None = None,
-        num_heads: int | None = None,
-        lossy: str = "",
         lookup_timeout_s: float = 1.0,
         own_places: Sequence[str] = (),
         released: Callable[[], None] = lambda: None,
         gpu: GpuPages | None = None,
-        beside: StoreSource | None = None,
     ) -> None:
-        """buffers: of the engine's cache, by region index of `layout`. lookup_timeout_s: for the tiers' answers.
+        """buffers: of the engine's cache, by region index of the groups' layouts.
 
-        All but `chunk_tokens` and prompts is counted in positions of `layout`.
-        orders, lossy: see `shape_of`.
-        heads, num_heads: for a tensor parallel rank: which KV heads `layout` holds, of how many. Ranks of one store
-        fill the same records, whatever the number of ranks, and find what all of them have stored.
+        lookup_timeout_s: for the tiers' answers.
         own_places: of the store, where nobody but this engine keeps anything.
         released: told, in any thread, that blocks were given back to `pool`.
         gpu: copies for `buffers` that are a GPU's; closed here. None where they are the host's.
-        beside: of another group of the same engine's layers: its copier is shared, and closed by it alone, and so are
-        its measurements. No one is told the tokens of these records: the other group's say them.
-        Raises ConfigError for a layout that no record describes.
         """
-        self.store, self.layout, self.pool = store, layout, pool
-        self.gpu = gpu
+        self.store, self.groups, self.pool, self.gpu = store, tuple(groups), pool, gpu
         self.arrays = [] if gpu is not None else [buffer.array for buffer in cast("Sequence[HostBuffer]", buffers)]
-        token_unit = layout.position_tokens
-        if chunk_tokens % token_unit:
-            raise ConfigError(
-                f"tiers.chunk_size: got {chunk_tokens} tokens; expected a multiple of {token_unit}, the tokens that "
-                "only this engine can tell apart (a block of its kernel, an entry of a compressed cache); choose one"
-            )
-        self.chunk_tokens, self.lookup_timeout_s = chunk_tokens // token_unit, lookup_timeout_s
-        self.shape = shape_of(layout, self.chunk_tokens, num_heads, orders, lossy)
-        self.shape.check()
-        self.share = _share(layout, heads, num_heads)
-        whole_lines = all(group.head_nbytes % SUM_LINE_NBYTES == 0 for group in self.shape.groups)
-        self.fuses = self.share.end - self.share.begin == self.share.total and whole_lines and gpu is None
-        """Whether copies make the sums of records, and compare them."""
-        record = self.shape.whole(heads)
-        self.to_record, self.from_record = template(layout, record), template(record, layout)
-        tokens = self.chunk_tokens * token_unit
-        self._origin = self._loaded = hashing.Origin(model, revision, layout.dtype, self.shape.text, tokens)
-        self._own_places = tuple(own_places)
-        self._beside = beside
-        self.copier: Line = Line("pdlink-store-copy") if beside is None else beside.copier
-        self.speeds: defaultdict[int, Speed] = (
-            defaultdict(partial(Speed, HALF_LIFE_S)) if beside is None else beside.speeds
-        )
+        self.chunk_tokens = groups[0].origin.chunk_tokens
+        self.keeps_all = all(group.layout.keeps_all for group in groups)
+        """Whether any part of a prefix is of use."""
+        self.lookup_timeout_s = lookup_timeout_s
+        self.copier = Line("pdlink-store-copy")
+        self.speeds: defaultdict[int, Speed] = defaultdict(partial(Speed, HALF_LIFE_S))
         """Seconds for bytes, by place. Measured by the copier."""
-        self._released = released
+        self._own_places, self._released = tuple(own_places), released
 
-    def prompt(
-        self,
-        request_id: str,
-        tokens: Sequence[int],
-        salt: str = "",
-        *,
-        lora: str = "",
-        media: Sequence[tuple[int, str]] = (),
-        retention: Retention | None = USUAL,
-    ) -> StoredPrompt:
-        """The store for one request. Costs one hash of the prompt. salt, lora, media: see `pdlink.kv.hashing`.
+    def keys(
+        self, tokens: Sequence[int], salt: str = "", *, lora: str = "", media: Sequence[tuple[int, str]] = ()
+    ) -> PromptKeys:
+        """What the store calls the chunks of a prompt. Costs one hash of it. salt, lora, media: see `hashing`."""
+        first, *others = (group.origin for group in self.groups)
+        origin = first._replace(lora=lora, salt=salt)
+        keys = hashing.chain(origin.namespace, tokens, self.chunk_tokens, media)
+        by_group = (keys, *(hashing.beside(keys, other.namespace) for other in others))
+        return PromptKeys(len(tokens), by_group, () if media else tokens, origin)
 
-        retention: of what it stores; its tenant is the salt. None: nothing is stored.
-        """
-        origin = self._origin._replace(lora=lora, salt=salt)
-        chunk_tokens = origin.chunk_tokens
-        keys = hashing.chain(origin.namespace, tokens, chunk_tokens, media)
-        told = () if media else tokens  # placeholders do not say what is in an image
-
-        def preimage(chunk: int) -> hashing.Preimage | None:
-            if self._beside is not None:
-                return None
-            return hashing.preimage(keys, chunk, told, chunk_tokens, lora=lora, salt=salt, origin=origin)
-
-        num_tokens = self.layout.positions(0, len(tokens))[1]
-        kept = (retention or USUAL)._replace(tenant=tenant_of(salt))
-        return StoredPrompt(self, request_id, keys, preimage, num_tokens, kept, retention is not None)
+    def prompt(self, request_id: str, keys: PromptKeys, retention: Retention | None = USUAL) -> Prompt:
+        """The store for one request. retention: of what is stored; its tenant is the salt. None stores nothing."""
+        kept = (retention or USUAL)._replace(tenant=tenant_of(keys.origin.salt))
+        return Prompt(self, request_id, keys, kept, stores=retention is not None)
 
     @property
     def scope(self) -> str:
         """What the events of a store that others share call the records of this engine's model."""
-        return self._origin.scope
+        return self.groups[0].origin.scope
 
     def rename(self, era: str) -> None:
         """KV that is computed from now on is other KV, because the weights have changed in place, and has other keys.
@@ -160,7 +131,8 @@ class StoreSource:
         era: names the change, on all ranks the same. What others keep of a model of these files stays theirs, and so
         does what a later life of this engine finds again: it loads the files.
         """
-        self._origin = self._loaded._replace(revision=f"{self._loaded.revision} changed {era}")
+        for group in self.groups:
+            group.rename(era)
 
     def drop_own(self) -> None:
         """Forget what lies where nobody else keeps anything. May wait for a disk."""
@@ -169,8 +141,6 @@ class StoreSource:
 
     def close(self) -> None:
         """After the engine has ended: finish what is in line."""
-        if self._beside is not None:
-            return
         if self.gpu is not None:
             over = threading.Event()
             self.when_settled(over.set)
@@ -179,7 +149,7 @@ class StoreSource:
         if self.gpu is not None:
             self.gpu.close()
 
-    # --- Copies of requests. By the engine's thread: `mark`; by the copier's: `move`, `settle`
+    # --- Copies of requests. By the engine's thread: `mark`; by the copier's: `plan`, `move`, `settle`
 
     def mark(self) -> CudaEvent | None:
         """Stands for what the engine's thread has launched by now, on a GPU; for one `move`, or `unmark`."""
@@ -189,6 +159,20 @@ class StoreSource:
         """It is not needed."""
         if self.gpu is not None and mark is not None:
             self.gpu.unmark(mark)
+
+    def fuses(self, group: RecordGroup) -> bool:
+        """Whether copies make the sums of records, and compare them."""
+        return group.sums_fit and self.gpu is None
+
+    def plan(
+        self, group: RecordGroup, slots: Chunks, blocks: Blocks, begin: int, end: int, *, loading: bool
+    ) -> AnyPlan:
+        """For `move`: by slots of tokens where a GPU copies and runs are short."""
+        if self.gpu is not None and self.gpu.wants_slots(group.template(loading=loading), loading=loading):
+            begins = np.array([slot.offset for _, slot in slots])
+            if self.gpu.one_base(self.store.array, begins, group.shape.nbytes):
+                return group.slot_plan(slots, blocks, begin, end, loading=loading)
+        return group.plan(slots, blocks, begin, end, loading=loading)
 
     def move(
         self,
@@ -200,26 +184,43 @@ class StoreSource:
         then: Callable[[str], None],
         sums: Sums | None = None,
         begun: Callable[[Job], None] | None = None,
-    ) -> Job | None:
-        """`copy`, and then(what went wrong, or "") in the copier's thread when it is over: for pages of the host now.
+    ) -> None:
+        """Copy a layer, and then(what went wrong, or "") in the copier's thread when it is over: for pages of the
+        host now.
 
         after: on a GPU a mark that the copy follows. begun: told, on a GPU, when `GpuPages.precede` holds of the job.
+        sums: as of `copy`.
         """
         if self.gpu is None:
             assert isinstance(plan, RecordPlan)
             self.copy(plan, layer, loading=loading, sums=sums)
             then("")
-            return None
+            return
+        arena, told = self.store.array, partial(self._tell, then)
         if isinstance(plan, SlotPlan):
-            told = partial(self._tell, then)
-            arena = self.store.array
-            return self.gpu.copy_slots(plan, layer, arena, loading=loading, after=after, then=told, begun=begun)
+            self.gpu.copy_slots(plan, layer, arena, loading=loading, after=after, then=told, begun=begun)
+            return
         pieces = []
         for piece in plan.plan.pieces(layer):
             runs = piece.runs + np.array([piece.src_base, piece.dst_base, 0])
             pieces.append((piece.dst_region if loading else piece.src_region, runs))
-        told = partial(self._tell, then)
-        return self.gpu.copy(pieces, self.store.array, loading=loading, after=after, then=told, begun=begun)
+        self.gpu.copy(pieces, arena, loading=loading, after=after, then=told, begun=begun)
+
+    def copy(self, plan: RecordPlan, layer: int, *, loading: bool, sums: Sums | None = None) -> None:
+        """One layer of a plan between pages of the host and records, in the calling thread, without the GIL.
+
+        sums: [records, 2]; those of what is copied are added. Only where the source `fuses`.
+        """
+        arena = self.store.array
+        for piece in plan.plan.pieces(layer):
+            runs = piece.runs + np.array([piece.src_base, piece.dst_base, 0])
+            to = self.arrays[piece.dst_region] if loading else arena
+            of = arena if loading else self.arrays[piece.src_region]
+            if sums is None:
+                _copy.nt_runs(to, of, runs)
+            else:
+                begins = plan.starts + layer_ranges(plan.shape)[layer][0]
+                _copy.nt_runs_summed(to, of, runs, plan.ends_of(layer), begins, sums, not loading)
 
     def settle(self, then: Callable[[], None]) -> None:
         """Call it in the copier's thread when the copies begun before are over, and their callers were told: for
@@ -247,7 +248,7 @@ class StoreSource:
             self.gpu.follow_stores()
 
     def when_settled(self, then: Callable[[], None]) -> None:
-        """The same of what is in the copier's line, too. By any thread. Of a closed source now."""
+        """As `settle`, of what is in the copier's line, too. By any thread. Of a closed source now."""
 
         def settle() -> None:
             self.settle(then)
@@ -266,78 +267,122 @@ class StoreSource:
         self.pool.give_back(blocks)
         self._released()
 
-    def brought(self, places: Sequence[int], num_came: int, took_s: float) -> None:
-        """The first `num_came` of chunks that were in these places are in memory. In the copier's thread."""
-        self.brought_bytes([(place, self.shape.nbytes) for place in places], num_came, took_s)
+    def brought(self, wanted: Sequence[tuple[int, int]], num_came: int, took_s: float) -> None:
+        """The first `num_came` of records that were wanted are in memory. wanted: (place, bytes) of each.
 
-    def brought_bytes(self, wanted: Sequence[tuple[int, int]], num_came: int, took_s: float) -> None:
-        """The same of (place, bytes) of each record, which need not all be of this group."""
+        In the copier's thread.
+        """
         slow = {place for place, _ in wanted} - {0} or {0}
         if wanted and len(slow) == 1:  # else nobody knows whose time it was
             place = slow.pop()
             of_it = sum(nbytes for at, nbytes in wanted[:num_came] if at == place)
             self.speeds[place].measured(of_it, took_s, time.monotonic())
 
-    def held_of(self, chunk: int) -> TokenSpan:
-        """Tokens whose KV the record of a chunk has: all of them, or the state after the last one."""
-        end = (chunk + 1) * self.chunk_tokens
-        return (end - 1 if self.layout.state else chunk * self.chunk_tokens), end
+    # --- Copies that a caller waits for, in any thread but the copier's
 
-    def plan_move(
-        self, slots: Sequence[tuple[int, Slot]], blocks: Blocks, begin: int, end: int, *, loading: bool
-    ) -> AnyPlan:
-        """`plan` for `move`: by slots of tokens where a GPU copies and runs are short. In the copier's thread."""
-        shape = self.from_record if loading else self.to_record
-        if self.gpu is not None and self.gpu.wants_slots(shape, loading=loading):
-            held = [(slot, *self.held_of(chunk)) for chunk, slot in slots]
-            spans = [(slot, max(begin, first), min(end, last)) for slot, first, last in held]
-            begins = np.array([slot.offset for _, slot in slots])
-            if self.gpu.one_base(self.store.array, begins, self.shape.nbytes):
-                return SlotPlan.of(shape, spans, blocks, self.layout)
-        return self.plan(shape, slots, blocks, begin, end)
+    @property
+    def lost(self) -> bool:
+        """Whether copies were under way when the GPU failed: nobody knows what they still write to."""
+        return self.gpu is not None and self.gpu.lost
 
-    def plan(
-        self, shape: Template, slots: Sequence[tuple[int, Slot]], blocks: Blocks, begin: int, end: int
-    ) -> RecordPlan:
-        """The copies of tokens [begin, end) between blocks and slots of (chunk, slot), as one plan."""
-        parts = []
-        for chunk, slot in slots:
-            held_begin, held_end = self.held_of(chunk)
-            first, last = max(begin, held_begin), min(end, held_end)
-            loading = shape is self.from_record
-            mine = blocks.holding(first, self.layout.block_tokens)
-            bound = bind(shape, [0] if loading else mine, mine if loading else [0], first, last)
-            place = np.array([slot.offset, 0, 0] if loading else [0, slot.offset, 0])
-            parts.append([runs + place for runs in bound.runs])
-        classes = list(zip(*parts, strict=True))
-        plan = Plan(shape, begin, end, tuple(np.concatenate(runs) for runs in classes))
-        ends = tuple(np.cumsum([len(of_record) for of_record in runs]) for runs in classes)
-        return RecordPlan(plan, np.array([slot.offset for _, slot in slots]), ends)
+    def copy_now(
+        self,
+        group: RecordGroup,
+        slots: Chunks,
+        blocks: Blocks,
+        begin: int,
+        end: int,
+        *,
+        loading: bool,
+        after: CudaEvent | None = None,
+    ) -> bool:
+        """Copy all layers between blocks and slots; whether they are copied. In this thread; a GPU does it by itself.
 
-    def copy(self, plan: RecordPlan, layer: int, *, loading: bool, sums: Sums | None = None) -> None:
-        """One layer of a plan, in the calling thread, without the GIL.
-
-        sums: [records, 2]; those of what is copied are added. Only where the source `fuses`.
+        after: on a GPU the mark that it follows, by default one of now. When it raises, nothing touches blocks and
+        slots any more, unless they are `lost`. Raises TransferFailed then.
         """
+        if not slots:
+            return True
+        began_s = time.monotonic()
+        if self.gpu is None:
+            self._copy_whole(group.plan(slots, blocks, begin, end, loading=loading), loading=loading)
+        else:
+            plan = partial(self.plan, group, slots, blocks, begin, end, loading=loading)
+            if not self._copy_by_gpu(plan, group.num_layers, after or self._mark_now(), loading=loading):
+                return False
+        nbytes, took_s = len(slots) * group.shape.payload_nbytes, time.monotonic() - began_s
+        emit(KVCopied(direction="load" if loading else "store", nbytes=nbytes, took_s=took_s))
+        return True
+
+    def _copy_whole(self, plan: RecordPlan, *, loading: bool) -> None:
         arena = self.store.array
-        for piece in plan.plan.pieces(layer):
-            runs = piece.runs + np.array([piece.src_base, piece.dst_base, 0])
-            to = self.arrays[piece.dst_region] if loading else arena
-            of = arena if loading else self.arrays[piece.src_region]
-            if sums is None:
-                _copy.nt_runs(to, of, runs)
-            else:
-                begins = plan.starts + layer_ranges(self.shape)[layer][0]
-                _copy.nt_runs_summed(to, of, runs, plan.ends_of(layer), begins, sums, not loading)
+        if plan.plan.num_runs > _MOST_RUNS:
+            for layer in range(len(plan.plan.template.layers)):
+                self.copy(plan, layer, loading=loading)
+            return
+        for (src, dst), runs in plan.whole().items():
+            _copy.nt_runs(self.arrays[dst] if loading else arena, arena if loading else self.arrays[src], runs)
 
+    def _mark_now(self) -> CudaEvent:
+        assert self.gpu is not None
+        try:
+            return self.gpu.mark()
+        except CudaFailure as failure:
+            raise TransferFailed(f"the GPU has failed: {failure}") from None
 
-def _share(layout: KVLayout, heads: range | None, num_heads: int | None) -> Share:
-    if heads is None and num_heads is None:
-        return WHOLE
-    mine, total = heads or range(0), num_heads or 0
-    if len(mine) != layout.num_heads or mine.step != 1 or not 0 <= mine.start < mine.stop <= total:
-        raise ConfigError(
-            f"heads: got {heads} of {num_heads} for pages of {layout.num_heads}; expected that many adjacent heads "
-            "of the model's; pass both, or neither"
-        )
-    return Share(mine.start, mine.stop, total)
+    def _copy_by_gpu(
+        self, make_plan: Callable[[], AnyPlan], num_layers: int, after: CudaEvent, *, loading: bool
+    ) -> bool:
+        marks: list[CudaEvent | None] = [after, *[None] * (num_layers - 1)]  # they are in one stream
+        try:
+            plan = self.planned(make_plan)
+            copies = [self.begin(plan, layer, loading=loading, after=marks[layer]) for layer in range(len(marks))]
+            errors = [self.wait(copy) for copy in copies]
+        except BaseException:
+            self.quiet()  # others may be under way
+            raise
+        return not any(errors)
+
+    def planned(self, plan: Callable[[], _T]) -> _T:
+        """What `plan` returns, called by the copier's thread, which pins the arena."""
+        return self.copier.submit(plan).result()
+
+    def begin(
+        self,
+        plan: AnyPlan,
+        layer: int,
+        *,
+        loading: bool,
+        after: CudaEvent | None,
+        begun: Callable[[Job], None] | None = None,
+    ) -> Future[str]:
+        """`move` a layer: "" when it is over, or why it is not copied. begun: told in any thread."""
+        over: Future[str] = Future()
+
+        def move() -> None:
+            try:
+                self.move(plan, layer, loading=loading, after=after, then=over.set_result, begun=begun)
+            except Exception as error:  # noqa: BLE001 - raised where the future is read
+                over.set_exception(error)
+
+        if not self.copier.put(move):
+            over.set_result("the cache is closed")
+        return over
+
+    def wait(self, copy: Future[str]) -> str:
+        """Raises TransferFailed if nobody can know any more whether it is over."""
+        while True:
+            try:
+                return copy.result(_LOOK_S)
+            except TimeoutError:
+                if self.lost and not copy.done():
+                    raise TransferFailed(LOST) from None
+
+    def quiet(self) -> bool:
+        """Wait until nothing touches blocks and slots any more; False if nobody can know that."""
+        over = threading.Event()
+        self.when_settled(over.set)
+        while not over.wait(_LOOK_S):
+            if self.lost:
+                return False
+        return True

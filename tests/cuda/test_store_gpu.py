@@ -140,7 +140,7 @@ def go_on(held: Any, stream: int) -> None:
 def stored(made: Any, passes: Sequence[int] = (TOKENS,), **more: Any) -> Any:
     """An engine that has stored the prompt, and given its blocks back."""
     engine = made(**more)
-    prompt, blocks = engine.source.prompt("p", PROMPT), engine.blocks(1)
+    prompt, blocks = engine.prompt("p"), engine.blocks(1)
     engine.prefill(prompt, blocks, passes)
     prompt.close()
     engine.settle()
@@ -151,8 +151,7 @@ def stored(made: Any, passes: Sequence[int] = (TOKENS,), **more: Any) -> Any:
 
 
 def found(engine: Engine) -> int:
-    ranges = engine.source.prompt("look", PROMPT).lookup()
-    return ranges[0].end if ranges else 0
+    return engine.prompt("look").lookup()
 
 
 @pytest.mark.parametrize("ways", [BY_KERNEL, BY_ENGINE], ids=["kernel", "copy engine"])
@@ -173,7 +172,7 @@ def test_kv_of_one_gpu_comes_into_other_pages_of_a_gpu_or_of_the_host(made: Any,
 
 def test_kv_of_the_host_comes_into_pages_of_a_gpu(made: Any) -> None:
     host = made(host=True)
-    prompt, blocks = host.source.prompt("p", PROMPT), host.blocks(1)
+    prompt, blocks = host.prompt("p"), host.blocks(1)
     host.prefill(prompt, blocks, [TOKENS])
     host.settle()
     gpu = made()
@@ -188,7 +187,7 @@ def test_a_layer_is_stored_when_the_kernels_that_write_it_have_run_and_the_engin
     """A store that read them sooner kept garbage (vllm#45704)."""
     engine = made()
     held(engine.stream.handle)
-    prompt, blocks = engine.source.prompt("p", PROMPT), engine.blocks(1)
+    prompt, blocks = engine.prompt("p"), engine.blocks(1)
     engine.prefill(prompt, blocks, [20, TOKENS])  # returns although nothing of it has run
     prompt.close()
     done = threading.Event()
@@ -209,7 +208,7 @@ def test_a_layer_is_stored_when_the_kernels_that_write_it_have_run_and_the_engin
 def test_slots_and_blocks_of_an_aborted_request_are_kept_until_its_copies_are_over(made: Any, held: Any) -> None:
     engine = made()
     held(engine.stores)
-    prompt, blocks = engine.source.prompt("p", PROMPT), engine.blocks(1)
+    prompt, blocks = engine.prompt("p"), engine.blocks(1)
     engine.prefill(prompt, blocks, [TOKENS])
     _begun(engine)
     prompt.withdraw()
@@ -231,9 +230,8 @@ def test_a_pass_reads_a_loaded_layer_behind_its_copy_and_waits_for_the_last_one_
     held(engine.loads)
     mine = engine.blocks(2)
     landed: list[int] = []
-    prompt = engine.source.prompt("load", PROMPT)
-    (whole,) = prompt.lookup()
-    loading = prompt.load(whole, mine, lambda layer, end: landed.append(layer))
+    prompt = engine.prompt("load")
+    loading = prompt.load(0, prompt.lookup(), [mine], lambda layer, end: landed.append(layer))
     for layer in range(LAYERS - 1):
         loading.wait_layer(layer, WAIT_S)  # nothing of it has run
         engine.read(layer)
@@ -273,7 +271,7 @@ def test_blocks_and_leases_of_a_cancelled_load_are_kept_until_its_copies_are_ove
     engine.pool.give_back(mine)
     with pytest.raises(TimeoutError):
         loading.done.result(0.05)
-    assert engine.pool.num_held == 11
+    assert engine.pool.num_held == 10
     assert made.store.held()["leases"] == 1
     go_on(held, engine.loads)
     loading.done.result(WAIT_S)
@@ -289,7 +287,7 @@ def test_what_does_not_fit_into_the_launches_in_flight_waits_in_line(
     monkeypatch.setattr(gpu_pages, "_NUM_SLOTS", 2)
     engine = made()
     held(engine.stores)
-    prompt, blocks = engine.source.prompt("p", PROMPT), engine.blocks(1)
+    prompt, blocks = engine.prompt("p"), engine.blocks(1)
     engine.prefill(prompt, blocks, [TOKENS])
     prompt.close()
     done = threading.Event()
@@ -316,12 +314,12 @@ def test_memory_that_cannot_be_pinned_is_a_miss(made: Any, double: Fake, caplog:
     assert load(other, mine)[1].done.result(WAIT_S) == 40, "memory may be there later"
     check(other, mine, 0, 40)
     double.fail("cuMemHostRegister_v2", 2)
-    prompt, blocks = third.source.prompt("x", PROMPT[::-1]), third.blocks(1)
+    prompt, blocks = third.prompt("x", PROMPT[::-1]), third.blocks(1)
     third.prefill(prompt, blocks, [TOKENS])
     prompt.close()
     third.settle()
     assert made.store.held()["reservations"] == 0
-    assert not third.source.prompt("y", PROMPT[::-1]).lookup()
+    assert not third.prompt("y", PROMPT[::-1]).lookup()
     assert found(engine) == 40
 
 
@@ -330,7 +328,7 @@ def test_what_a_failed_gpu_may_still_touch_is_given_to_nobody(device: Device, do
     allocated = fake().counts()
     with opened() as store:
         engine = GpuEngine(store, device)
-        prompt, blocks = engine.source.prompt("p", PROMPT), engine.blocks(1)
+        prompt, blocks = engine.prompt("p"), engine.blocks(1)
         double.hold_stream(engine.stores)
         engine.prefill(prompt, blocks, [TOKENS])
         prompt.close()
@@ -350,7 +348,7 @@ def test_what_a_failed_gpu_may_still_touch_is_given_to_nobody(device: Device, do
         assert engine.pool.num_held == 10
         assert store.held()["reservations"] == 5
         mine = engine.blocks(2)
-        assert not engine.source.prompt("q", PROMPT).lookup()
+        assert not engine.prompt("q").lookup()
         engine.pool.give_back(mine)
         double.go_on_stream(engine.stores)
         engine.source.close()
@@ -458,7 +456,7 @@ COPY = GpuPages._copy
 def _store_while_computing(made: Any, held: Any) -> None:
     engine = made()
     held(engine.stream.handle)
-    prompt, blocks = engine.source.prompt("p", PROMPT), engine.blocks(1)
+    prompt, blocks = engine.prompt("p"), engine.blocks(1)
     engine.prefill(prompt, blocks, [TOKENS])
     _begun(engine)
     go_on(held, engine.stream.handle)
@@ -490,7 +488,7 @@ def _read_layers_on_their_way(made: Any, held: Any) -> None:
 def _load_what_is_being_stored(made: Any, held: Any) -> None:
     engine = made()
     held(engine.stores)
-    prompt, blocks = engine.source.prompt("p", PROMPT), engine.blocks(1)
+    prompt, blocks = engine.prompt("p"), engine.blocks(1)
     engine.prefill(prompt, blocks, [TOKENS])
     _begun(engine)
     if found(engine):
@@ -503,7 +501,7 @@ def _load_what_is_being_stored(made: Any, held: Any) -> None:
 def _reuse_blocks(made: Any, held: Any) -> None:
     engine = made()
     held(engine.stores)
-    prompt, blocks = engine.source.prompt("p", PROMPT), engine.blocks(1)
+    prompt, blocks = engine.prompt("p"), engine.blocks(1)
     engine.prefill(prompt, blocks, [TOKENS])
     _begun(engine)
     prompt.withdraw()
@@ -518,7 +516,7 @@ def _reuse_blocks(made: Any, held: Any) -> None:
 def _unpin(made: Any, held: Any) -> None:
     engine = made()
     held(engine.stores)
-    prompt, blocks = engine.source.prompt("p", PROMPT), engine.blocks(1)
+    prompt, blocks = engine.prompt("p"), engine.blocks(1)
     engine.prefill(prompt, blocks, [TOKENS])
     _begun(engine)
     done = threading.Event()

@@ -104,7 +104,7 @@ def test_a_step_that_is_not_behind_the_copies_is_found(
 ) -> None:
     monkeypatch.setattr(GpuPages, "follow_stores", lambda _: None)
     server = serving()
-    copier = server.source.sources[0].gpu
+    copier = server.source.gpu
     assert copier is not None
     stores, request = copier._stores.copies._stream.handle, new_request("first", PROMPT)
     server.arrive(request)

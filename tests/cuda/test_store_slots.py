@@ -22,10 +22,10 @@ from pdlink.kv.plan import template
 from pdlink.memory.blocks import BlockPool
 from pdlink.memory.buffers import Buffer
 from pdlink.store import gpu_pages
-from pdlink.store.blocks import Blocks
 from pdlink.store.gpu_pages import GpuPages
+from pdlink.store.groups import Blocks, RecordGroup
 from pdlink.store.record import shape_of
-from pdlink.store.source import StoreSource
+from pdlink.store.source import Source
 from tests.cuda.double import Kv, Reached
 from tests.cuda.fake import IMAGE, Fake
 from tests.store.stubs import WAIT_S
@@ -107,13 +107,13 @@ class Pages:
         self.pool = BlockPool(layout.num_blocks)
         args: dict[str, Any] = {"ways": BY_KERNEL, "step_nbytes": 4096} | more
         self.gpu = None if device is None else GpuPages(self.buffers, image=IMAGE, **args)
-        names = {"model": "m", "revision": "r", "chunk_tokens": CHUNK}
-        self.source = StoreSource(store, layout, self.buffers, self.pool, gpu=self.gpu, **names)  # type: ignore[arg-type]
+        group = RecordGroup(layout, model="m", revision="r", chunk_tokens=CHUNK)
+        self.source = Source(store, [group], self.buffers, self.pool, gpu=self.gpu)
         numbers = self.pool.take(-(-TOKENS // layout.block_tokens))
         self.blocks = list(reversed(numbers))
 
     def store(self, passes: Sequence[int]) -> None:
-        prompt = self.source.prompt("p", PROMPT)
+        prompt = self.source.prompt("p", self.source.keys(PROMPT))
         for begin, end in zip([0, *passes], passes, strict=False):
             for layer in range(LAYERS):
                 prompt.store(begin, end, self.blocks, layer)
@@ -123,10 +123,8 @@ class Pages:
         assert done.wait(WAIT_S)
 
     def load(self, begin: int) -> int:
-        prompt = self.source.prompt("q", PROMPT)
-        (whole,) = prompt.lookup()
-        mine = self.blocks[begin // self.layout.block_tokens :]
-        return prompt.load(replace(whole, begin=begin), mine).done.result(WAIT_S)
+        prompt = self.source.prompt("q", self.source.keys(PROMPT))
+        return prompt.load(begin, prompt.lookup(), [self.blocks]).done.result(WAIT_S)
 
     def token(self, layer: int, part: int, token: int) -> bytes:
         shape, block_tokens = self.layout.layers[layer], self.layout.block_tokens
@@ -257,7 +255,7 @@ def test_blocks_that_are_not_there_are_refused_before_a_kernel_runs(world: Any) 
     slots = [(0, type("Slot", (), {"offset": 4096})())]
     for blocks in ((0,), (0, 16), (-1, 1)):
         with pytest.raises(ValueError, match="blocks"):
-            gpu.source.plan_move(slots, Blocks(blocks, 0), 0, CHUNK, loading=True)
+            gpu.source.plan(gpu.source.groups[0], slots, Blocks(blocks, 0), 0, CHUNK, loading=True)
 
 
 def test_the_list_of_runs_of_a_token_is_counted_as_it_is_made() -> None:

@@ -384,10 +384,10 @@ def test_every_host_layout_gives_the_same_record(form: str) -> None:
         source = pages._source
         assert source is not None
         slots = source.store.fetch(
-            source.store.lookup(pages.kv.records._keys(["a", "b"]), 1.0), source.shape, "test"
+            source.store.lookup(pages.kv.records._keys(["a", "b"]), 1.0), source.groups[0].shape, "test"
         ).done.result()
         for slot, page in zip(slots, (3, 9), strict=True):
-            record = source.store.array[slot.offset + 4096 :][: source.shape.payload_nbytes].view(np.int16)
+            record = source.store.array[slot.offset + 4096 :][: source.groups[0].shape.payload_nbytes].view(np.int16)
             wanted = plain[:, :, page * PAGE : (page + 1) * PAGE].permute(1, 0, 2, 3, 4).numpy()
             assert (record.reshape(wanted.shape) == wanted).all()
     finally:

@@ -23,14 +23,14 @@ from pdlink.integrations.vllm_parts.layout import CacheGroups
 from pdlink.integrations.vllm_parts.requests import RequestBook, Scheduled
 from pdlink.integrations.vllm_parts.steps import Steps
 from pdlink.integrations.vllm_parts.store_book import Looked, StoreBook
-from pdlink.integrations.vllm_parts.store_half import StoreHalf, VllmBlocks
+from pdlink.integrations.vllm_parts.store_half import StoreHalf
 from pdlink.integrations.vllm_parts.worker import Results, WorkerHalf
 from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout, LayerLayout, Part, paged_layout
 from pdlink.memory.buffers import Buffer
-from pdlink.store.groups import GroupedSource
+from pdlink.store.groups import RecordGroup
 from pdlink.store.policies.registry import make_policy
-from pdlink.store.source import StoreSource
+from pdlink.store.source import CallersBlocks, Source
 from pdlink.store.store import Store
 from pdlink.store.tiers.base import Tier
 from tests.integrations.vllm_engine import NO_ADAPTERS
@@ -110,24 +110,12 @@ class Server:
         self.layouts = layouts()
         self.buffers = [self.allocate(layout.extent(region)) for region, layout in enumerate(self.layouts)]
         gpu = self.gpu()
-        sources: list[StoreSource] = []
         described = [in_whole_blocks(one) if group in packed else one for group, one in enumerate(self.layouts)]
-        for group, layout in enumerate(described):
-            beside = sources[0] if sources else None
-            sources.append(
-                StoreSource(
-                    store,
-                    layout,
-                    self.buffers,
-                    VllmBlocks(),
-                    model="m",
-                    revision=f"group {group}",
-                    chunk_tokens=CHUNK,
-                    beside=beside,
-                    gpu=gpu,
-                )
-            )
-        self.source = GroupedSource(sources)
+        groups = [
+            RecordGroup(layout, model="m", revision=f"group {group}", chunk_tokens=CHUNK)
+            for group, layout in enumerate(described)
+        ]
+        self.source = Source(store, groups, self.buffers, CallersBlocks(), gpu=gpu)
         planes: dict[str, tuple[int, ...]] = {name: (at,) for at, name in enumerate(sum(NAMES, []))}
         cache = CacheGroups(KVGroups(tuple(described)), planes, (1, 1, 1))
         news = threading.Event()
@@ -404,7 +392,7 @@ PROMPT = list(range(300, 412))
 
 
 def keys_of(server: Server, group: int, prompt: list[int] = PROMPT) -> list[bytes]:
-    return server.source.sources[group].prompt("any", prompt).keys
+    return list(server.source.keys(prompt).by_group[group])
 
 
 @pytest.mark.parametrize("packed", [(), (1,), (0, 1)], ids=str)
@@ -434,7 +422,7 @@ def test_a_wrong_record_in_any_group_is_no_hit_and_no_failure() -> None:
     """Its sums are compared before vLLM is answered, although this layout lets copies compare them."""
     tier = StubTier()
     with serving(random.Random(0), tiers=[tier]) as (server, store):
-        assert all(source.fuses for source in server.source.sources)
+        assert all(map(server.source.fuses, server.source.groups))
         server.run("first", PROMPT)
         for group, chunk in ((0, 2), (1, 5), (2, 5)):
             assert store.flush(WAIT_S)

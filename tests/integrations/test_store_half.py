@@ -19,16 +19,16 @@ from pdlink.integrations.vllm_parts.layout import COLUMNS, PACKED, ROWS, CacheGr
 from pdlink.integrations.vllm_parts.requests import RequestBook, Scheduled
 from pdlink.integrations.vllm_parts.steps import Steps
 from pdlink.integrations.vllm_parts.store_book import StoreBook
-from pdlink.integrations.vllm_parts.store_half import StoreHalf, VllmBlocks
+from pdlink.integrations.vllm_parts.store_half import StoreHalf
 from pdlink.integrations.vllm_parts.worker import Results, WorkerHalf
 from pdlink.memory.buffers import Buffer
-from pdlink.store.fetch import Fetch
-from pdlink.store.groups import GroupedSource
-from pdlink.store.interface import MEMORY, AnyFetch, AnyStore
+from pdlink.store.fetching import Fetch
+from pdlink.store.groups import RecordGroup
+from pdlink.store.interface import MEMORY, AnyStore
 from pdlink.store.policies.registry import make_policy
-from pdlink.store.prompt import StoredPrompt
+from pdlink.store.prompt import Prompt, PromptFetch
 from pdlink.store.slots import Slot
-from pdlink.store.source import StoreSource
+from pdlink.store.source import CallersBlocks, Source
 from pdlink.store.store import Store
 from pdlink.store.tiers.base import Tier
 from pdlink.store.worth import COPY, Speed
@@ -62,22 +62,15 @@ class Server:
         each = nbytes // LAYERS
         views = [LayerView(f"l{at}", self.shape[1:], strides, 4, 0, at * each) for at in range(LAYERS)]
         cache = describe(views, GroupKind((), form, head_size=SIZE, dtype="float32"))
-        source = StoreSource(
-            store,
-            cache.layout,
-            [self.buffer],
-            VllmBlocks(),
-            model="m",
-            revision=revision,
-            chunk_tokens=CHUNK,
-            orders=cache.record_orders,
-            own_places=own_places,
+        group = RecordGroup(
+            cache.layout, model="m", revision=revision, chunk_tokens=CHUNK, orders=cache.record_orders
         )
+        source = Source(store, [group], [self.buffer], CallersBlocks(), own_places=own_places)
         self.adapters = LoadedAdapters(str)
         news = threading.Event()
         groups = CacheGroups.of([cache], BLOCKS // ratio)
         self.store = StoreHalf(
-            GroupedSource([source]),
+            source,
             groups,
             news=news,
             adapters=self.adapters,
@@ -342,7 +335,7 @@ def test_a_record_that_its_tier_has_lost_is_a_shorter_prefix_and_no_failure() ->
         made.finish("w")
         assert all(tier.kept.acquire(timeout=WAIT_S) for _ in range(2))
         store.clear(places=["memory"])
-        tier.flip(made.store.source.prompt("any", PROMPT).parts[0].keys[1])
+        tier.flip(made.store.source.keys(PROMPT).by_group[0][1])
         made.arrive("r")
         assert made.find("r") == 16
         made.book.allocated("r", table(2), 16)
@@ -445,10 +438,10 @@ def test_an_abort_while_its_prompt_comes_keeps_the_connection_to_the_store(
 ) -> None:
     """The connection's own thread hears that the prompt has come, and must not wait for an answer then."""
     fetched, aborted, tier = threading.Event(), threading.Event(), StubTier()
-    begun: list[AnyFetch] = []
-    right = StoredPrompt.fetch
+    begun: list[PromptFetch] = []
+    right = Prompt.fetch
 
-    def fetch(prompt: StoredPrompt, begin: int, end: int) -> AnyFetch:
+    def fetch(prompt: Prompt, begin: int, end: int) -> PromptFetch:
         begun.append(right(prompt, begin, end))
         fetched.set()
         _wait(aborted)
@@ -465,7 +458,7 @@ def test_an_abort_while_its_prompt_comes_keeps_the_connection_to_the_store(
         made.finish("w")
         assert mine.flush(WAIT_S)
         mine.clear(places=[MEMORY])
-        monkeypatch.setattr(StoredPrompt, "fetch", fetch)
+        monkeypatch.setattr(Prompt, "fetch", fetch)
         tier.going.clear()
         link = mine._link
         made.arrive("r")
@@ -480,7 +473,7 @@ def test_an_abort_while_its_prompt_comes_keeps_the_connection_to_the_store(
         made.store._lookers.submit(lambda: None).result(WAIT_S)
         tier.going.set()
         assert begun[0].done.result(WAIT_S)
-        assert begun[0].close(), "the store has answered"
+        assert begun[0].fetches[0].fetch.close(), "the store has answered"
         assert mine._link is link
         assert mine.connected
         _until(lambda: not store._catalog._leases)

@@ -14,10 +14,10 @@ from pdlink.integrations.vllm_parts.layout import CacheGroups, CacheLayout
 from pdlink.integrations.vllm_parts.requests import Scheduled
 from pdlink.integrations.vllm_parts.steps import Steps
 from pdlink.integrations.vllm_parts.store_book import StoreBook
-from pdlink.integrations.vllm_parts.store_half import StoreHalf, VllmBlocks
-from pdlink.store.groups import GroupedSource
+from pdlink.integrations.vllm_parts.store_half import StoreHalf
+from pdlink.store.groups import RecordGroup
 from pdlink.store.policies.registry import make_policy
-from pdlink.store.source import StoreSource
+from pdlink.store.source import CallersBlocks, Source
 from pdlink.store.store import Store
 from tests.endpoint.conftest import WAIT_S, Pair, until
 from tests.integrations.test_worker import NAMES, PROMPT, SRC, Server, same
@@ -35,18 +35,11 @@ class Decode(Server):
     def __init__(self, pair: Pair, store: Store) -> None:
         super().__init__(pair.decode, ratio=2)
         cache = CacheLayout(pair.decode.layout, {name: (at,) for at, name in enumerate(NAMES)})
-        source = StoreSource(
-            store,
-            cache.layout,
-            [pair.decode.buffer],
-            VllmBlocks(),
-            model="m",
-            revision="r",
-            chunk_tokens=CHUNK,
-        )
+        group = RecordGroup(cache.layout, model="m", revision="r", chunk_tokens=CHUNK)
+        source = Source(store, [group], [pair.decode.buffer], CallersBlocks())
         news = self.half._news
         groups = CacheGroups.of([cache], cache.layout.num_blocks // 2)
-        self.kept = StoreHalf(GroupedSource([source]), groups, news=news, adapters=NO_ADAPTERS, load_if_faster=False)
+        self.kept = StoreHalf(source, groups, news=news, adapters=NO_ADAPTERS, load_if_faster=False)
         self.half = Steps(news, self.half.transfers, self.kept)
         self.store = self.book.store = StoreBook(CHUNK, keeps_answers=True)
 

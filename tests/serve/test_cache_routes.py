@@ -122,7 +122,7 @@ def served(one: Served) -> Served:
 def test_a_prompt_is_found_by_ids_and_by_text_where_it_lies(served: Served) -> None:
     kept = {"prompt_tokens": len(KEPT), "tokens": 3 * CHUNK}
     assert served.post("lookup", {"prompt": KEPT}) == (200, kept | {"runs": [{"place": "memory", "tokens": 96}]})
-    served.store.clear(served.source.prompt("", KEPT).keys[1:], ["memory"])
+    served.store.clear(served.source.keys(KEPT).by_group[0][1:], ["memory"])
     runs = [{"place": "memory", "tokens": 32}, {"place": "disk", "tokens": 64}]
     assert served.post("lookup", {"prompt": KEPT}) == (200, kept | {"runs": runs})
     status, answer = served.post("lookup", {"prompt": TEXT})
@@ -146,9 +146,9 @@ def test_move_takes_from_one_place_and_clear_forgets(served: Served) -> None:
     moved = served.post("move", {"prompt": KEPT, "source": "disk", "destination": "memory", "keep": False})
     assert moved == (200, {"tokens": 96})
     assert served.store.flush(20)
-    served.store.clear(served.source.prompt("", KEPT).keys, ["memory"])
+    served.store.clear(served.source.keys(KEPT).by_group[0], ["memory"])
     assert served.post("lookup", {"prompt": KEPT})[1]["tokens"] == 0
-    kept = served.source.prompt("", list(TEXT.encode())).keys
+    kept = served.source.keys(list(TEXT.encode())).by_group[0]
     assert served.post("clear", {"prompt": TEXT})[1]["records"] == len(kept)
     assert served.post("clear", {"everything": True}) == (200, {"records": 0, "durable": True})
 
@@ -164,8 +164,8 @@ def test_a_clear_that_cannot_be_noted_says_so(
 
 
 def test_a_lease_says_who_keeps_how_much_for_how_long(served: Served) -> None:
-    keys = served.source.prompt("", KEPT).keys
-    fetch = served.store.fetch(served.store.lookup(keys, 1), served.source.shape, "request 7")
+    keys = served.source.keys(KEPT).by_group[0]
+    fetch = served.store.fetch(served.store.lookup(keys, 1), served.source.groups[0].shape, "request 7")
     try:
         (lease,) = served.store.state().leases
         assert (lease.holder, lease.request, lease.records) == ("engine", "request 7", 3)

@@ -105,7 +105,7 @@ def comes_back(worker: Worker, expected: list[list[int]]) -> None:
     """Until the disk has all of it, after the pause of its breaker."""
     store, deadline_s = store_of(worker), time.monotonic() + WAIT_S
     assert worker.source is not None
-    keys = [worker.source.prompt("", prompt).keys[:4] for prompt in PROMPTS]
+    keys = [worker.source.keys(prompt).by_group[0][:4] for prompt in PROMPTS]
     while True:
         assert answers(worker, PROMPTS, at_once=True) == expected
         store.flush(WAIT_S)  # False while the disk is left alone

@@ -51,7 +51,7 @@ def test_a_router_learns_what_lies_in_the_pool_in_memory_and_on_disk(tmp_path: P
         asyncio.run(answer(worker))
         assert worker.source is not None
         store = worker.source.store
-        chunks = worker.source.prompt("", PROMPT).keys
+        chunks = worker.source.keys(PROMPT).by_group[0]
         expected: set[tuple[str | None, bytes | int]] = {("CPU", key) for key in [*blocks, *chunks]}
         expected |= {("STORAGE", key) for key in chunks}
         assert subscriber.hears(expected)

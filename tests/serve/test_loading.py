@@ -118,7 +118,7 @@ def test_a_prompt_is_looked_up_in_line_and_delays_nobody(monkeypatch: pytest.Mon
         expected, store = answers(worker, [slow], at_once=False), store_of(worker)
         right, answered, computed = store.lookup, threading.Event(), Computed(worker, monkeypatch)
         assert worker.source is not None
-        keys = worker.source.prompt("", slow).keys[:1]
+        keys = worker.source.keys(slow).by_group[0][:1]
 
         def lookup(asked: Sequence[bytes], timeout_s: float) -> Found:
             if asked == keys:

@@ -114,7 +114,7 @@ def test_what_one_worker_computed_counts_as_known_for_all_workers_of_the_store(t
         answers(two, [other], at_once=False)
         index.until(other, everywhere)
         assert index.held(first) == index.held(other) == everywhere
-        keys = two.source.prompt("", other).keys
+        keys = two.source.keys(other).by_group[0]
         store_of_two.clear(keys, ["memory"])
         assert store_of_two.flush(WAIT_S)
         assert index.held(other) == everywhere, "it is on the disk"

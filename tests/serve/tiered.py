@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pdlink.serve.stream import Stream
-    from pdlink.store.blocks import RecordPlan
+    from pdlink.store.groups import RecordPlan
     from pdlink.store.record import Sums
 
 MODEL = ModelConfig(num_layers=2)
@@ -56,7 +56,7 @@ def opened(
     worker = Worker(config, role)
     worker.open()
     try:
-        assert worker.source is None or worker.source.shape.nbytes == record_nbytes
+        assert worker.source is None or worker.source.groups[0].shape.nbytes == record_nbytes
         yield worker
     finally:
         worker.close()

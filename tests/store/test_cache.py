@@ -138,7 +138,7 @@ def test_pages_of_any_layout_share_what_one_of_them_has_stored(
     tier = StubTier()
     stored = list(range(5000, 5000 + common + 20))
     asked = stored[:common] + [7] * more
-    with patch("pdlink.store.copying._MOST_RUNS", -1 if by_layer else 1 << 16), ExitStack() as opened:
+    with patch("pdlink.store.source._MOST_RUNS", -1 if by_layer else 1 << 16), ExitStack() as opened:
         prefill = opened.enter_context(Pages(*first, num_tokens=1024, tiers=[tier]))
         assert prefill.stored(stored, seed) == len(stored) // CHUNK * CHUNK
         assert prefill.cache.flush(WAIT_S)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import pytest
 
     from pdlink.store.below import Brought
-    from pdlink.store.fetch import Arrival, Fetch
+    from pdlink.store.fetching import Arrival, Fetch
 
 
 def test_a_fetch_of_which_one_lease_has_ended_does_not_stand() -> None:

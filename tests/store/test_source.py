@@ -14,13 +14,11 @@ import pytest
 
 from pdlink.errors import ConfigError, DeadlineExceeded, TransferFailed
 from pdlink.kv.layout import paged_layout
-from pdlink.kv.sources import KVSource, Load, TokenRange
 from pdlink.memory.blocks import BlockPool
 from pdlink.memory.buffers import Buffer
-from pdlink.store.loading import StoreLoad
+from pdlink.store.groups import RecordGroup
 from pdlink.store.policies.registry import make_policy
-from pdlink.store.prompt import StoredPrompt
-from pdlink.store.source import StoreSource
+from pdlink.store.source import Source
 from pdlink.store.store import Store
 
 from .stubs import WAIT_S, StubTier
@@ -29,8 +27,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pdlink.kv.layout import KVLayout
+    from pdlink.kv.sources import Load as AnyLoad
     from pdlink.store.gpu_pages import GpuPages
     from pdlink.store.interface import AnyStore
+    from pdlink.store.loading import Load
+    from pdlink.store.prompt import Prompt
     from pdlink.store.tiers.base import Tier
 
 Page = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
@@ -67,19 +68,20 @@ class Engine:
         self.buffer = self.allocate(self.layout.extent(0))
         self.pool = BlockPool(self.layout.num_blocks)
         self.freed = threading.Event()
-        self.source = StoreSource(
+        self.group = RecordGroup(
+            self.layout, model=model, revision="r", chunk_tokens=CHUNK, heads=heads, num_heads=num_heads
+        )
+        self.source = Source(
             store,
-            self.layout,
+            [self.group],
             [self.buffer],
             self.pool,
-            model=model,
-            revision="r",
-            chunk_tokens=CHUNK,
-            heads=heads,
-            num_heads=num_heads,
             released=self.freed.set,
             gpu=self.gpu(),
         )
+
+    def prompt(self, request_id: str, tokens: Sequence[int] = PROMPT, salt: str = "") -> Prompt:
+        return self.source.prompt(request_id, self.source.keys(tokens, salt))
 
     def allocate(self, nbytes: int) -> Any:
         """The buffer of its pages, with its bytes as `array`."""
@@ -110,7 +112,7 @@ class Engine:
                     first = at + token % block_tokens * shape.token_stride + index * shape.head_stride
                     self.buffer.array[first : first + 64] = value(layer, part, token)[head]
 
-    def prefill(self, prompt: StoredPrompt, blocks: Sequence[int], passes: Sequence[int], start: int = 0) -> None:
+    def prefill(self, prompt: Prompt, blocks: Sequence[int], passes: Sequence[int], start: int = 0) -> None:
         """Compute and store [start, passes[0]), [passes[0], passes[1]), ..."""
         for begin, end in zip([start, *passes], passes, strict=False):
             for layer in range(LAYERS):
@@ -157,12 +159,10 @@ def engine(*args: Any, **kwargs: Any) -> Iterator[Engine]:
         made.close()
 
 
-def load(made: Engine, blocks: Sequence[int], begin: int = 0) -> tuple[int, StoreLoad]:
-    prompt = made.source.prompt("load", PROMPT)
-    (found,) = prompt.lookup()
-    wanted = TokenRange(begin, found.end, prompt)
-    loading = prompt.load(wanted, blocks[begin // made.layout.block_tokens :])
-    return found.end, loading
+def load(made: Engine, blocks: Sequence[int], begin: int = 0) -> tuple[int, Load]:
+    prompt = made.prompt("load")
+    end = prompt.lookup()
+    return end, prompt.load(begin, end, [blocks])
 
 
 def check(made: Engine, blocks: Sequence[int], begin: int, end: int) -> None:
@@ -179,14 +179,12 @@ def check(made: Engine, blocks: Sequence[int], begin: int, end: int) -> None:
 
 def test_the_parts_are_what_engines_ask_for() -> None:
     with opened() as store, engine(store) as made:
-        prompt = made.source.prompt("r", PROMPT)
-        source: KVSource = prompt
-        assert source.lookup(()) == ()
+        prompt = made.prompt("r")
+        assert prompt.lookup() == 0
         blocks = made.blocks(0)
         made.prefill(prompt, blocks, [TOKENS])
         made.settle()
-        (found,) = prompt.lookup()
-        loading: Load = prompt.load(found, blocks)
+        loading: AnyLoad = prompt.load(0, prompt.lookup(), [blocks])
         loading.wait_layer(LAYERS - 1, WAIT_S)
         assert loading.has_layer(0)
 
@@ -195,7 +193,7 @@ def test_the_parts_are_what_engines_ask_for() -> None:
 @pytest.mark.parametrize("passes", [[TOKENS], [3, 17, 40, TOKENS]])
 def test_kv_of_one_engine_comes_into_the_pages_of_another(order: str, block_tokens: int, passes: list[int]) -> None:
     with opened() as store, engine(store) as prefill, engine(store, order, block_tokens) as decode:
-        prompt, blocks = prefill.source.prompt("p", PROMPT), prefill.blocks(1)
+        prompt, blocks = prefill.prompt("p"), prefill.blocks(1)
         prefill.prefill(prompt, blocks, passes)
         prompt.close()
         prefill.settle()
@@ -212,17 +210,17 @@ def test_kv_of_one_engine_comes_into_the_pages_of_another(order: str, block_toke
 
 def test_a_prompt_that_is_whole_in_the_store_leaves_its_last_token_to_compute() -> None:
     with opened() as store, engine(store) as made:
-        prompt, blocks = made.source.prompt("p", PROMPT[:40]), made.blocks(1)
+        prompt, blocks = made.prompt("p", PROMPT[:40]), made.blocks(1)
         made.prefill(prompt, blocks, [40])
         made.settle()
-        assert [found.end for found in made.source.prompt("q", PROMPT[:40]).lookup()] == [32]
-        assert [found.end for found in made.source.prompt("q", PROMPT[:41]).lookup()] == [40]
+        assert made.prompt("q", PROMPT[:40]).lookup() == 32
+        assert made.prompt("q", PROMPT[:41]).lookup() == 40
 
 
 def test_a_load_may_begin_in_the_middle_of_a_chunk() -> None:
     """What the engine's own pool has of the prompt ends where its blocks end."""
     with opened() as store, engine(store) as made:
-        prompt, blocks = made.source.prompt("p", PROMPT), made.blocks(1)
+        prompt, blocks = made.prompt("p"), made.blocks(1)
         made.prefill(prompt, blocks, [TOKENS])
         made.settle()
         mine = made.blocks(5)
@@ -235,7 +233,7 @@ def test_a_load_may_begin_in_the_middle_of_a_chunk() -> None:
 
 def test_what_the_pool_had_is_stored_with_what_is_computed_after_it() -> None:
     with opened() as store, engine(store) as made:
-        prompt, blocks = made.source.prompt("p", PROMPT), made.blocks(1)
+        prompt, blocks = made.prompt("p"), made.blocks(1)
         for layer in range(LAYERS):
             made.compute(blocks, layer, 0, 20)
         made.prefill(prompt, blocks, [TOKENS], start=20)
@@ -248,18 +246,18 @@ def test_what_the_pool_had_is_stored_with_what_is_computed_after_it() -> None:
 def test_another_model_and_another_tenant_find_nothing() -> None:
     """AIBrix: keys without model or dtype gave bfloat16 blocks to a float16 engine."""
     with opened() as store, engine(store) as made, engine(store, model="other") as other:
-        prompt, blocks = made.source.prompt("p", PROMPT, salt="tenant"), made.blocks(1)
+        prompt, blocks = made.prompt("p", salt="tenant"), made.blocks(1)
         made.prefill(prompt, blocks, [TOKENS])
         made.settle()
-        assert made.source.prompt("q", PROMPT, salt="tenant").lookup()
-        assert not made.source.prompt("q", PROMPT).lookup()
-        assert not made.source.prompt("q", PROMPT, salt="another").lookup()
-        assert not other.source.prompt("q", PROMPT, salt="tenant").lookup()
+        assert made.prompt("q", salt="tenant").lookup()
+        assert not made.prompt("q").lookup()
+        assert not made.prompt("q", salt="another").lookup()
+        assert not other.prompt("q", salt="tenant").lookup()
 
 
 def test_a_request_that_ends_in_the_middle_leaves_whole_chunks_and_no_blocks_held() -> None:
     with opened() as store, engine(store) as made:
-        prompt, blocks = made.source.prompt("p", PROMPT), made.blocks(1)
+        prompt, blocks = made.prompt("p"), made.blocks(1)
         made.prefill(prompt, blocks, [20])
         for layer in range(LAYERS - 1):  # the pass fails before its last layer
             made.compute(blocks, layer, 20, TOKENS)
@@ -268,13 +266,13 @@ def test_a_request_that_ends_in_the_middle_leaves_whole_chunks_and_no_blocks_hel
         made.settle()
         made.pool.give_back(blocks)
         assert made.pool.num_held == 0
-        assert [found.end for found in made.source.prompt("q", PROMPT).lookup()] == [16]
-        assert store.gauges()["used"] == 2 * -(-made.source.shape.nbytes // 4096) * 4096
+        assert made.prompt("q").lookup() == 16
+        assert store.gauges()["used"] == 2 * -(-made.group.shape.nbytes // 4096) * 4096
 
 
 def test_blocks_are_held_until_the_copy_has_been_made() -> None:
     with opened() as store, engine(store) as made:
-        prompt, blocks, stop = made.source.prompt("p", PROMPT), made.blocks(1), threading.Event()
+        prompt, blocks, stop = made.prompt("p"), made.blocks(1), threading.Event()
         made.source.copier.put(partial(wait_for, stop))
         made.prefill(prompt, blocks, [TOKENS])
         made.pool.give_back(blocks)
@@ -289,7 +287,7 @@ def test_blocks_are_held_until_the_copy_has_been_made() -> None:
 def test_an_engine_does_not_wait_for_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store in another process may answer late."""
     with opened() as store, engine(store) as made:
-        prompt, blocks = made.source.prompt("p", PROMPT), made.blocks(1)
+        prompt, blocks = made.prompt("p"), made.blocks(1)
         asked, answer, reserve = threading.Event(), threading.Event(), store.reserve
 
         def late(*args: Any) -> Any:
@@ -314,7 +312,7 @@ def test_an_engine_does_not_wait_for_slots(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_withdrawn_prompt_gives_back_the_blocks_of_all_its_passes() -> None:
     with opened() as store, engine(store) as made:
-        prompt, blocks, stop = made.source.prompt("p", PROMPT), made.blocks(1), threading.Event()
+        prompt, blocks, stop = made.prompt("p"), made.blocks(1), threading.Event()
         made.source.copier.put(partial(wait_for, stop))
         made.prefill(prompt, blocks, [20, TOKENS])
         prompt.withdraw()
@@ -328,7 +326,7 @@ def test_a_withdrawn_prompt_gives_back_the_blocks_of_all_its_passes() -> None:
 def test_a_chunk_that_its_tier_has_lost_ends_the_prefix_there() -> None:
     tier = StubTier()
     with opened(tiers=[tier]) as store, engine(store) as made:
-        prompt, blocks = made.source.prompt("p", PROMPT), made.blocks(1)
+        prompt, blocks = made.prompt("p"), made.blocks(1)
         made.prefill(prompt, blocks, [TOKENS])
         made.settle()
         assert all(tier.kept.acquire(timeout=WAIT_S) for _ in range(4))
@@ -338,7 +336,7 @@ def test_a_chunk_that_its_tier_has_lost_ends_the_prefix_there() -> None:
         store._below.tiers[0].writers.put(cleared.set)
         assert cleared.wait(WAIT_S)
         tier.records = records
-        tier.flip(prompt.keys[2])
+        tier.flip(prompt.keys.by_group[0][2])
         mine = made.blocks(2)
         end, loading = load(made, mine)
         assert end > 24
@@ -354,7 +352,7 @@ def test_a_chunk_that_its_tier_has_lost_ends_the_prefix_there() -> None:
 def test_an_aborted_load_gives_its_blocks_back_when_nothing_writes_to_them() -> None:
     tier = StubTier()
     with opened(tiers=[tier]) as store, engine(store) as made:
-        prompt, blocks, stop = made.source.prompt("p", PROMPT), made.blocks(1), threading.Event()
+        prompt, blocks, stop = made.prompt("p"), made.blocks(1), threading.Event()
         made.prefill(prompt, blocks, [TOKENS])
         made.settle()
         made.source.copier.put(partial(wait_for, stop))
@@ -364,7 +362,7 @@ def test_an_aborted_load_gives_its_blocks_back_when_nothing_writes_to_them() -> 
             loading.wait_layer(0, 0.0)
         loading.cancel()
         made.pool.give_back(mine)
-        assert made.pool.num_held == 2 * 11
+        assert made.pool.num_held == 11 + 10, "the load holds the blocks of whole chunks"
         stop.set()
         assert loading.done.result(WAIT_S) == 0
         assert made.pool.num_held == 11
@@ -372,7 +370,7 @@ def test_an_aborted_load_gives_its_blocks_back_when_nothing_writes_to_them() -> 
 
 def test_a_lease_that_ended_during_the_copy_makes_the_load_worthless() -> None:
     with opened() as store, engine(store) as made:
-        prompt, blocks, stop = made.source.prompt("p", PROMPT), made.blocks(1), threading.Event()
+        prompt, blocks, stop = made.prompt("p"), made.blocks(1), threading.Event()
         made.prefill(prompt, blocks, [TOKENS])
         made.settle()
         made.source.copier.put(partial(wait_for, stop))
@@ -387,19 +385,18 @@ def test_a_lease_that_ended_during_the_copy_makes_the_load_worthless() -> None:
 
 def test_what_was_fetched_ahead_stays_in_memory_until_it_is_loaded() -> None:
     with opened(records=4) as store, engine(store) as made:
-        prompt, blocks = made.source.prompt("p", PROMPT), made.blocks(1)
+        prompt, blocks = made.prompt("p"), made.blocks(1)
         made.prefill(prompt, blocks, [32])
         made.settle()
-        ahead = made.source.prompt("q", PROMPT)
-        (found,) = ahead.lookup()
-        assert found.end == 32
-        assert len(ahead.fetch(8, 32).done.result(WAIT_S)) == 3
+        ahead = made.prompt("q")
+        assert ahead.lookup() == 32
+        assert ahead.fetch(8, 32).done.result(WAIT_S) == 32
         other = [token + 1 for token in PROMPT]
-        made.prefill(made.source.prompt("other", other), blocks, [TOKENS])
+        made.prefill(made.prompt("other", other), blocks, [TOKENS])
         made.settle()
-        assert [found.end for found in made.source.prompt("other", other).lookup()] == [8], "the rest had no room"
+        assert made.prompt("other", other).lookup() == 8, "the rest had no room"
         mine = made.blocks(2)
-        loading = ahead.load(TokenRange(10, 30, ahead), mine[10 // 4 :])
+        loading = ahead.load(10, 30, [mine])
         assert loading.done.result(WAIT_S) == 30
         check(made, mine, 10, 30)
         assert not store._catalog._leases
@@ -408,7 +405,7 @@ def test_what_was_fetched_ahead_stays_in_memory_until_it_is_loaded() -> None:
 def test_a_withdrawn_prompt_keeps_what_was_copied_before_and_nothing_after() -> None:
     """Its blocks get the KV of another request at once: no record may hold any of that."""
     with opened() as store, engine(store) as made:
-        prompt, blocks, stop = made.source.prompt("p", PROMPT), made.blocks(1), threading.Event()
+        prompt, blocks, stop = made.prompt("p"), made.blocks(1), threading.Event()
         made.prefill(prompt, blocks, [20])
         made.settle()
         made.source.copier.put(partial(wait_for, stop))
@@ -428,23 +425,23 @@ def test_a_withdrawn_prompt_keeps_what_was_copied_before_and_nothing_after() -> 
 def test_records_of_whole_blocks_are_counted_in_blocks() -> None:
     """Where only the kernel knows the inside of a block, a position of the layout is a block."""
     with opened() as store, engine(store, block_tokens=1) as made:
-        pages = store, replace(made.layout, position_tokens=8), [made.buffer], made.pool
+        layout = replace(made.layout, position_tokens=8)
         with pytest.raises(ConfigError, match=r"tiers\.chunk_size: got 20 tokens; expected a multiple of 8"):
-            StoreSource(*pages, model="m", revision="r", chunk_tokens=20)
-        source = StoreSource(*pages, model="m", revision="r", chunk_tokens=16)
-        prompt, blocks = source.prompt("p", PROMPT), made.blocks(1)
-        made.prefill(prompt, blocks, [3, 5])
+            RecordGroup(layout, model="m", revision="r", chunk_tokens=20)
+        group = RecordGroup(layout, model="m", revision="r", chunk_tokens=16)
+        source = Source(store, [group], [made.buffer], made.pool)
+        prompt, blocks = source.prompt("p", source.keys(PROMPT)), made.blocks(1)
+        made.prefill(prompt, blocks, [24, 40])
         source.close()
-        (found,) = prompt.lookup()
-        assert found.end == 4, "two records of two blocks of eight tokens"
+        assert prompt.lookup() == 32, "two records of two blocks of eight tokens"
 
 
 def test_a_full_store_keeps_the_head_of_a_prompt() -> None:
     with opened(records=2) as store, engine(store) as made:
-        prompt, blocks = made.source.prompt("p", PROMPT), made.blocks(1)
+        prompt, blocks = made.prompt("p"), made.blocks(1)
         made.prefill(prompt, blocks, [TOKENS])
         made.settle()
-        assert [found.end for found in made.source.prompt("q", PROMPT).lookup()] == [16]
+        assert made.prompt("q").lookup() == 16
         prompt.close()
         made.settle()
 
@@ -456,15 +453,14 @@ def ranks(store: Store, size: int, order: str, block_tokens: int) -> list[Engine
 
 
 def prefilled(made: Engine) -> None:
-    prompt, blocks = made.source.prompt("p", PROMPT), made.blocks(made.heads.start)
+    prompt, blocks = made.prompt("p"), made.blocks(made.heads.start)
     made.prefill(prompt, blocks, [17, TOKENS])
     prompt.close()
     made.settle()
 
 
 def found(made: Engine) -> int:
-    ranges = made.source.prompt("q", PROMPT).lookup()
-    return ranges[0].end if ranges else 0
+    return made.prompt("q").lookup()
 
 
 @pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (1, 2), (4, 1)])
@@ -478,7 +474,7 @@ def test_ranks_of_one_number_store_what_ranks_of_another_load(sizes: tuple[int, 
             mine = made.blocks(2)
             assert load(made, mine)[1].done.result(WAIT_S) == 40
             check(made, mine, 0, 40)
-        used = 5 * -(-readers[0].source.shape.nbytes // 4096) * 4096
+        used = 5 * -(-readers[0].group.shape.nbytes // 4096) * 4096
         assert store.gauges()["used"] == used, "all ranks share five records"
         for made in (*writers, *readers):
             made.close()
@@ -488,7 +484,7 @@ def test_a_chunk_that_one_rank_has_not_stored_is_a_miss_for_all() -> None:
     with opened(heads=HEADS) as store:
         left, right = ranks(store, 2, "LPBTH", 4)
         prefilled(left)
-        prompt, blocks = right.source.prompt("p", PROMPT), right.blocks(0)
+        prompt, blocks = right.prompt("p"), right.blocks(0)
         right.prefill(prompt, blocks, [20])
         prompt.close()
         right.settle()
@@ -517,14 +513,4 @@ def test_ranks_that_hold_the_same_heads_store_them_once() -> None:
 @pytest.mark.parametrize(("heads", "num_heads"), [(range(3), 4), (range(2), 1), (range(0, 4, 2), 4), (None, 4)])
 def test_heads_that_the_pages_do_not_hold_are_refused(heads: range | None, num_heads: int) -> None:
     with opened(heads=HEADS) as store, engine(store) as made, pytest.raises(ConfigError, match="heads: got"):
-        StoreSource(
-            store,
-            made.layout,
-            [made.buffer],
-            made.pool,
-            model="m",
-            revision="r",
-            chunk_tokens=CHUNK,
-            heads=heads,
-            num_heads=num_heads,
-        )
+        RecordGroup(made.layout, model="m", revision="r", chunk_tokens=CHUNK, heads=heads, num_heads=num_heads)

@@ -15,7 +15,7 @@ import pytest
 from pdlink.errors import CapacityExceeded, ConfigError
 from pdlink.memory.buffers import available_nbytes
 from pdlink.store.extents import ALIGNMENT_NBYTES as PAGE
-from pdlink.store.fetch import Fetch
+from pdlink.store.fetching import Fetch
 from pdlink.store.interface import MEMORY, Found, Wanted
 from pdlink.store.policies.registry import make_policy
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape, seal, unseal

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from pdlink import _copy
-from pdlink.kv.sources import TokenRange
 from pdlink.store import record as records
 
 from .process import client, served, until
 from .stubs import WAIT_S, StubTier
-from .test_source import CHUNK, LAYERS, PROMPT, TOKENS, Engine, check, engine, opened
+from .test_source import CHUNK, LAYERS, TOKENS, Engine, check, engine, opened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +28,7 @@ END = 40
 
 def keep(made: Engine, store: AnyStore, tier: StubTier, passes: Sequence[int] = (TOKENS,)) -> list[bytes]:
     """Compute and store the prompt; the keys of its chunks, which only the tier has then."""
-    prompt, blocks = made.source.prompt("keep", PROMPT), made.blocks(1)
+    prompt, blocks = made.prompt("keep"), made.blocks(1)
     made.prefill(prompt, blocks, passes)
     prompt.close()
     made.settle()
@@ -37,7 +36,7 @@ def keep(made: Engine, store: AnyStore, tier: StubTier, passes: Sequence[int] = 
     assert store.flush(WAIT_S)
     forget_memory(store)
     assert len(tier.records) == END // CHUNK
-    return prompt.keys
+    return list(prompt.keys.by_group[0])
 
 
 def forget_memory(store: AnyStore) -> None:
@@ -46,13 +45,8 @@ def forget_memory(store: AnyStore) -> None:
 
 def brought(made: Engine, begin: int = 0) -> tuple[int, list[tuple[int, int]], list[int]]:
     """Load the prompt from token `begin` on: where it ended, what was said to be there, and the blocks."""
-    prompt, blocks, landed = made.source.prompt("load", PROMPT), made.blocks(2), list[tuple[int, int]]()
-    (found,) = prompt.lookup()
-    loading = prompt.load(
-        TokenRange(begin, found.end, prompt),
-        blocks[begin // made.layout.block_tokens :],
-        lambda *there: landed.append(there),
-    )
+    prompt, blocks, landed = made.prompt("load"), made.blocks(2), list[tuple[int, int]]()
+    loading = prompt.load(begin, prompt.lookup(), [blocks], lambda *there: landed.append(there))
     end = loading.done.result(WAIT_S)
     return end, landed, blocks
 
@@ -77,7 +71,7 @@ def test_a_record_goes_to_a_tier_and_comes_back_checked_without_a_pass_over_it(
         assert landed == [(layer, END) for layer in range(LAYERS)]
         check(other, blocks, 0, END)
         monkeypatch.undo()
-        shape = made.source.shape
+        shape = made.group.shape
         for key in keys:
             assert records.unseal(stored(tier, key), key, shape) is None
 
@@ -105,7 +99,7 @@ def test_a_layer_that_has_changed_is_never_said_to_be_there(chunk: int, layer: i
 
 
 def keep_again(made: Engine, store: AnyStore, keys: list[bytes]) -> None:
-    prompt, blocks = made.source.prompt("again", PROMPT), made.blocks(3)
+    prompt, blocks = made.prompt("again"), made.blocks(3)
     made.prefill(prompt, blocks, [TOKENS])
     prompt.close()
     made.settle()
@@ -126,7 +120,7 @@ def test_a_chunk_of_which_a_part_is_wanted_is_checked_whole(at: int) -> None:
 def test_what_one_reader_has_not_checked_is_checked_for_the_next_that_relies_on_the_store() -> None:
     tier = StubTier()
     with opened(records=32, tiers=[tier]) as store, engine(store) as made:
-        keys, shape = keep(made, store, tier), made.source.shape
+        keys, shape = keep(made, store, tier), made.group.shape
         tier.flip(keys[3])
         found = store.lookup(keys, WAIT_S)
         first = store.fetch(found, shape, "checks by itself", checks=True)
@@ -163,7 +157,7 @@ def test_sums_are_not_made_where_nobody_wants_them(monkeypatch: pytest.MonkeyPat
     monkeypatch.delattr(_copy, "nt_runs_summed")
     with opened() as store, engine(store) as made:
         assert not store.wants_sums
-        prompt, blocks = made.source.prompt("p", PROMPT), made.blocks(1)
+        prompt, blocks = made.prompt("p"), made.blocks(1)
         made.prefill(prompt, blocks, [TOKENS])
         made.settle()
         assert brought(made)[0] == END

@@ -16,8 +16,9 @@ from pdlink.cuda.driver import Device
 from pdlink.kv.layout import paged_layout
 from pdlink.memory.blocks import BlockPool
 from pdlink.store.gpu_pages import GpuPages
+from pdlink.store.groups import RecordGroup
 from pdlink.store.policies.registry import make_policy
-from pdlink.store.source import StoreSource
+from pdlink.store.source import Source
 from pdlink.store.store import Store
 
 from .figures import GpuFigure
@@ -80,8 +81,12 @@ def measured(
         store.open()
         made.callback(store.close)
         pool = BlockPool(layout.num_blocks)
-        source = StoreSource(
-            store, layout, [pages], pool, model="m", revision="r", chunk_tokens=CHUNK_TOKENS, gpu=gpu
+        source = Source(
+            store,
+            [RecordGroup(layout, model="m", revision="r", chunk_tokens=CHUNK_TOKENS)],
+            [pages],
+            pool,
+            gpu=gpu,
         )
         made.callback(source.close)
         blocks = pool.take(layout.num_blocks)
@@ -123,10 +128,10 @@ def _one_copy(device: Device, dst: int, src: int, nbytes: int) -> None:
     device.synchronize()
 
 
-def _store(source: StoreSource, tokens: list[int], blocks: Sequence[int]) -> float:
-    prompt, over = source.prompt("store", tokens), threading.Event()
+def _store(source: Source, tokens: list[int], blocks: Sequence[int]) -> float:
+    prompt, over = source.prompt("store", source.keys(tokens)), threading.Event()
     began_s = time.perf_counter()
-    for layer in range(len(source.layout.layers)):
+    for layer in range(source.groups[0].num_layers):
         prompt.store(0, len(tokens) - 1, blocks, layer)
     prompt.close()
     source.when_settled(over.set)
@@ -135,13 +140,13 @@ def _store(source: StoreSource, tokens: list[int], blocks: Sequence[int]) -> flo
     return time.perf_counter() - began_s
 
 
-def _load(source: StoreSource, tokens: list[int], blocks: Sequence[int]) -> float:
-    prompt = source.prompt("load", tokens)
+def _load(source: Source, tokens: list[int], blocks: Sequence[int]) -> float:
+    prompt = source.prompt("load", source.keys(tokens))
     found = prompt.lookup()
-    if not found or found[0].end != len(tokens) - 1:
+    if found != len(tokens) - 1:
         raise RuntimeError(f"stored: got {found}; {len(tokens) - 1} tokens were put")
     began_s = time.perf_counter()
-    end = prompt.load(found[0], blocks).done.result(WAIT_S)
+    end = prompt.load(0, found, [blocks]).done.result(WAIT_S)
     if end != len(tokens) - 1:
         raise RuntimeError(f"loaded: got {end} of {len(tokens) - 1} tokens")
     return time.perf_counter() - began_s

@@ -10,17 +10,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pdlink.errors import TransferFailed
-from pdlink.integrations.sglang_parts.hicache import plan_of
+from pdlink.integrations.sglang_parts.hicache import plan_pages
+from pdlink.store.groups import RecordPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdlink.memory.buffers import StreamEvent
-    from pdlink.store.blocks import RecordPlan
-    from pdlink.store.gpu_copying import LayerCopies
     from pdlink.store.gpu_pages import Job, Mark
+    from pdlink.store.groups import AnyPlan
     from pdlink.store.interface import AnyFetch
-    from pdlink.store.source import StoreSource
+    from pdlink.store.source import Source
 
     Ready = Callable[[int], None]
     """Told of each layer once, in order, in any thread."""
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class DeviceLoad:
     """The records of one prompt, leased until it is closed. Used by one thread."""
 
-    def __init__(self, source: StoreSource, fetch: AnyFetch, num_pages: int, pages: Callable[[], list[int]]) -> None:
+    def __init__(self, source: Source, fetch: AnyFetch, num_pages: int, pages: Callable[[], list[int]]) -> None:
         self._source, self._fetch, self._num_pages, self._pages = source, fetch, num_pages, pages
 
     def wait(self) -> None:
@@ -37,9 +37,9 @@ class DeviceLoad:
         if len(self._fetch.done.result()) < self._num_pages:
             raise LookupError("records that the store has promised did not come")
 
-    def plan(self) -> RecordPlan:
+    def plan(self) -> AnyPlan:
         """After `wait`, and when the numbers of the pages can be read."""
-        return plan_of(self._source, list(enumerate(self._fetch.done.result())), self._pages(), loading=True)
+        return plan_pages(self._source, list(enumerate(self._fetch.done.result())), self._pages())
 
     def close(self) -> bool:
         """Whether the records stood all the time: what was copied counts then."""
@@ -51,14 +51,13 @@ class LoadBatch:
 
     def __init__(
         self,
-        source: StoreSource,
-        copies: LayerCopies,
+        source: Source,
         loads: Sequence[DeviceLoad],
         ready: StreamEvent | None,
         mark: Mark | None,
     ) -> None:
         """ready, mark: on a GPU, behind what may still use the pages; numbers of pages can be read after `ready`."""
-        self._source, self._copies, self._loads = source, copies, loads
+        self._source, self._loads = source, loads
         self._ready, self._mark = ready, mark
         self._jobs: dict[int, Job] = {}
         """Of a GPU, by layer: the last copy of it."""
@@ -101,24 +100,25 @@ class LoadBatch:
 
     def _copy(self, ready: Ready) -> None:
         plans = [load.plan() for load in self._loads]
-        for layer in range(len(self._source.layout.layers)):
+        for layer in range(self._source.groups[0].num_layers):
             for plan in plans:
+                assert isinstance(plan, RecordPlan)
                 self._source.copy(plan, layer, loading=True)
             ready(layer)
 
     def _have_copied(self, ready: Ready) -> None:
-        plans = self._copies.planned(lambda: [load.plan() for load in self._loads])
+        plans = self._source.planned(lambda: [load.plan() for load in self._loads])
         begun = []
-        for layer in range(len(self._source.layout.layers)):
+        for layer in range(self._source.groups[0].num_layers):
             for plan in plans:
                 is_last = plan is plans[-1]
                 after, self._mark = self._mark, None  # all are in one stream
                 tell = partial(self._begun, layer, ready) if is_last else None
-                begun.append(self._copies.begin(plan, layer, loading=True, after=after, begun=tell))
+                begun.append(self._source.begin(plan, layer, loading=True, after=after, begun=tell))
         try:
-            errors = [self._copies.wait(one) for one in begun]
+            errors = [self._source.wait(one) for one in begun]
         except BaseException:
-            self._copies.quiet()
+            self._source.quiet()
             raise
         if any(errors):
             raise TransferFailed(f"the GPU has not copied: {next(filter(None, errors))}")

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 from pdlink.errors import TransferFailed
 from pdlink.integrations.sglang_parts.device_loads import DeviceLoad, LoadBatch
 from pdlink.integrations.sglang_parts.gpu import to_host
-from pdlink.integrations.sglang_parts.hicache import open_records, plan_of
+from pdlink.integrations.sglang_parts.hicache import copy_pages, open_records
 from pdlink.integrations.sglang_parts.host_pool import pages_at
 from pdlink.integrations.sglang_parts.pages import StillCopied
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
 from pdlink.kv.layout import KVLayout, LayerLayout, Part
 from pdlink.memory.borrowed import BorrowedPlace, borrow_place
-from pdlink.store.gpu_copying import LayerCopies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -110,7 +109,6 @@ class DevicePages:
         self.source, self.records = open_records(
             settings, ranks, layout, self._buffers, model=model, revision=revision, num_kv_heads=num_kv_heads
         )
-        self._copies = LayerCopies(self.source)
         self._stores = not ranks.latent or ranks.tp[0] == 0 or settings.tiers.store is None
         """Whether this rank stores: all have the same latent."""
 
@@ -121,7 +119,7 @@ class DevicePages:
     @property
     def lost(self) -> bool:
         """Whether a GPU has failed with copies under way, which may write to pages until this process ends."""
-        return self._copies.lost
+        return self.source.lost
 
     # --- The scheduler's thread
 
@@ -140,7 +138,7 @@ class DevicePages:
 
     def batch(self, loads: Sequence[DeviceLoad]) -> LoadBatch:
         """For the pass that computes these prompts. On a GPU it follows what was launched by now."""
-        return LoadBatch(self.source, self._copies, loads, *self._launched())
+        return LoadBatch(self.source, loads, *self._launched())
 
     def offer(self, hashes: Sequence[str], pages: Pages) -> Callable[[], list[bool]]:
         """To be called by a thread that may wait: stores what is not there yet, once what was launched by now has
@@ -177,21 +175,12 @@ class DevicePages:
         self, marks: list[Mark], slots: Sequence[tuple[int, Slot]], pages: Sequence[int], *, loading: bool
     ) -> None:
         """On a GPU. marks: taken; the copies follow the first."""
-        copies = self._copies
-        plan = copies.planned(partial(plan_of, self.source, slots, pages, loading=loading))
-        after = marks.pop()
-        begun = [
-            copies.begin(plan, layer, loading=loading, after=None if layer else after)
-            for layer in range(self.num_layers)
-        ]
         try:
-            errors = [copies.wait(one) for one in begun]
-        except BaseException:
-            if not copies.quiet():
+            copy_pages(self.source, slots, pages, loading=loading, after=marks.pop())
+        except TransferFailed:
+            if self.lost:
                 raise StillCopied("the GPU has failed with copies under way") from None
             raise
-        if any(errors):
-            raise TransferFailed(f"the GPU has not copied: {next(filter(None, errors))}")
 
     def close(self) -> None:
         self.source.close()

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pdlink.errors import ConfigError
+from pdlink.errors import ConfigError, TransferFailed
 from pdlink.integrations.sglang_parts import host_pool
 from pdlink.integrations.sglang_parts.pages import PageRecords, restorable
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
 from pdlink.kv import hashing
-from pdlink.memory.blocks import BlockPool
-from pdlink.store.blocks import Blocks
-from pdlink.store.opening import open_source
+from pdlink.store.groups import Blocks
+from pdlink.store.opening import SourceGroup, open_source
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape
 from pdlink.store.slots import WHOLE
+from pdlink.store.source import CallersBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from pdlink.integrations.sglang_parts.settings import StorageSettings, StoreSettings
     from pdlink.kv.layout import KVLayout
     from pdlink.memory.buffers import AnyBuffer
-    from pdlink.store.blocks import RecordPlan
+    from pdlink.store.gpu_pages import Mark
+    from pdlink.store.groups import AnyPlan
     from pdlink.store.slots import Slot
-    from pdlink.store.source import StoreSource
+    from pdlink.store.source import Source
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class HostPages:
                 "page_first, page_first_direct or page_head; choose another --hicache-mem-layout"
             )
         buffers = [host_pool.borrowed(pool.kv_buffer)]
-        self._source: StoreSource | None
+        self._source: Source | None
         self._source, records = open_records(
             settings, ranks, layout, buffers, model=model, revision=revision, num_kv_heads=num_kv_heads
         )
@@ -161,7 +162,7 @@ def open_records(
     model: str,
     revision: str,
     num_kv_heads: int,
-) -> tuple[StoreSource, PageRecords]:
+) -> tuple[Source, PageRecords]:
     """The store for pages of plain KV that lie so in these buffers. Close the source, then its store.
 
     num_kv_heads: as of `HostPages`. Of buffers of a GPU the caller makes the copies.
@@ -175,39 +176,45 @@ def open_records(
     source = open_source(
         tiers,
         settings.name if tiers.store is not None or ranks.tp[1] == 1 else f"{settings.name}/{ranks.tp[0]}",
-        layout,
+        [SourceGroup(layout, f"sglang {revision} {apart}", heads=heads, num_heads=total)],
         buffers,
-        BlockPool(1),  # unused: SGLang keeps its pages during a call
+        CallersBlocks(),
         model=model,
-        revision=f"sglang {revision} {apart}",
-        heads=heads,
-        num_heads=total,
     )
     assert source is not None, "the settings want a store"
-    namespace = hashing.namespace(
-        model=model,
-        revision=f"sglang {revision} {apart}",
-        dtype=source.shape.dtype,
-        layout=source.shape.text,
-        chunk_tokens=layout.block_tokens,
+    group, copy = source.groups[0], partial(copy_pages, source)
+    records = PageRecords(
+        source.store, group.shape, group.share, group.origin.namespace, copy, source.lookup_timeout_s
     )
-
-    def copy(slots: Sequence[tuple[int, Slot]], pages: Sequence[int], *, loading: bool) -> None:
-        plan = plan_of(source, slots, pages, loading=loading)
-        for layer in range(len(source.layout.layers)):
-            source.copy(plan, layer, loading=loading)
-
-    timeout_s = source.lookup_timeout_s
-    return source, PageRecords(source.store, source.shape, source.share, namespace, copy, timeout_s)
+    return source, records
 
 
-def plan_of(
-    source: StoreSource, slots: Sequence[tuple[int, Slot]], pages: Sequence[int], *, loading: bool
-) -> RecordPlan:
-    """The copies between whole pages and records. slots: (index in `pages`, record), of adjacent ones."""
-    template, page = (source.from_record if loading else source.to_record), source.chunk_tokens
-    begin, end = slots[0][0] * page, (slots[-1][0] + 1) * page
-    return source.plan(template, slots, Blocks(tuple(pages), 0), begin, end)
+def copy_pages(
+    source: Source,
+    slots: Sequence[tuple[int, Slot]],
+    pages: Sequence[int],
+    *,
+    loading: bool,
+    after: Mark | None = None,
+) -> None:
+    """Copy between whole pages and records. slots: (index in `pages`, record), of adjacent ones.
+
+    after: as of `Source.copy_now`. Raises TransferFailed.
+    """
+    begin, end = _tokens_of(source, slots)
+    blocks = Blocks(tuple(pages), 0)
+    if not source.copy_now(source.groups[0], slots, blocks, begin, end, loading=loading, after=after):
+        raise TransferFailed("the GPU has not copied")
+
+
+def plan_pages(source: Source, slots: Sequence[tuple[int, Slot]], pages: Sequence[int]) -> AnyPlan:
+    """The same copies as a plan, to load."""
+    return source.plan(source.groups[0], slots, Blocks(tuple(pages), 0), *_tokens_of(source, slots), loading=True)
+
+
+def _tokens_of(source: Source, slots: Sequence[tuple[int, Slot]]) -> tuple[int, int]:
+    page = source.groups[0].chunk_tokens
+    return slots[0][0] * page, (slots[-1][0] + 1) * page
 
 
 def _heads(tp: tuple[int, int], num_mine: int, total: int) -> tuple[range, int]:

@@ -24,12 +24,13 @@ from pdlink.integrations.vllm_parts.memory import regions
 from pdlink.integrations.vllm_parts.shards import by_stage, shards_of
 from pdlink.integrations.vllm_parts.stats import Counts, link_state
 from pdlink.integrations.vllm_parts.steps import Steps
-from pdlink.integrations.vllm_parts.store_half import StoreHalf, VllmBlocks
+from pdlink.integrations.vllm_parts.store_half import StoreHalf
 from pdlink.integrations.vllm_parts.worker import WorkerHalf
 from pdlink.node.node import Node, end_process
 from pdlink.protocol.deadlines import Deadlines
 from pdlink.serve.keys import as_name, load_credentials
-from pdlink.store.opening import SourceGroup, open_groups
+from pdlink.store.opening import SourceGroup, open_source
+from pdlink.store.source import CallersBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from pdlink.memory.buffers import AnyBuffer
     from pdlink.observe.gauges import LinkGauges, StoreGauges
     from pdlink.protocol import auth
-    from pdlink.store.groups import GroupedSource
+    from pdlink.store.source import Source
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +227,7 @@ class Rank:
         log.info("%s listens on %s, KV over %s", node.name, node.address, " or ".join(node.transports))
         return node
 
-    def _open_source(self, caches: Sequence[CacheLayout], buffers: Sequence[AnyBuffer]) -> GroupedSource | None:
+    def _open_source(self, caches: Sequence[CacheLayout], buffers: Sequence[AnyBuffer]) -> Source | None:
         """This rank's way into the store that the settings describe: one of its own, or a process.
 
         Ranks that share a store fill records of all heads together, whatever their number, unless only a kernel knows
@@ -240,7 +241,7 @@ class Rank:
         name = f"{self._name}/{place.of_all}" if place.num_all > 1 else self._name
         groups = [self._source_group(cache) for cache in caches]
         model = versions.model_name(self._config)
-        return open_groups(tiers, name, groups, buffers, VllmBlocks(), model=model)
+        return open_source(tiers, name, groups, buffers, CallersBlocks(), model=model)
 
     def _source_group(self, cache: CacheLayout) -> SourceGroup:
         tiers, identity = self._settings.tiers, self._identity(cache.planes)  # with the names of its layers

@@ -2,8 +2,9 @@
 
 vLLM calls from one thread, between and inside forward passes, and nothing here waits: look-ups are made by threads of
 their own, copies by the store's. vLLM keeps the blocks of a request until its copies have been made. The exception is
-a preempted one, whose copies are dropped (`StoredPrompt.withdraw`). Blocks that leave a window, and those of states,
-vLLM gives to others while their request goes on: a step ends when its copies of these have been made, or drops them.
+a preempted one, whose copies are dropped (`Prompt.withdraw` of the store). Blocks that leave a window, and those of
+states, vLLM gives to others while their request goes on: a step ends when its copies of these have been made, or
+drops them.
 On a GPU a step ends when they are in the GPU's line, and what the next step launches runs behind them.
 """
 
@@ -24,13 +25,15 @@ from pdlink.store.line import Line
 from pdlink.store.worth import longest_look_s
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection
     from concurrent.futures import Future
 
     from pdlink.integrations.vllm_parts.adapters import LoadedAdapters
     from pdlink.integrations.vllm_parts.layout import CacheGroups
     from pdlink.integrations.vllm_parts.store_book import BlocksToLoad, BookedPrompt, Keep, Look, Save, StorePlan
-    from pdlink.store.groups import GroupedFetch, GroupedLoad, GroupedPrompt, GroupedSource
+    from pdlink.store.loading import Load
+    from pdlink.store.prompt import Prompt, PromptFetch
+    from pdlink.store.source import Source
     from pdlink.store.worth import Choice
 
 log = logging.getLogger(__name__)
@@ -44,16 +47,6 @@ _LOOKERS = 2
 _CLOSE_S = 2.0
 
 
-class VllmBlocks:
-    """Implements `pdlink.store.source.BlockHolds`: vLLM keeps blocks by request, until that is reported."""
-
-    def share(self, blocks: Sequence[int]) -> None:
-        pass
-
-    def give_back(self, blocks: Sequence[int]) -> None:
-        pass
-
-
 @dataclass(slots=True, eq=False)
 class _Look:
     """A prompt that is looked up, and what was found of it. Guarded by the half's lock."""
@@ -61,8 +54,8 @@ class _Look:
     request_id: str
     turn: int
     since_s: float
-    stored: GroupedPrompt
-    fetch: GroupedFetch | None = None
+    stored: Prompt
+    fetch: PromptFetch | None = None
     receives: bool = False
     """As of `Look`."""
     chosen: Choice | None = None
@@ -75,7 +68,7 @@ class _Look:
 class _Saving:
     """A prompt of which a part is kept."""
 
-    stored: GroupedPrompt
+    stored: Prompt
     tables: list[list[int]] = field(default_factory=list)
     """By group: kernel blocks, from token 0 on. Those that a group has given up since are not read again."""
 
@@ -96,7 +89,7 @@ class StoreHalf:
 
     def __init__(
         self,
-        source: GroupedSource,
+        source: Source,
         cache: CacheGroups,
         *,
         news: threading.Event,
@@ -116,7 +109,7 @@ class StoreHalf:
         self._cache = cache
         group_of = cache.groups.group_of
         self._planes = [
-            [plane for plane, mine in enumerate(group_of) if mine == group] for group in range(len(source.layouts))
+            [plane for plane, mine in enumerate(group_of) if mine == group] for group in range(len(source.groups))
         ]
         """By group."""
         self._news, self._copies_s, self._clock = news, copies_s, clock
@@ -124,7 +117,7 @@ class StoreHalf:
         self._lock = threading.Lock()
         self._results = Results()
         self._looks: dict[str, _Look] = {}
-        self._loads: dict[str, GroupedLoad] = {}
+        self._loads: dict[str, Load] = {}
         # vLLM's thread only:
         self.copying: set[str] = set()
         """Requests that vLLM has finished, of which a part was kept, and whose end `results` has not told yet."""
@@ -181,14 +174,15 @@ class StoreHalf:
 
     def _store_written(self, *, states: bool) -> None:
         """states: those are there, too."""
-        for group, (planes, layout) in enumerate(zip(self._planes, self.source.layouts, strict=True)):
-            if layout.state and not states:
+        for group, (planes, kept) in enumerate(zip(self._planes, self.source.groups, strict=True)):
+            if kept.layout.state and not states:
                 continue
             while self._next[group] < len(planes) and planes[self._next[group]] in self._written:
                 layer = self._next[group]  # a store takes them in order
                 for span in self._spans:
                     table = span.saving.tables[group]
-                    span.saving.stored.store(group, span.start, span.end, table, layer, stops=span.stops)
+                    stored = span.saving.stored
+                    stored.store(span.start, span.end, table, layer, group=group, stops=span.stops)
                 self._next[group] += 1
 
     def end(self) -> None:
@@ -279,7 +273,7 @@ class StoreHalf:
             log.error("request %s: the store cannot be asked", look.request_id, exc_info=error)
             self._answer(look, 0, 0)
 
-    def _fetched(self, look: _Look, fetch: GroupedFetch, begin: int, done: Future[int]) -> None:
+    def _fetched(self, look: _Look, fetch: PromptFetch, begin: int, done: Future[int]) -> None:
         end = done.result()
         if look.wanted:
             self.source.copier.put(fetch.measure)
@@ -354,7 +348,7 @@ class StoreHalf:
         stored = self._stored(keep.prompt)
         for group, (planes, table) in enumerate(zip(self._planes, self._cache.by_group(keep.blocks), strict=True)):
             for layer in range(len(planes)):
-                stored.store(group, 0, keep.num_tokens, table, layer, stops=False)
+                stored.store(0, keep.num_tokens, table, layer, group=group)
         stored.close()
 
     def _ended(self, request_id: str) -> None:
@@ -379,9 +373,10 @@ class StoreHalf:
 
     # -- small things ------------------------------------------------------------------------------------------------
 
-    def _stored(self, prompt: BookedPrompt) -> GroupedPrompt:
+    def _stored(self, prompt: BookedPrompt) -> Prompt:
         tokens = array("I", prompt.tokens).tolist()
-        return self.source.prompt(prompt.request_id, tokens, prompt.salt, lora=prompt.lora, media=prompt.media)
+        keys = self.source.keys(tokens, prompt.salt, lora=prompt.lora, media=prompt.media)
+        return self.source.prompt(prompt.request_id, keys)
 
     def _drop(self, request_id: str) -> None:
         """What was found is not needed."""
