@@ -40,7 +40,7 @@ from pdlink.errors import (
     ProtocolError,
     RequestAborted,
 )
-from pdlink.kv import hashing
+from pdlink.kv.hashing import Chain, namespace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,8 +101,9 @@ class Engine:
             block_tokens=cache.block_tokens,
             max_batched_tokens=config.max_batched_tokens,
             max_running=config.max_running,
-            namespace=lru_cache(_MAX_SALTS)(self._namespace) if share_prefixes else None,
+            share_prefixes=share_prefixes,
         )
+        self._namespace_of = lru_cache(_MAX_SALTS)(self._namespace)
         self.pace = Pace()
         self._sequences: dict[str, Sequence] = {}
         self._wakeup = threading.Condition()
@@ -465,6 +466,7 @@ class Engine:
             request=request,
             detokenizer=detokenizer,
             tokens=list(request.prompt_token_ids),
+            chain=request.chain or Chain(self._namespace_of(request.salt), self._cache.block_tokens),
             external_end=request.external_tokens,
             awaits_lookup=request.awaits_lookup,
         )
@@ -478,4 +480,4 @@ class Engine:
 
     def _namespace(self, salt: str) -> bytes:
         model = self._model
-        return hashing.namespace(model=model.name, revision=model.revision, dtype=model.dtype, salt=salt)
+        return namespace(model=model.name, revision=model.revision, dtype=model.dtype, salt=salt)

@@ -22,8 +22,6 @@ from pdlink.errors import PoolExhausted
 from pdlink.kv import hashing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pdlink.engine.request import GenerationRequest
     from pdlink.engine.text import Detokenizer
     from pdlink.memory.blocks import BlockPool
@@ -35,6 +33,8 @@ class Sequence:
     detokenizer: Detokenizer
     tokens: list[int]
     """Prompt, then answer."""
+    chain: hashing.Chain
+    """Names the full blocks of `tokens`, as far as names are needed."""
     external_end: int
     """Prompt tokens [0, external_end) come from elsewhere; 0 once they are here or have failed."""
     awaits_lookup: bool = False
@@ -46,8 +46,6 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     """Empty while waiting, except for blocks that were complete when the rest of the KV failed."""
     table: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    keys: list[bytes] = field(default_factory=list)
-    """Names of the full blocks of `tokens`, as far as they were needed."""
     num_named: int = 0
     """Leading blocks whose name the pool has been told."""
     arriving: bool = False
@@ -98,14 +96,13 @@ class Scheduler:
         block_tokens: int,
         max_batched_tokens: int,
         max_running: int,
-        namespace: Callable[[str], bytes] | None,
+        share_prefixes: bool,
     ) -> None:
-        """namespace: the parent of first block keys for a salt; None shares no prefixes."""
         self._pool = pool
         self._block_tokens = block_tokens
         self._max_batched_tokens = max_batched_tokens
         self._max_running = max_running
-        self._namespace = namespace
+        self._share_prefixes = share_prefixes
         self.waiting: deque[Sequence] = deque()
         self.awaiting_kv: dict[str, Sequence] = {}
         self.prefilling: deque[Sequence] = deque()
@@ -161,17 +158,17 @@ class Scheduler:
     def computed(self, sequence: Sequence, end: int) -> None:
         """The KV of tokens up to `end` is in the cache for all layers: full blocks get their names."""
         sequence.num_computed = end
-        if self._namespace is None:
+        if not self._share_prefixes:
             return
         num_full = end // self._block_tokens
-        self._hash(sequence, num_full)
+        keys = self._keys(sequence, num_full)
         for index in range(sequence.num_named, num_full):
             preimage = partial(
                 hashing.preimage,
-                *(sequence.keys, index, sequence.tokens, self._block_tokens),
+                *(keys, index, sequence.tokens, self._block_tokens),
                 salt=sequence.request.salt,
             )
-            self._pool.name(sequence.blocks[index], sequence.keys[index], preimage)
+            self._pool.name(sequence.blocks[index], keys[index], preimage)
         sequence.num_named = max(sequence.num_named, num_full)
 
     def start(self, sequence: Sequence) -> None:
@@ -216,12 +213,11 @@ class Scheduler:
         """All blocks of the sequence, those of a known prefix first. Raises PoolExhausted and takes none."""
         known = list(sequence.blocks)
         found: list[int] = []
-        if self._namespace is not None:
+        if self._share_prefixes:
             # The last prompt token is computed here: its logits give the first token of the answer.
             shareable = sequence.num_prompt if sequence.is_all_external else sequence.num_prompt - 1
             num_shareable = shareable // self._block_tokens
-            self._hash(sequence, num_shareable)
-            found = self._pool.find(sequence.keys[len(known) : num_shareable])
+            found = self._pool.find(self._keys(sequence, num_shareable)[len(known) : num_shareable])
         try:
             fresh = self._pool.take(self.blocks_for(sequence.request) - len(known) - len(found))
         except PoolExhausted:
@@ -233,11 +229,8 @@ class Scheduler:
         sequence.num_named = len(known)
         sequence.num_computed = sequence.num_cached = len(known) * self._block_tokens
 
-    def _hash(self, sequence: Sequence, num_blocks: int) -> None:
-        """Extend `keys` to that many blocks."""
-        done = len(sequence.keys)
-        if self._namespace is None or num_blocks <= done:
-            return
-        seed = sequence.keys[-1] if done else self._namespace(sequence.request.salt)
-        tokens = sequence.tokens[done * self._block_tokens : num_blocks * self._block_tokens]
-        sequence.keys += hashing.chain(seed, tokens, self._block_tokens)
+    def _keys(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
+        """Names of that many blocks, or more."""
+        if len(sequence.chain.blocks) < num_blocks:
+            sequence.chain.extend(sequence.tokens)
+        return sequence.chain.blocks

@@ -116,6 +116,45 @@ def chain(
     return keys + _plain(parent, ids, chunk_tokens, start, len(ids) // _TOKEN_NBYTES)
 
 
+class Chain:
+    """The keys of the tokens of one request, which are hashed once, while they come: of its chunks and its blocks.
+
+    The links are the chunks, as in `chain`. The key of a block comes from the hash of its chunk so far, and never
+    equals one of a chunk. One thread at a time. Cost: 0.4 us for a block of 16 tokens.
+    """
+
+    def __init__(self, seed: bytes, block_tokens: int, chunk_tokens: int | None = None) -> None:
+        """seed: a namespace. chunk_tokens: by default a block is a chunk."""
+        self._block_tokens, self._chunk_tokens = block_tokens, chunk_tokens or block_tokens
+        self.blocks: list[bytes] = []
+        self._chunks: list[bytes] = []
+        self._link, self._num_tokens = blake3(key=seed), 0
+        """Of the chunk that is not full, and the tokens that were hashed."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Hash what is new of the request's tokens, from its first one on, as far as blocks and chunks are full."""
+        begin = at = self._num_tokens
+        block_end = (len(self.blocks) + 1) * self._block_tokens
+        chunk_end = (len(self._chunks) + 1) * self._chunk_tokens
+        ids, link = _bytes_of(tokens[begin:]), self._link
+        while (end := min(block_end, chunk_end)) <= len(tokens):
+            link.update(ids[(at - begin) * _TOKEN_NBYTES : (end - begin) * _TOKEN_NBYTES])
+            if end == block_end:
+                self.blocks.append(link.digest(seek=KEY_NBYTES))
+                block_end += self._block_tokens
+            if end == chunk_end:
+                self._chunks.append(link.digest())
+                link = blake3(key=self._chunks[-1])
+                chunk_end += self._chunk_tokens
+            at = end
+        self._link, self._num_tokens = link, at
+
+    def chunks_of(self, tokens: Sequence[int]) -> list[bytes]:
+        """Keys of the full chunks of these first tokens of the request."""
+        self.extend(tokens)
+        return self._chunks[: len(tokens) // self._chunk_tokens]
+
+
 def beside(keys: Iterable[bytes], seed: bytes) -> list[bytes]:
     """Keys of other KV of the same tokens, whose namespace is `seed`: of another group of a model's layers.
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdlink.engine.engine import Engine
+    from pdlink.kv.hashing import Chain
     from pdlink.node.port import EnginePort
     from pdlink.store.loading import Load
     from pdlink.store.prompt import Prompt
@@ -40,6 +41,8 @@ class _Request:
     salt: str
     retention: Retention | None
     """None: its KV is not kept."""
+    chain: Chain | None
+    """Hashes its tokens; None without tiers."""
     prompt: Prompt | None = None
     """Set when it is looked up, before the engine admits the request."""
     blocks: Sequence[int] = ()
@@ -70,6 +73,7 @@ class Tiered:
         that is found."""
         self._port, self._source, self._engine = port, source, engine
         self._load_if_faster = load_if_faster
+        self._block_tokens = 0 if source is None else source.groups[0].layout.block_tokens
         self._requests: dict[str, _Request] = {}
         """Added to before the engine knows the request; otherwise the engine's thread's."""
         self._lookers = Line("pdlink-store-look", _LOOKERS)
@@ -81,9 +85,11 @@ class Tiered:
 
     # --- The thread that starts requests
 
-    def begin(self, request_id: str, tokens: tuple[int, ...], salt: str, retention: Retention | None) -> None:
-        """The engine is about to get this request, which ends with `ended`."""
-        self._requests[request_id] = _Request(request_id, tokens, salt, retention)
+    def begin(self, request_id: str, tokens: tuple[int, ...], salt: str, retention: Retention | None) -> Chain | None:
+        """The engine is about to get this request, which ends with `ended`. What names its blocks, with tiers."""
+        chain = None if self._source is None else self._source.chain(salt, self._block_tokens)
+        self._requests[request_id] = _Request(request_id, tokens, salt, retention, chain)
+        return chain
 
     def look(self, request_id: str, *, receives: bool) -> None:
         """The engine has it, and waits for the look-up: no longer than the whole prompt would take otherwise.
@@ -105,7 +111,7 @@ class Tiered:
     def _look(self, source: Source, request: _Request, deadline_s: float) -> None:
         """In a looker's thread, if it may wait. Holds nothing."""
         try:
-            keys = source.keys(request.tokens, request.salt)
+            keys = source.keys(request.tokens, request.salt, chain=request.chain)
             prompt = source.prompt(request.request_id, keys, request.retention)
             prompt.lookup(timeout_s=max(0.0, deadline_s - time.monotonic()))
             request.prompt = prompt
@@ -234,7 +240,7 @@ class Tiered:
         """The answer is complete: keep the KV of what was received and generated, too."""
         request = self._requests.get(request_id)
         if request is not None and self._source is not None:
-            keys = self._source.keys(tokens, request.salt)
+            keys = self._source.keys(tokens, request.salt, chain=request.chain)
             prompt = self._source.prompt(request_id, keys, request.retention)
             for layer in range(self._source.groups[0].num_layers):
                 prompt.store(0, len(tokens), blocks, layer)

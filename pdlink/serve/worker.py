@@ -201,7 +201,7 @@ class Worker:
         try:
             leg = self._leg(stream, params) if params is not None else None
             is_prefill = isinstance(leg, PrefillLeg)
-            self.tiers.begin(request_id, prompt, salt, retention)
+            chain = self.tiers.begin(request_id, prompt, salt, retention)
             self.engine.submit(
                 GenerationRequest(
                     request_id,
@@ -212,6 +212,7 @@ class Worker:
                     goes_on=is_prefill and sampling.max_tokens > 1,
                     num_answered=num_answered,
                     salt=salt,
+                    chain=chain,
                 )
             )
         except PdlinkError as error:

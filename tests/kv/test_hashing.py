@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdlink.kv.hashing import KEY_NBYTES, chain, named, namespace
+from pdlink.kv.hashing import KEY_NBYTES, Chain, beside, chain, named, namespace
 
 BASE: dict[str, Any] = {"model": "m", "revision": "r", "dtype": "float32", "layout": "", "lora": "", "salt": ""}
 SEED = bytes(KEY_NBYTES)
@@ -42,6 +42,38 @@ def test_chain_can_be_continued_block_by_block(tokens: list[int], block: int, cu
     cut = min(cut, len(whole))
     seed = whole[cut - 1] if cut else SEED
     assert whole[:cut] + chain(seed, tokens[cut * block :], block) == whole
+
+
+@given(
+    tokens=st.lists(st.integers(0, 2**32 - 1), max_size=40),
+    block=st.integers(1, 9),
+    chunk=st.integers(1, 9),
+    cuts=st.lists(st.integers(0, 40), max_size=4),
+)
+def test_one_pass_over_the_tokens_names_blocks_and_chunks_however_they_come(
+    tokens: list[int], block: int, chunk: int, cuts: list[int]
+) -> None:
+    whole, by_parts = Chain(SEED, block, chunk), Chain(SEED, block, chunk)
+    for cut in sorted(cuts):
+        by_parts.extend(tokens[:cut])
+    assert whole.chunks_of(tokens) == by_parts.chunks_of(tokens) == chain(SEED, tokens, chunk)
+    assert whole.blocks == by_parts.blocks
+    assert len(whole.blocks) == len(tokens) // block
+    assert len({*whole.blocks, *whole.chunks_of(tokens)}) == len(tokens) // block + len(tokens) // chunk
+
+
+def test_a_changed_token_changes_its_block_and_all_later_ones_of_a_pass() -> None:
+    plain, changed = Chain(SEED, 2, 6), Chain(SEED, 2, 6)
+    plain.extend([1] * 12)
+    changed.extend([1] * 7 + [2] + [1] * 4)
+    assert [a == b for a, b in zip(plain.blocks, changed.blocks, strict=True)] == [True] * 3 + [False] * 3
+
+
+def test_other_groups_of_layers_have_keys_of_their_own_from_the_same_hash() -> None:
+    keys, other = chain(SEED, range(8), 2), namespace(**{**BASE, "layout": "other"})
+    beside_it = beside(keys, other)
+    assert len({*keys, *beside_it, *beside(keys, namespace(**BASE))}) == 12
+    assert beside(keys[:2], other) == beside_it[:2]
 
 
 @given(tokens=st.lists(st.integers(0, 9), min_size=12, max_size=12), at=st.integers(0, 11))
@@ -98,6 +130,7 @@ def test_keys_do_not_change_from_one_release_to_the_next() -> None:
     full = namespace(model="m", revision="r", dtype="float32", layout="l", chunk_tokens=16, lora="a", salt="s")
     assert chain(full, [0, 1, 2**32 - 1, 5], 2)[1].hex()[:16] == "72c8fc8b7dd1e2b3"
     assert chain(full, [7] * 12, 3, media=[(4, "a"), (5, "b")])[-1].hex()[:16] == "bc8a865c82818fc9"
+    assert beside(chain(full, [7] * 3, 3), seed)[0].hex()[:16] == "87c7ed7ecc0386d9"
     assert named(full, ["x"])[0].hex()[:16] == "4021d0d6d37207e4"
 
 

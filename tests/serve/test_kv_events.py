@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from pdlink.config import CacheConfig, KVEventsConfig, ModelConfig, TiersConfig, TransportConfig, WorkerConfig
 from pdlink.engine.request import SamplingParams
-from pdlink.kv import hashing
 from pdlink.serve.health import health
 from pdlink.serve.worker import Worker
 
@@ -45,11 +44,11 @@ def test_a_router_learns_what_lies_in_the_pool_in_memory_and_on_disk(tmp_path: P
         said = health(worker)[1]["kv_events"]
         assert isinstance(said, list)
         subscriber = Subscriber(said[0], "kv@w@m")
-        model = worker.model
-        namespace = hashing.namespace(model=model.name, revision=model.revision, dtype=model.dtype)
-        blocks = hashing.chain(namespace, PROMPT, BLOCK)
-        asyncio.run(answer(worker))
         assert worker.source is not None
+        chain = worker.source.chain("", BLOCK)
+        chain.extend(PROMPT)
+        blocks = chain.blocks
+        asyncio.run(answer(worker))
         store = worker.source.store
         chunks = worker.source.keys(PROMPT).by_group[0]
         expected: set[tuple[str | None, bytes | int]] = {("CPU", key) for key in [*blocks, *chunks]}

@@ -11,6 +11,7 @@ import torch
 
 from pdlink.config import TiersConfig, UpConfig, WorkerConfig
 from pdlink.errors import ConfigError, EngineFailure
+from pdlink.kv import hashing
 from pdlink.serve.worker import Worker
 
 from ..store.tiers.server import valkey_server
@@ -29,6 +30,7 @@ from .tiered import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 
@@ -41,6 +43,27 @@ def test_an_answer_from_memory_is_the_computed_one(length: int, monkeypatch: pyt
         assert first == second == computed_here([prompt])
         assert computed.take() == length + length - (length - 1) // CHUNK * CHUNK
         assert worker.pool.num_held == 0
+
+
+@pytest.mark.parametrize("share_prefixes", [False, True])
+def test_a_request_is_hashed_once_for_its_blocks_and_its_records(
+    share_prefixes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, hashed = prompt_of(5 * CHUNK + 7, 1), list[int]()
+    right = hashing._bytes_of
+
+    def counting(tokens: Sequence[int]) -> bytes:
+        hashed.append(len(tokens))
+        return right(tokens)
+
+    with (
+        opened(share_prefixes=share_prefixes, below={"save_decode_cache": True}) as worker,
+        monkeypatch.context() as counted,
+    ):
+        counted.setattr(hashing, "_bytes_of", counting)
+        answers(worker, [prompt], at_once=False)
+        assert sum(hashed) < len(prompt) + 2 * CHUNK, "each call sees what is new, and less than a block again"
+        assert len(store_of(worker)._catalog) == 5
 
 
 def test_an_answer_depends_on_what_was_loaded() -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pdlink.integrations.vllm_parts.layout import CacheGroups
     from pdlink.integrations.vllm_parts.store_book import BlocksToLoad, BookedPrompt, Keep, Look, Save, StorePlan
     from pdlink.store.loading import Load
-    from pdlink.store.prompt import Prompt, PromptFetch
+    from pdlink.store.prompt import Prompt, PromptFetch, PromptKeys
     from pdlink.store.source import Source
     from pdlink.store.worth import Choice
 
@@ -122,6 +122,8 @@ class StoreHalf:
         self.copying: set[str] = set()
         """Requests that vLLM has finished, of which a part was kept, and whose end `results` has not told yet."""
         self._prompts: dict[str, BookedPrompt] = {}
+        self._keys: dict[str, PromptKeys] = {}
+        """Of these prompts, if they were needed: one hash for the look-up and for what is saved."""
         self._savings: dict[str, _Saving] = {}
         self._saved: set[str] = set()
         """Requests of which a part was kept; vLLM waits for their report."""
@@ -151,9 +153,11 @@ class StoreHalf:
         self._saved.difference_update(plan.parked)
         if plan.reset:
             self.source.rename(plan.reset)
+            self._keys.clear()
             self._lookers.put(self.source.drop_own)
         for prompt in plan.prompts:
             self._prompts[prompt.request_id] = prompt
+            self._keys.pop(prompt.request_id, None)
         for request_id in plan.drops:
             self._drop(request_id)
         for look in plan.looks:
@@ -213,6 +217,7 @@ class StoreHalf:
         `sent` are those whose blocks are not read any more, of the requests that something was kept of.
         """
         for request_id in over if self._prompts else ():
+            self._keys.pop(request_id, None)
             if self._prompts.pop(request_id, None) is not None:
                 self._ended(request_id)
         now_s = self._clock()
@@ -242,7 +247,7 @@ class StoreHalf:
 
     def _look(self, look: Look) -> None:
         self._drop(look.request_id)
-        stored = self._stored(self._prompts[look.request_id])
+        stored = self._stored(look.request_id)
         found = _Look(look.request_id, look.turn, self._clock(), stored, receives=look.receives)
         with self._lock:
             self._looks[look.request_id] = found
@@ -331,7 +336,7 @@ class StoreHalf:
             self._withdraw(save.request_id)
             return
         if saving is None:
-            saving = self._savings[save.request_id] = _Saving(self._stored(self._prompts[save.request_id]))
+            saving = self._savings[save.request_id] = _Saving(self._stored(save.request_id))
         if save.first:
             saving.tables = [[] for _ in self._planes]
         for table, more in zip(saving.tables, self._cache.by_group(save.blocks) if save.blocks else (), strict=False):
@@ -345,7 +350,7 @@ class StoreHalf:
         self._saved.add(request_id)
         if not self._adapters.has(keep.prompt.adapter):
             return
-        stored = self._stored(keep.prompt)
+        stored = self.source.prompt(request_id, self._hashed(keep.prompt))
         for group, (planes, table) in enumerate(zip(self._planes, self._cache.by_group(keep.blocks), strict=True)):
             for layer in range(len(planes)):
                 stored.store(0, keep.num_tokens, table, layer, group=group)
@@ -373,10 +378,14 @@ class StoreHalf:
 
     # -- small things ------------------------------------------------------------------------------------------------
 
-    def _stored(self, prompt: BookedPrompt) -> Prompt:
+    def _stored(self, request_id: str) -> Prompt:
+        if request_id not in self._keys:
+            self._keys[request_id] = self._hashed(self._prompts[request_id])
+        return self.source.prompt(request_id, self._keys[request_id])
+
+    def _hashed(self, prompt: BookedPrompt) -> PromptKeys:
         tokens = array("I", prompt.tokens).tolist()
-        keys = self.source.keys(tokens, prompt.salt, lora=prompt.lora, media=prompt.media)
-        return self.source.prompt(prompt.request_id, keys)
+        return self.source.keys(tokens, prompt.salt, lora=prompt.lora, media=prompt.media)
 
     def _drop(self, request_id: str) -> None:
         """What was found is not needed."""
