@@ -4,6 +4,8 @@
     .venv/bin/python tools/walk.py layer --calls    and the calls in their order
     .venv/bin/python tools/walk.py request          a request through prefill and decode, HTTP to HTTP, by thread
     .venv/bin/python tools/walk.py proxy            a vLLM request through the proxy, whole and as a stream
+    .venv/bin/python tools/walk.py put              a chunk through `Cache` to memory and disk, by thread
+    .venv/bin/python tools/walk.py get              a chunk from memory through `Cache`
 
 A walk runs something real in this process, records every call of a function of pdlink by thread, and cuts one span
 out of each thread: from the call of a first function until a last one returns. A generator counts once for each
@@ -28,6 +30,7 @@ import argparse
 import asyncio
 import contextlib
 import sys
+import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -352,7 +355,56 @@ async def _stand_in(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
     writer.close()
 
 
-WALKS: dict[str, Callable[[argparse.Namespace], list[Span]]] = {"layer": layer, "request": request, "proxy": proxy}
+def put(_arguments: argparse.Namespace) -> list[Span]:
+    """A chunk that `Cache.store` puts into memory, and the thread of the disk onto it."""
+    return _cache_spans("put")
+
+
+def get(_arguments: argparse.Namespace) -> list[Span]:
+    """A chunk that is in memory, through `Cache.retrieve`."""
+    return _cache_spans("get")
+
+
+def _cache_spans(verb: str) -> list[Span]:
+    """By thread, and of all together; the shortest of some warm calls."""
+    recorder = Recorder()
+    import pdlink  # noqa: PLC0415  the profile function comes first
+
+    kv = pdlink.paged_layout(
+        num_layers=16, num_blocks=64, block_tokens=16, num_heads=4, head_dim=64, itemsize=2, dtype="float16"
+    )
+    blocks, best = list(range(16)), list[Span]()
+    with (
+        tempfile.TemporaryDirectory() as disk,
+        pdlink.Cache(kv, nbytes=256 << 20, disk=disk, disk_nbytes=1 << 30, model="walk") as cache,
+    ):
+        for number in range(8):
+            prompt = [number] * 256
+            if verb == "get":
+                cache.store(prompt, blocks)
+                cache.flush(DEADLINE_S)
+            recorder.start()
+            if verb == "put":
+                cache.store(prompt, blocks)
+                recorder.wait_for("pdlink-write-disk-0", "WriteThrough._write")
+            elif cache.retrieve(prompt, blocks) != len(prompt):
+                raise LookupError("get: the chunk is not in memory")
+            recorder.stop()
+            calls = {thread: [step for step in steps if step.begins] for thread, steps in recorder.steps.items()}
+            spans = [Span(thread, of_thread) for thread, of_thread in sorted(calls.items()) if of_thread]
+            spans.append(Span("all threads", [call for span in spans for call in span.calls]))
+            if number and (not best or len(spans[-1].calls) < len(best[-1].calls)):
+                best = spans
+    return best
+
+
+WALKS: dict[str, Callable[[argparse.Namespace], list[Span]]] = {
+    "layer": layer,
+    "request": request,
+    "proxy": proxy,
+    "put": put,
+    "get": get,
+}
 
 
 def main() -> None:
