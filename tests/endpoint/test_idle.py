@@ -25,6 +25,10 @@ def pair() -> Iterator[Pair]:
     pair.close()
 
 
+HEARD = {"closed by decode: idle for 0.5 s", "control connection is gone"}
+"""By the other side: its last message, or the end of the connection, whichever is noticed first."""
+
+
 def reasons(pair: Pair, state: str) -> list[str]:
     return [event.reason for event in pair.events if isinstance(event, PeerChanged) and event.state == state]
 
@@ -45,7 +49,7 @@ def test_an_idle_session_is_closed_with_all_its_connections_and_the_next_request
         until(pair.idle, "nothing is held")
     assert not pair.decode.endpoint._channel._dealers
     lost = reasons(pair, "lost")
-    assert set(lost) == {"idle for 0.5 s", "closed by decode: idle for 0.5 s"}, lost
+    assert set(lost) - HEARD == {"idle for 0.5 s"}, lost
 
 
 def test_a_session_whose_transfer_waits_for_prefill_stays_however_long(pair: Pair) -> None:
@@ -69,7 +73,7 @@ def test_a_session_ends_between_two_requests_or_not_at_all(pair: Pair) -> None:
         transfer(pair, f"t{number}")
         ended_s = pair.decode.endpoint.clock.awake_s()
         until(lambda s=ended_s, n=number: pair.decode.endpoint.clock.awake_s() > s + 0.45 + 0.03 * n, "almost")  # type: ignore[misc]
-    assert all("idle for" in reason for reason in reasons(pair, "lost"))
+    assert all("idle for" in reason for reason in set(reasons(pair, "lost")) - HEARD)
 
 
 def test_zero_keeps_sessions_and_less_than_the_silence_of_a_peer_is_refused() -> None:
