@@ -80,8 +80,7 @@ class LoopbackHub:
                 that the owner has closed but not yet been told it may reuse), then the gate blocks the rest.
     kill        A transport's process is gone: its writers see PeerFailed, it reports nothing any more, and owners it
                 was writing to need not wait for it.
-    stale_write A run of a flight is stored although its batch may long be over. A shut gate blocks it; every attempt
-                that was blocked is counted in `num_blocked`, so that a test knows it really came that far.
+    stale_write A run of a flight is stored although its batch may long be over. A shut gate blocks it.
     """
 
     hold: bool = False
@@ -90,8 +89,6 @@ class LoopbackHub:
     """The hub's clock, on which deadlines and the times in reports are."""
     flights: list[Flight] = field(default_factory=list)
     """Batches that were submitted and not reported, oldest first."""
-    num_blocked: int = 0
-    """Runs that a shut gate kept out."""
     _invitations: dict[bytes, Link] = field(default_factory=dict, init=False, repr=False)
     _num_invited: int = field(default=0, init=False, repr=False)
     _num_submitted: int = field(default=0, init=False, repr=False)
@@ -215,7 +212,6 @@ class LoopbackHub:
 
     def _store(self, flight: Flight, run: int) -> bool:
         if flight.link.shut:
-            self.num_blocked += 1
             return False
         self._copy(flight, run)
         return True
