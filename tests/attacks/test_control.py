@@ -64,11 +64,7 @@ def transfer(pair: Pair, transfer_id: str) -> list[str]:
 
 def begin(pair: Pair, transfer_id: str) -> Handler:
     """Both sides know of it, decode has offered, prefill computes."""
-    pair.announce(transfer_id)
-    handler = pair.expect(transfer_id)
-    pair.decode.receiver.offer(transfer_id, DST, 0, TOKENS)
-    until(lambda: pair.sender_state("writing") == 1, "the offer is there")
-    return handler
+    return pair.begin(transfer_id, DST, TOKENS)[1]
 
 
 def dropped(pair: Pair, reason: str) -> int:

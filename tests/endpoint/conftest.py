@@ -291,6 +291,22 @@ class Pair:
             sender.layer_ready(transfer_id, layer, 0, num_tokens)
         sender.finish(transfer_id, first_token)
 
+    def begin(self, transfer_id: str, dst: list[int], num_tokens: int) -> tuple[SenderLog, Handler]:
+        """A transfer whose offer is here, and of which nothing is computed."""
+        log, handler = self.announce(transfer_id), self.expect(transfer_id)
+        self.decode.receiver.offer(transfer_id, dst, 0, num_tokens)
+        until(lambda: self.sender_state("writing") == 1, "the offer is there")
+        return log, handler
+
+    def fly(self, transfer_id: str, src: list[int], dst: list[int], num_tokens: int) -> tuple[SenderLog, Handler]:
+        """A transfer whose layers are all in flight, and do not arrive."""
+        self.hub.hold = True
+        both = self.begin(transfer_id, dst, num_tokens)
+        self.compute(transfer_id, src, num_tokens)
+        num_layers = len(self.prefill.layout.layers)
+        until(lambda: len(self.hub.flights) == num_layers, "every layer is in flight")
+        return both
+
     def transfer(self, transfer_id: str, src: list[int], dst: list[int], num_tokens: int) -> list[str]:
         """One transfer from its announcement to its end: what the receiver's handler was told."""
         self.announce(transfer_id)

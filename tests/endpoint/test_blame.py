@@ -68,10 +68,7 @@ def once(
 
 
 def test_a_frame_that_cannot_be_handled_costs_its_peer_only(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    handler = pair.expect("theirs")
-    pair.announce("theirs")
-    pair.decode.receiver.offer("theirs", DST, 0, TOKENS)
-    until(lambda: pair.sender_state("writing") == 1, "the offer is there")
+    _, handler = pair.begin("theirs", DST, TOKENS)
     once(monkeypatch, pair.prefill.endpoint.sender, "on_message", lambda peer, _: peer.name == "stranger")
     with Stranger(pair).join() as stranger:
         stranger.say(messages.Expect("mine"))
@@ -186,9 +183,7 @@ def test_a_push_without_a_plan_fails_its_transfer_and_not_the_engine(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """`layer_ready` runs in the engine's thread: what a peer's numbers make it raise must not come out there."""
-    handler, log = pair.expect("t"), pair.announce("t")
-    pair.decode.receiver.offer("t", DST, 0, TOKENS)
-    until(lambda: pair.sender_state("writing") == 1, "the offer is there")
+    log, handler = pair.begin("t", DST, TOKENS)
 
     def bind(*_: object) -> Any:
         raise error
@@ -206,9 +201,7 @@ def test_a_push_without_a_plan_fails_its_transfer_and_not_the_engine(
 
 def test_a_push_without_a_plan_waits_for_those_in_flight(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair.hub.hold = True
-    handler, log = pair.expect("t"), pair.announce("t")
-    pair.decode.receiver.offer("t", DST, 0, TOKENS)
-    until(lambda: pair.sender_state("writing") == 1, "the offer is there")
+    log, handler = pair.begin("t", DST, TOKENS)
     sender = pair.prefill.sender
     sender.publish("t", SRC, TOKENS, 0)
     sender.layer_ready("t", 0, 0, 8)
@@ -228,9 +221,7 @@ def test_a_transport_that_raises_fails_its_peer_and_not_the_engine(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What became of the bytes is not known: the peer is fenced."""
-    handler, log = pair.expect("t"), pair.announce("t")
-    pair.decode.receiver.offer("t", DST, 0, TOKENS)
-    until(lambda: pair.sender_state("writing") == 1, "the offer is there")
+    log, handler = pair.begin("t", DST, TOKENS)
     with monkeypatch.context() as patched:
         patched.setattr(pair.prefill.transport, "submit", fail)
         pair.compute("t", SRC, TOKENS)

@@ -77,10 +77,7 @@ def test_address_that_is_none_fails_the_transfer(pair: Pair, address: str) -> No
 def test_closed_prefill_fails_its_transfers_and_its_successor_on_the_same_port_works(pair: Pair) -> None:
     """smg#2503: a worker restarted on the same address is a new one; nobody else is restarted."""
     assert pair.transfer("t", SRC, DST, TOKENS) == ["ready 42", "released"]
-    pair.announce("u")
-    handler = pair.expect("u")
-    pair.decode.receiver.offer("u", DST, 0, TOKENS)
-    until(lambda: pair.sender_state("writing") == 1, "the offer is there")
+    _, handler = pair.begin("u", DST, TOKENS)
     port = pair.prefill.port
     pair.prefill.close()
     assert handler.wait()[0].startswith("failed ")
@@ -91,13 +88,7 @@ def test_closed_prefill_fails_its_transfers_and_its_successor_on_the_same_port_w
 
 def test_closed_decode_frees_the_senders_blocks_and_its_successor_works(pair: Pair) -> None:
     """vllm#46283 seen from the other side: nothing is held for a receiver that is gone."""
-    pair.hub.hold = True
-    log = pair.announce("t")
-    pair.expect("t")
-    pair.decode.receiver.offer("t", DST, 0, TOKENS)
-    until(lambda: pair.sender_state("writing") == 1, "the offer is there")
-    pair.compute("t", SRC, TOKENS)
-    until(lambda: len(pair.hub.flights) == 3, "three layers are in flight")
+    log, _ = pair.fly("t", SRC, DST, TOKENS)
     pair.decode.close()
     assert log.wait()[-1] == "end"
     assert not any(pair.prefill.endpoint.sender.states().values())
@@ -109,13 +100,7 @@ def test_closed_decode_frees_the_senders_blocks_and_its_successor_works(pair: Pa
 def test_silent_peer_is_lost_and_its_blocks_wait_for_the_fence() -> None:
     """nixl#2047: a peer that is alive but stalled. Here its whole transport is stopped in the middle of a write."""
     pair = Pair(Deadlines(heartbeat_s=0.05, peer_s=0.5, connect_s=5.0, lease_s=2.0, request_s=60.0))
-    pair.hub.hold = True
-    pair.announce("t")
-    handler = pair.expect("t")
-    pair.decode.receiver.offer("t", DST, 0, TOKENS)
-    until(lambda: pair.sender_state("writing") == 1, "the offer is there")
-    pair.compute("t", SRC, TOKENS)
-    until(lambda: len(pair.hub.flights) == 3, "three layers are in flight")
+    _, handler = pair.fly("t", SRC, DST, TOKENS)
     pair.hub.stop(pair.prefill.transport)
     with pair.prefill.endpoint.lock:  # its loop stands still: no heartbeats
         until(lambda: bool(handler.calls), "the request falls back")
@@ -204,33 +189,27 @@ def test_hostile_frames_do_not_disturb_a_running_link(pair: Pair) -> None:
 
 
 def test_close_ends_within_its_time_with_transfers_under_way(pair: Pair) -> None:
-    pair.hub.hold = True
-    log = pair.announce("t")
-    pair.expect("t")
-    pair.decode.receiver.offer("t", DST, 0, TOKENS)
-    until(lambda: pair.sender_state("writing") == 1, "the offer is there")
-    pair.compute("t", SRC, TOKENS)
-    until(lambda: len(pair.hub.flights) == 3, "three layers are in flight")
+    log, _ = pair.fly("t", SRC, DST, TOKENS)
     pair.prefill.endpoint.close()
     assert log.ended.is_set()
     pair.prefill.endpoint.close()
 
 
 def test_a_hundred_restarts_of_either_side_under_load_need_nobody_elses() -> None:
-    """smg#2503, vllm#49238: both workers come back again and again on their ports, in the middle of transfers."""
+    """smg#2503, vllm#49238: both workers come back again and again on their ports, with layers in flight."""
     pair = Pair()
     for round_ in range(50):
         for side in ("prefill", "decode"):
             name = f"{side}-{round_}"
-            pair.announce(f"{name}-cut")
-            cut = pair.expect(f"{name}-cut")
-            pair.decode.receiver.offer(f"{name}-cut", DST, 0, TOKENS)
+            _, cut = pair.fly(f"{name}-cut", SRC, DST, TOKENS)
             old, port = getattr(pair, side), getattr(pair, side).port
             old.close()
+            pair.hub.hold = False
             setattr(pair, side, Node(pair.hub, side, old.layout, TIMEOUTS).open(port))
             if side == "prefill":
                 assert cut.wait()[-1] == "released"
-            assert pair.transfer(f"{name}-new", SRC, DST, TOKENS) == ["ready 42", "released"]
+            for again in ("first", "second"):
+                assert pair.transfer(f"{name}-{again}", SRC, DST, TOKENS) == ["ready 42", "released"]
     until(pair.idle, "nothing is held")
     assert len(pair.prefill.endpoint.peers()) == len(pair.decode.endpoint.peers()) == 1
     assert pair.prefill.endpoint.num_closing() == pair.decode.endpoint.num_closing() == 0

@@ -153,13 +153,7 @@ def test_many_transfers_at_once_keep_their_bytes_apart(pair: Pair) -> None:
 
 
 def test_receiver_that_cancels_gets_its_blocks_back_when_the_sender_is_quiet(pair: Pair) -> None:
-    pair.hub.hold = True
-    log = pair.announce("t")
-    handler = pair.expect("t")
-    pair.decode.receiver.offer("t", DST, 0, TOKENS)
-    until(lambda: pair.sender_state("writing") == 1, "the offer is there")
-    pair.compute("t", SRC, TOKENS)
-    until(lambda: len(pair.hub.flights) == 3, "three layers are in flight")
+    log, handler = pair.fly("t", SRC, DST, TOKENS)
     pair.decode.receiver.cancel("t", "client left")
     until(lambda: pair.sender_state("draining") == 1, "the sender drains")
     assert pair.decode.endpoint.receiver.num_quarantined() == len(DST)
@@ -170,10 +164,7 @@ def test_receiver_that_cancels_gets_its_blocks_back_when_the_sender_is_quiet(pai
 
 
 def test_sender_that_cancels_tells_the_receiver(pair: Pair) -> None:
-    log = pair.announce("t")
-    handler = pair.expect("t")
-    pair.decode.receiver.offer("t", DST, 0, TOKENS)
-    until(lambda: pair.sender_state("writing") == 1, "the offer is there")
+    log, handler = pair.begin("t", DST, TOKENS)
     pair.prefill.sender.cancel("t", "preempted")
     assert handler.wait() == ["failed aborted: preempted", "released"]
     assert log.wait() == ["failed aborted: preempted", "end"]
@@ -279,10 +270,7 @@ def test_blocks_that_cannot_be_closed_wait_for_the_fence_of_their_session(
         raise TransportFailure("the GPU still copies")
 
     monkeypatch.setattr(pair.decode.transport, "close_blocks", close_blocks)
-    pair.announce("t")
-    handler = pair.expect("t")
-    pair.decode.receiver.offer("t", DST, 0, TOKENS)
-    until(lambda: pair.sender_state("writing") == 1, "the offer has come")
+    _, handler = pair.begin("t", DST, TOKENS)
     close_peer, closing = pair.decode.transport.close_peer, list[str]()
     monkeypatch.setattr(pair.decode.transport, "close_peer", closing.append)
     pair.compute("t", SRC, TOKENS)

@@ -237,6 +237,17 @@ def keep(made: Server, request_id: str, seed: int) -> None:
     made.finish(request_id)
 
 
+def load_fails(made: Server) -> None:
+    """vLLM has found the prompt, and computes it in the end."""
+    made.book.allocated("r", table(2), 32)
+    results = made.until(lambda results: results.received)
+    assert results.failed == {"r"}
+    assert results.failed_blocks == set(table(2))
+    assert made.find("r") == 0, "vLLM computes it"
+    made.run("r", table(2))
+    made.finish("r")
+
+
 def reset(made: Server) -> None:
     assert made.book.store is not None
     made.book.store.reset(os.urandom(4).hex())
@@ -329,10 +340,7 @@ def test_a_record_that_its_tier_has_lost_is_a_shorter_prefix_and_no_failure() ->
     """It is fetched before vLLM is answered."""
     tier = StubTier()
     with opened(tiers=[tier]) as store, server(store) as made:
-        made.arrive("w")
-        made.find("w")
-        made.run("w", table(1))
-        made.finish("w")
+        keep(made, "w", 1)
         assert all(tier.kept.acquire(timeout=WAIT_S) for _ in range(2))
         store.clear(places=["memory"])
         tier.flip(made.store.source.keys(PROMPT).by_group[0][1])
@@ -346,31 +354,19 @@ def test_a_record_that_its_tier_has_lost_is_a_shorter_prefix_and_no_failure() ->
 
 def test_a_load_whose_lease_has_ended_fails_and_names_its_blocks() -> None:
     with opened() as store, server(store) as made:
-        made.arrive("w")
-        made.find("w")
-        made.run("w", table(1))
-        made.finish("w")
+        keep(made, "w", 1)
         made.arrive("r")
         assert made.find("r") == 32
         with store._lock:
             assert store._catalog.expire(float("1e18"))
-        made.book.allocated("r", table(2), 32)
-        results = made.until(lambda results: results.received)
-        assert results.failed == {"r"}
-        assert results.failed_blocks == set(table(2))
-        assert made.find("r") == 0, "vLLM computes it"
-        made.run("r", table(2))
-        made.finish("r")
+        load_fails(made)
 
 
 def test_a_load_for_an_adapter_that_was_replaced_fails_though_its_bytes_have_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with opened() as store, server(store) as made:
-        made.arrive("w")
-        made.find("w")
-        made.run("w", table(1))
-        made.finish("w")
+        keep(made, "w", 1)
         made.arrive("r")
         assert made.find("r") == 32
 
@@ -379,21 +375,12 @@ def test_a_load_for_an_adapter_that_was_replaced_fails_though_its_bytes_have_com
             return False
 
         monkeypatch.setattr(made.adapters, "has", other)
-        made.book.allocated("r", table(2), 32)
-        results = made.until(lambda results: results.received)
-        assert results.failed == {"r"}
-        assert results.failed_blocks == set(table(2))
-        assert made.find("r") == 0, "vLLM computes it"
-        made.run("r", table(2))
-        made.finish("r")
+        load_fails(made)
 
 
 def test_what_was_found_is_held_for_a_while_and_looked_up_again_after_it() -> None:
     with opened() as store, server(store) as made:
-        made.arrive("w")
-        made.find("w")
-        made.run("w", table(1))
-        made.finish("w")
+        keep(made, "w", 1)
         made.arrive("r")
         assert made.find("r") == 32
         made.now_s = 31.0
@@ -407,10 +394,7 @@ def test_what_was_found_is_held_for_a_while_and_looked_up_again_after_it() -> No
 @pytest.mark.parametrize("when", ["asked", "found", "loading"])
 def test_an_abort_lets_go_of_everything(when: str) -> None:
     with opened() as store, server(store) as made:
-        made.arrive("w")
-        made.find("w")
-        made.run("w", table(1))
-        made.finish("w")
+        keep(made, "w", 1)
         made.arrive("r")
         stop = threading.Event()
         if when == "asked":
@@ -452,10 +436,7 @@ def test_an_abort_while_its_prompt_comes_keeps_the_connection_to_the_store(
         client(listener.path, timeout_s=0.5) as mine,
         server(mine) as made,
     ):
-        made.arrive("w")
-        made.find("w")
-        made.run("w", table(1))
-        made.finish("w")
+        keep(made, "w", 1)
         assert mine.flush(WAIT_S)
         mine.clear(places=[MEMORY])
         monkeypatch.setattr(Prompt, "fetch", fetch)
@@ -607,10 +588,7 @@ def test_what_is_not_needed_is_let_go_of_while_the_store_does_not_answer(monkeyp
 def test_what_is_loaded_while_the_store_is_reset_does_not_come_back_to_it() -> None:
     with opened() as store, server(store) as made:
         assert made.book.store is not None
-        made.arrive("w")
-        made.find("w")
-        made.run("w", table(1))
-        made.finish("w")
+        keep(made, "w", 1)
         made.arrive("r", [*PROMPT, *range(900, 910)])
         made.book.allocated("r", table(2), made.find("r"))
         made.book.store.reset("era")
