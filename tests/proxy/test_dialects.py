@@ -277,6 +277,24 @@ async def test_sglang_leg_that_is_given_up_is_aborted_by_its_id_at_once() -> Non
         assert [(await each)[0] for each in asked] == [200, 200]
 
 
+async def test_sglang_leg_of_messages_that_is_given_up_ends_with_its_connection() -> None:
+    """`AnthropicMessagesRequest` has no `rid` (0.5.23), so nothing can be aborted by one."""
+    async with bench(entry_of("sglang"), num=2) as it:
+        it.prefills[0].fail_with = 503
+        for each in it.decodes:
+            each.gate = asyncio.Event()
+        said = [{"role": "user", "content": "hello"}]
+        asked = [asyncio.create_task(it.ask("/v1/messages", messages=said, max_tokens=3)) for _ in range(2)]
+        await until(lambda: any(got.aborted for each in it.decodes for got in each.received), "its end")
+        for each in it.decodes:
+            assert each.gate is not None
+            each.gate.set()
+        assert [(await each)[0] for each in asked] == [200, 200]
+        servers = [each for each in (*it.prefills, *it.decodes) if isinstance(each, FakeSglang)]
+        assert [each.aborts for each in servers] == [[], [], [], []]
+        assert not any("rid" in got.body for each in servers for got in each.received)
+
+
 async def test_sglang_request_of_several_answers_is_refused_without_a_plain_server() -> None:
     """The KV of its prompt reaches one of them, and decode can compute no prompt."""
     async with bench(entry_of("sglang")) as it:

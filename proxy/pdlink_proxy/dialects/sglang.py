@@ -5,7 +5,7 @@ Shapes: SGLang 0.5.23 (managers/io_struct.py, entrypoints/http_server.py). Its w
 A decode server computes no prompt, so there is no decode alone: what no pair can serve needs a plain server.
 
 A leg that was given up is aborted by its ids (`rid`, one for each prompt), at once; else the other one would wait for
-minutes (sglang#9726).
+minutes (sglang#9726). /v1/messages takes no id: its leg ends with its connection, which SGLang looks at every 4 s.
 
 Its own interface, /generate, is served in two legs, too: the same body to both. Log-probabilities of the prompt are
 made by prefill, and those of the answer by decode, so the client's answer waits for both.
@@ -68,7 +68,8 @@ def _legs(call: Call, transfer: TransferTerms) -> tuple[bytes, bytes]:
         num = len(rids)
         rooms = [(room + i) & _MAX_ROOM for i in range(num)]
         fields = {"bootstrap_host": [host] * num, "bootstrap_port": [port] * num, "bootstrap_room": rooms}
-    fields["request_id" if call.path == RESPONSES else "rid"] = rids
+    if call.path != MESSAGES:
+        fields["request_id" if call.path == RESPONSES else "rid"] = rids
     both = {**call.fields, **fields}
     alone = {name: raw for name, raw in both.items() if name not in ("stream", "stream_options")}
     if call.path == RESPONSES:
@@ -189,7 +190,7 @@ def _unless_repeatable(call: Call, links: Links) -> str:
 
 
 async def _abort(client: HttpClient, url: str, transfer_id: str, call: Call) -> None:
-    rids = _rids(call, transfer_id)
+    rids = _rids(call, transfer_id) if call.path != MESSAGES else []
     with suppress(HttpError, OSError, TimeoutError):
         for rid in rids if isinstance(rids, list) else [rids]:
             await post(client, f"{url}/abort_request", {"rid": rid}, timeout_s=ABORT_S)
