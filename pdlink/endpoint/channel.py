@@ -49,7 +49,7 @@ _MAX_KNOWN_ROUTES = 65_536
 _QUEUE_FRAMES = 16
 """Frames that libzmq queues for one peer. More of them wait in `Sessions`, which counts their bytes."""
 
-_UNREAD_FRAMES = 32
+_UNREAD_FRAMES = 8
 """Whole unread frames of one peer; then libzmq stops reading its socket. A peer can make us hold this many times
 MAX_FRAME_NBYTES."""
 

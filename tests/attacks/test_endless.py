@@ -52,6 +52,22 @@ def test_message_that_never_ends_costs_its_connection_and_no_memory(pair: Pair) 
     assert not [event for event in pair.events if isinstance(event, PeerChanged) and event.state == "lost"]
 
 
+def test_whole_frames_that_nobody_reads_are_few(pair: Pair) -> None:
+    """32 of 4 MiB were 126 MiB for one peer, while the loop was busy with another one."""
+    frame = b"\x02" + struct.pack(">Q", 4 * 2**20) + bytes(4 * 2**20)
+    assert pair.transfer("before", SRC, DST, TOKENS) == ["ready 42", "released"]
+    with socket.create_connection(("127.0.0.1", pair.prefill.port), WAIT_S) as flood:
+        flood.sendall(GREETING + READY)
+        flood.settimeout(1.0)
+        before = resident_nbytes()
+        with pair.prefill.endpoint.lock, pytest.raises(TimeoutError):
+            for _ in range(64):
+                flood.sendall(frame)
+        grown = resident_nbytes() - before
+    assert grown < 80 * 2**20, f"{grown >> 20} MiB"
+    assert pair.transfer("after", SRC, DST, TOKENS) == ["ready 42", "released"]
+
+
 def test_peer_that_speaks_the_oldest_zeromq_disturbs_nobody(pair: Pair) -> None:
     """ZMTP 1.0 has no greeting but the length of a name: libzmq takes it, and knows nothing about its connection."""
     assert pair.transfer("before", SRC, DST, TOKENS) == ["ready 42", "released"]
