@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 from typing import TYPE_CHECKING, Any
+
+from pdlink import threads
 
 if TYPE_CHECKING:
     import zmq
@@ -24,7 +25,7 @@ def end(context: zmq.Context[Any], *, linger_ms: int = 0, limit_s: float = _LIMI
     and is closed at once. Seen with PUB and ROUTER, without linger, once in some 1,000 ends. The sockets are closed
     by then; a thread and a few descriptors stay until the process ends.
     """
-    thread = threading.Thread(target=context.destroy, args=(linger_ms,), name="pdlink-zmq-end", daemon=True)
+    thread = threads.guarded("pdlink-zmq-end", lambda: context.destroy(linger_ms), lambda _: None)
     thread.start()
     thread.join(linger_ms / 1000 + limit_s)
     if thread.is_alive():

@@ -24,6 +24,7 @@ BASE = {
     "extras",
     "logs",
     "reasons",
+    "threads",
     "zmq_context",
 }
 
@@ -32,7 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reasons": set(),
     "capabilities": set(),
     "compiled": set(),
-    "zmq_context": set(),
+    "threads": set(),
+    "zmq_context": {"threads"},
     "breaker": set(),
     "extras": {"errors"},
     "logs": set(),

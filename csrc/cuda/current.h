@@ -23,6 +23,14 @@ void call_driver(const char* name, Arguments... arguments) {
 // Make a context current in the calling thread, for good. Throws std::runtime_error.
 inline void make_current(std::uintptr_t context) { call_driver("cuCtxSetCurrent", reinterpret_cast<void*>(context)); }
 
+// The same where nobody can be told. Of a context that has failed every call that follows fails, too, and says so.
+inline void try_make_current(std::uintptr_t context) noexcept {
+    try {
+        make_current(context);
+    } catch (const std::exception&) {
+    }
+}
+
 // While it exists, a context is current in the calling thread; 0 changes nothing. Throws std::runtime_error.
 class Current {
   public:
@@ -34,7 +42,7 @@ class Current {
     Current(const Current&) = delete;
     Current& operator=(const Current&) = delete;
     ~Current() {
-        if (context_) make_current(reinterpret_cast<std::uintptr_t>(before_));
+        if (context_) try_make_current(reinterpret_cast<std::uintptr_t>(before_));
     }
 
   private:

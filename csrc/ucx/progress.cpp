@@ -56,7 +56,7 @@ bool Engine::round(Lock& lock) {
     const std::uintptr_t cuda_context = cuda_context_;
 
     lock.unlock();
-    if (cuda_context != std::exchange(current_cuda_context_, cuda_context)) cuda::make_current(cuda_context);
+    if (cuda_context != std::exchange(current_cuda_context_, cuda_context)) cuda::try_make_current(cuda_context);
     bool more = progress(writing_);
     for (const Peer* peer : awake_) more |= progress(peer->incoming->worker());
     bool one_ended = false;

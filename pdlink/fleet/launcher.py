@@ -7,6 +7,7 @@ pass here, it is started again when it ends, and it ends when this process does,
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,8 @@ from pdlink.fleet.child import START_TIMEOUT_S, start, stop
 from pdlink.fleet.post import Here, Post, PostPlan, ProcessReport
 from pdlink.fleet.secrets import Unnamed
 from pdlink.serve.process import bind
+
+log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
 
@@ -74,6 +77,9 @@ class Launcher:
                 if post.report is not None:  # while it is away, it has the facts of its last life: the same address
                     facts = post.report.facts or self._report.facts
                     self._report = replace(post.report, node=node, facts=facts)
-        except (PdlinkError, OSError) as error:
-            post.end()
+        except Exception as error:  # noqa: BLE001  the outermost frame: the report says it
+            if not isinstance(error, PdlinkError | OSError):
+                log.exception("the keeper of %s has died", self._report.node or "this process")
+                error = RuntimeError(f"its keeper has died: {type(error).__name__}: {error}")
             self._report = replace(self._report, facts={}, failed=str(error))
+            post.end()

@@ -34,6 +34,8 @@ _FIRST_DELAY_S = 0.5
 LAUNCH_S = 90.0
 """Until a new process is heard of for the first time: an actor is a Python process with Ray's modules, 1 s on an idle
 node, 30 s on one with eight times as much to do as it has cores."""
+_AWAY_S = 1.0
+"""Between two questions to a cluster that does not answer."""
 _TRIES = 3
 """A process that dies so often before it is ready for the first time has no chance."""
 _ROOM_S = 10.0
@@ -48,6 +50,10 @@ def delay_s(num_failures: int) -> float:
 
 class ProcessEnded(Exception):
     """This life of a process is over; the message says how, with the process as its subject."""
+
+
+class ClusterAway(Exception):
+    """The cluster could not be asked now; the message says why. Nothing is known to have changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +187,8 @@ class Post:
         self._began_s = self._since_s = clock()
         """`_since_s`: of the present step: reserved, or launched, or heard."""
         self._launched_s = 0.0
-        self._again_s = 0.0
+        self._again_s = self._away_s = 0.0
+        self._is_away = False
         self._ready_s: float | None = None
         self._lost_s: float | None = None
         self._num_lives = 0
@@ -212,6 +219,20 @@ class Post:
         PlacementFailed where there is no room for it.
         """
         now_s = self._clock()
+        if now_s < self._away_s:
+            return
+        try:
+            self._look(now_s)
+        except ClusterAway as error:
+            if not self._is_away:
+                log.warning("%s: the cluster does not answer (%s); asking again", self.plan.label, error)
+            self._is_away, self._away_s = True, now_s + _AWAY_S
+            return
+        if self._is_away:
+            log.warning("%s: the cluster answers again", self.plan.label)
+            self._is_away = False
+
+    def _look(self, now_s: float) -> None:
         if self.actor is not None:
             self._hear(now_s)
             return
@@ -266,10 +287,12 @@ class Post:
             return
         self.report, self._since_s = report, now_s
         if report.version != __version__:
-            raise ChildFailed(
-                f"{self.plan.label}: pdlink {report.version} on node {report.node}, expected {__version__} as here; "
-                "install the same on all nodes"
-            )
+            why = f"pdlink {report.version} on node {report.node}, expected {__version__} as here"
+            if not self._ever_ready:
+                raise ChildFailed(f"{self.plan.label}: {why}; install the same on all nodes")
+            # A node that came later, or was updated: the others go on.
+            self._lose(now_s, f"cannot run there ({why}; install the same on all nodes)", elsewhere=True)
+            return
         if report.failed:
             if not self._ever_ready:
                 raise ChildFailed(report.failed)

@@ -60,11 +60,20 @@ def _run_processes(
     """Run them until SIGTERM, SIGINT or the end of the parent. reread: loads the settings again, on SIGHUP. Raises
     ConfigError and ChildFailed before all are ready."""
     posts: list[Post] = []
+    places: list[Here] = []
+    is_ready = is_asked = False
+
+    def reload(*_: object) -> None:
+        nonlocal is_asked
+        is_asked = not is_ready
+        if is_ready:
+            _reload(places, directory, reread)
+
+    signal.signal(signal.SIGHUP, reload)  # before any start: by default it ends a process
     with contextlib.ExitStack() as held:
         bound = held.enter_context(bind(*config.at, "listen", shared=True))
         directory = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="pdlink-proxy-")))
         listen = str(HostPort(config.at.host, bound.getsockname()[1]))
-        places: list[Here] = []
         for index in range(config.processes):
             label = f"proxy-{index}"
             place = {"directory": str(directory), "number": index, "processes": config.processes}
@@ -74,11 +83,13 @@ def _run_processes(
         try:
             with until_stopped():
                 await_all(posts, START_TIMEOUT_S)
-                signal.signal(signal.SIGHUP, lambda *_: _reload(places, directory, reread))
                 assert posts[0].report is not None
                 facts = {**posts[0].report.facts, "name": "proxy"}
                 facts["line"] = f"{facts['line']}, {config.processes} processes"
                 say(facts["line"])
+                is_ready = True
+                if is_asked:  # while they started, perhaps after the settings were read
+                    reload()
                 if parent is not None:
                     parent.ready(facts)
                 keep(posts, parent.ended if parent is not None else lambda: False)

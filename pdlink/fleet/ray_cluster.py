@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 from pdlink.errors import ConfigError
 from pdlink.fleet.launcher import Launcher
 from pdlink.fleet.placing import NodeRoom
-from pdlink.fleet.post import ProcessEnded
+from pdlink.fleet.post import ClusterAway, ProcessEnded
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pdlink.fleet.post import PostPlan, ProcessReport
 
 _ASK_S = 0.5
@@ -95,19 +97,33 @@ class RayCluster:
         """Every group and actor that is left ends with the connection."""
         self._ray.shutdown()
 
+    @contextlib.contextmanager
+    def _asked(self) -> Iterator[None]:
+        """Of Ray's own processes, which may be gone for a while: the head of a cluster that starts again.
+
+        Raises ClusterAway.
+        """
+        try:
+            yield
+        except (self._ray.exceptions.RayError, ConnectionError, TimeoutError) as error:
+            raise ClusterAway(_last_line(error)) from None
+
     def nodes(self) -> list[NodeRoom]:
-        free = self._ray._private.state.available_resources_per_node()
-        return [
-            NodeRoom(each["NodeID"], dict(each["Resources"]), dict(free.get(each["NodeID"], {})))
-            for each in self._ray.nodes()
-            if each["Alive"]
-        ]
+        """Raises ClusterAway, as all that follow but `kill` and `release`."""
+        with self._asked():
+            free = self._ray._private.state.available_resources_per_node()
+            return [
+                NodeRoom(each["NodeID"], dict(each["Resources"]), dict(free.get(each["NodeID"], {})))
+                for each in self._ray.nodes()
+                if each["Alive"]
+            ]
 
     def reserve(self, plan: PostPlan, avoid: frozenset[str]) -> PlacementGroup:
         where = [{"ray.io/node-id": f"!in({','.join(sorted(avoid))})"}] if avoid else None
-        made = self._groups.placement_group(
-            [dict(plan.need)], strategy="STRICT_PACK", name=f"pdlink-{plan.label}", bundle_label_selector=where
-        )
+        with self._asked():
+            made = self._groups.placement_group(
+                [dict(plan.need)], strategy="STRICT_PACK", name=f"pdlink-{plan.label}", bundle_label_selector=where
+            )
         return PlacementGroup(made)
 
     def is_placed(self, group: PlacementGroup) -> bool:
@@ -115,7 +131,8 @@ class RayCluster:
         now_s = time.monotonic()
         if now_s - group.looked_s >= _LOOK_S:
             group.looked_s = now_s
-            group.placed = self._groups.placement_group_table(group.group)["state"] == "CREATED"
+            with self._asked():
+                group.placed = self._groups.placement_group_table(group.group)["state"] == "CREATED"
         return group.placed
 
     def launch(self, group: PlacementGroup, plan: PostPlan) -> Actor:
@@ -129,16 +146,16 @@ class RayCluster:
         made = self._actor_class.options(
             name=None, max_restarts=0, max_task_retries=0, scheduling_strategy=within, **options
         )
-        actor = Actor(made.remote(plan.label, plan.role, plan.settings, self._token))
-        self._ask(actor)
-        return actor
+        with self._asked():
+            return Actor(made.remote(plan.label, plan.role, plan.settings, self._token))
 
     def hear(self, actor: Actor) -> ProcessReport | None:
         if actor.question is None:
             if time.monotonic() - actor.asked_s >= _ASK_S:
                 self._ask(actor)
             return None
-        done, _ = self._ray.wait([actor.question], timeout=0)
+        with self._asked():
+            done, _ = self._ray.wait([actor.question], timeout=0)
         if not done:
             return None
         question, actor.question = actor.question, None
@@ -148,18 +165,19 @@ class RayCluster:
         except errors.ActorUnavailableError:
             return None  # what Ray says of a node that is gone, until it knows
         except errors.RayError as error:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            raise ProcessEnded(f"lost its actor ({lines[-1][:300] if lines else type(error).__name__})") from None
+            raise ProcessEnded(f"lost its actor ({_last_line(error)})") from None
         return report
 
     def _ask(self, actor: Actor) -> None:
-        actor.asked_s, actor.question = time.monotonic(), actor.handle.report.remote()
+        with self._asked():
+            actor.asked_s, actor.question = time.monotonic(), actor.handle.report.remote()
 
     def stop(self, actors: list[Actor], drain_s: float, timeout_s: float) -> None:
         """Let the workers of these drain; returns when they have ended, or after `timeout_s`."""
-        asked = [actor.handle.stop.remote(drain_s) for actor in actors]
-        if asked:
-            self._ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            asked = [actor.handle.stop.remote(drain_s) for actor in actors]
+            if asked:
+                self._ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
 
     def kill(self, actor: Actor) -> None:
         with contextlib.suppress(self._ray.exceptions.RayError):
@@ -168,3 +186,8 @@ class RayCluster:
     def release(self, group: PlacementGroup) -> None:
         with contextlib.suppress(self._ray.exceptions.RayError):
             self._groups.remove_placement_group(group.group)
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(error).__name__

@@ -14,10 +14,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pdlink.endpoint.token import credentials_of
+from pdlink.errors import ConfigError
 from pdlink.fleet import placing
 from pdlink.fleet.child import START_TIMEOUT_S, start, stop
 from pdlink.fleet.keeping import await_all, keep, log, picture, until_stopped
-from pdlink.fleet.post import Here, Post, PostPlan
+from pdlink.fleet.post import ClusterAway, Here, Post, PostPlan
 from pdlink.fleet.ray_cluster import RayCluster
 from pdlink.fleet.secrets import Unnamed
 from pdlink.fleet.up import worker_settings
@@ -48,7 +49,12 @@ def up(config: RayUpConfig, say: Callable[[str], None]) -> None:
         held.callback(cluster.close)
         try:
             with until_stopped():  # Ray has handlers of its own by now
-                nodes = cluster.nodes()
+                try:
+                    nodes = cluster.nodes()
+                except ClusterAway as error:
+                    raise ConfigError(
+                        f"ray.address: {config.ray.address} does not answer ({error}); look at `ray status`"
+                    ) from None
                 for plan in plans:
                     placing.check(plan.label, plan.setting, plan.need, nodes)
                 door = held.enter_context(bind(cluster.host, 0, "proxy.discover"))

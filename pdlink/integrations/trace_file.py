@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdlink import threads
 from pdlink.events import listen
 from pdlink.observe import traces
 from pdlink.observe.timeline import Timeline
@@ -26,7 +27,7 @@ class TraceFile:
         self._changed, self._ended = threading.Event(), threading.Event()
         self._failed = False
         self._stop_listening = listen(self._on_event)
-        self._thread = threading.Thread(target=self._main, name="pdlink-timeline", daemon=True)
+        self._thread = threads.guarded("pdlink-timeline", self._main, lambda _: self._stop_listening())
         self._thread.start()
 
     def _on_event(self, event: Event) -> None:

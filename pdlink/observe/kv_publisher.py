@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
-from pdlink import zmq_context
+from pdlink import threads, zmq_context
 from pdlink.errors import ConfigError
 from pdlink.observe.kv_ledger import AllBlocksCleared, Event, EventBatch, Ledger, events_of
 
@@ -80,7 +80,7 @@ class KVPublisher:
             self._context.destroy(linger=0)
             raise
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._thread = threading.Thread(target=self._run, name="pdlink-kv-events", daemon=True)
+        self._thread = threads.guarded("pdlink-kv-events", self._run, self._died)
         self._thread.start()
 
     def stored(self, place: BlockPlace, key: bytes, preimage: Preimage | None = None) -> None:
@@ -146,6 +146,14 @@ class KVPublisher:
                 self._closing.wait(_LINGER_S)
                 self._publish_news()
         self._publish([cleared])
+
+    def _died(self, why: str) -> None:
+        """Subscribers lose their connections instead of hearing nothing."""
+        with self._lock:
+            self._rung = True  # nobody reads what is written to the bell
+        for socket in (self._pub, self._replay):
+            socket.close(linger=0)
+        log.error("kv_events: %s; nothing is published any more; start this process again", why)
 
     def _publish_news(self) -> None:
         os.eventfd_read(self._bell)

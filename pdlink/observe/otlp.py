@@ -9,6 +9,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pdlink import threads
 from pdlink.observe.spans import unix_offset_s
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class SpanSender:
         self._closing = False
         self.num_sent = self.num_dropped = 0
         self._failing = False
-        self._thread = threading.Thread(target=self._run, name="pdlink-spans", daemon=True)
+        self._thread = threads.guarded("pdlink-spans", self._run, self._died)
 
     def open(self) -> None:
         self._thread.start()
@@ -83,6 +84,13 @@ class SpanSender:
                 self._export(batch)
             elif closing:
                 return
+
+    def _died(self, _why: str) -> None:
+        """Drop what comes, and count it."""
+        with self._more:
+            self.num_dropped += len(self._waiting)
+            self._waiting.clear()
+            self._max_waiting = 0
 
     def _export(self, batch: Sequence[_Sent]) -> None:
         failure = self._made.export(batch)

@@ -6,6 +6,7 @@ an asyncio loop and reads the answer's tokens from a `Stream` of that loop.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from dataclasses import replace
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from pdlink.store.source import Source
     from pdlink.store.turns import Retention
 
+log = logging.getLogger(__name__)
 
 _BLOCK_OVERHEAD_NBYTES = 64
 """What a block costs beside its KV: two list entries and an int of the pool (measured: 56 bytes)."""
@@ -296,6 +298,8 @@ class Worker:
     def _run_engine(self) -> None:
         try:
             self.engine.run()
+        except Exception:
+            log.exception("the engine has died")
         finally:
             if not self.draining:
                 end_process()

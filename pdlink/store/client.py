@@ -322,9 +322,11 @@ class RemoteStore(AnyStore):
         while not self._closing:
             try:
                 link = self._connect()
-            except (OSError, ProtocolError) as error:
+            except Exception as error:  # noqa: BLE001  whatever it is, the next attempt comes
                 if self._closing:
                     break
+                if not isinstance(error, OSError | ProtocolError):
+                    log.exception("no connection to the store at %s", self.path)
                 self._warn_once(f"the store at {self.path}: {error}; everything is a miss until it answers")
                 with self._changed:
                     self._changed.wait_for(lambda: self._closing, pause_s)
@@ -333,7 +335,7 @@ class RemoteStore(AnyStore):
             if lost_s and self._warned:
                 log.warning("the store at %s answers after %.1f s", self.path, time.monotonic() - lost_s)
             self._warned.clear()
-            reason = link.hear()
+            reason = link.hear_safely()
             with self._changed:
                 self._link = None
             link.close()

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
+from pdlink import threads
 from pdlink.cuda.copies import MOST_ROWS, MOST_TOKENS, Copies, kernels_if_any
 from pdlink.cuda.driver import CudaEvent, CudaFailure, CudaStream
 from pdlink.cuda.steps import PinnedSteps
@@ -131,7 +132,7 @@ class GpuPages:
             self._opened = made.pop_all()
         self._stores, self._loads = _Direction(stores), _Direction(loads)
         self._directions = (self._stores, self._loads)
-        self._thread = threading.Thread(target=self._run, name="pdlink-store-gpu", daemon=True)
+        self._thread = threads.guarded("pdlink-store-gpu", self._run, self._died)
         self._thread.start()
         for row in self.ways.table:
             log.debug("copies of %s: %s", self._device.name, row)
@@ -400,6 +401,23 @@ class GpuPages:
                     for direction in self._directions:
                         direction.copies.rung()
 
+    def _died(self, why: str) -> None:
+        """What waits fails; copies that were under way are lost, as of a GPU that has failed."""
+        with self._lock:
+            self._break(why)
+            failed = self._give_up()
+        for job in failed:
+            if job.then is not None:
+                job.then(why)
+
+    def _give_up(self) -> list[Job]:
+        """What will not be copied. Under the lock."""
+        failed: list[Job] = []
+        for direction in self._directions if self._broken else ():
+            failed += [job for job in direction.line if not self.lost or len(job.rows)]
+            direction.line.clear()
+        return failed
+
     def _look(self) -> tuple[list[Job], list[Job], list[Job]]:
         """What is over, what has begun, and what will not."""
         over: list[Job] = []
@@ -417,11 +435,7 @@ class GpuPages:
                     arena.close()
         except CudaFailure as failure:
             self._break(str(failure))
-        failed: list[Job] = []
-        for direction in self._directions if self._broken else ():
-            failed += [job for job in direction.line if not self.lost or len(job.rows)]
-            direction.line.clear()
-        return over, told, failed
+        return over, told, self._give_up()
 
     # --- Small things
 

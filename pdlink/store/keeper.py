@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.5
+_FAILED_PAUSE_S = 1.0
+"""Unless it is woken."""
 
 
 class Keeper:
@@ -59,30 +61,42 @@ class Keeper:
         self._thread.join()
 
     def _run(self) -> None:
-        catalog = self._books.catalog
         while True:
-            self._below.try_again()
-            self._books.tell()  # of what has expired, and of what went with the end of a lease
+            try:
+                self._keep()
+            except Exception:  # a store without its keeper ends no lease: the next round tries again
+                log.exception("a round of the store's keeper has failed")
+                with self._work:
+                    self._work.wait(_FAILED_PAUSE_S)
             with self._work:
                 if self._closing:
                     return
-                now_s = self._clock()
-                catalog.expire(now_s)
-                self._writing.pay()
-                late = self._fetching.late(now_s)
-                catalog.resize(self._arena.room_nbytes)
-                used_nbytes = catalog.used_nbytes
-                grows = self._arena.wants_more(used_nbytes)
-                begin = self.gathering.next(self._arena.committed_nbytes)
-                if not late and not grows and begin is None and not catalog.is_due(now_s):
-                    self._work.wait(_PAUSE_S)
-                    continue
-            for fetch in late:
-                fetch.finish()
-            if grows:
-                self._arena.run_ahead(used_nbytes)
-            elif begin is not None:
-                self._gather(begin)
+
+    def _keep(self) -> None:
+        """One round."""
+        catalog = self._books.catalog
+        self._below.try_again()
+        self._books.tell()  # of what has expired, and of what went with the end of a lease
+        with self._work:
+            if self._closing:
+                return
+            now_s = self._clock()
+            catalog.expire(now_s)
+            self._writing.pay()
+            late = self._fetching.late(now_s)
+            catalog.resize(self._arena.room_nbytes)
+            used_nbytes = catalog.used_nbytes
+            grows = self._arena.wants_more(used_nbytes)
+            begin = self.gathering.next(self._arena.committed_nbytes)
+            if not late and not grows and begin is None and not catalog.is_due(now_s):
+                self._work.wait(_PAUSE_S)
+                return
+        for fetch in late:
+            fetch.finish()
+        if grows:
+            self._arena.run_ahead(used_nbytes)
+        elif begin is not None:
+            self._gather(begin)
 
     def _gather(self, begin: int) -> None:
         """A step of the arena into huge pages; half of a core at most."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
@@ -19,6 +20,7 @@ from pdlink.store.slots import Slot
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+log = logging.getLogger(__name__)
 Answer = TypeVar("Answer", wire.FoundAt, wire.Reserved, wire.Fetched, wire.Forgot, wire.Count)
 _PING = 0
 """The call of a ping that nobody waits for. Others are positive, and negative for pings that somebody waits for."""
@@ -116,6 +118,15 @@ class Link:
                 future.set_result(None)
         for fetch in fetches:
             fetch.finish()
+
+    def hear_safely(self) -> str:
+        """The same as `hear`; what is raised there loses the link."""
+        try:
+            return self.hear()
+        except Exception as error:
+            log.exception("the store's answers could not be handed out")
+            self.lose(f"{type(error).__name__}: {error}")
+            return self.lost
 
     def hear(self) -> str:
         """Hand out answers until it is lost; why."""

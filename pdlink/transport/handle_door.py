@@ -10,18 +10,19 @@ refuse (pytorch#165685).
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import os
 import secrets
 import socket
 import struct
-import threading
 import time
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import msgspec
 
+from pdlink import threads
 from pdlink.cuda.virtual import FABRIC_HANDLE_NBYTES, SharedMemory
 from pdlink.errors import LocalError, ProtocolError, TransportFailure
 
@@ -37,6 +38,7 @@ _MOST_AT_ONCE: Final = 64
 """Chunks in one answer. The kernel passes 253 descriptors with one message (SCM_MAX_FD)."""
 _MOST_NBYTES: Final = 16 << 10
 _ANSWER_S: Final = 1.0
+_AGAIN_S: Final = 0.1
 """For one asker, who may have come to hold the others up."""
 _CREDENTIALS: Final = struct.Struct("iii")
 
@@ -87,7 +89,8 @@ class HandleDoor:
             self._listener.close()
             raise
         self._closed = False
-        self._thread = threading.Thread(target=self._serve, name="pdlink-handles", daemon=True)
+        # Without it peers are refused at once, and take another lane.
+        self._thread = threads.guarded("pdlink-handles", self._serve, lambda _: self._listener.close())
         self._thread.start()
 
     def add(self, region: int, memory: Range) -> None:
@@ -97,7 +100,8 @@ class HandleDoor:
         """Safe to call twice."""
         if not self._closed:
             self._closed = True
-            self._listener.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # its thread has died
+                self._listener.shutdown(socket.SHUT_RDWR)
             self._thread.join(_ANSWER_S)
             self._listener.close()
 
@@ -105,16 +109,19 @@ class HandleDoor:
         while not self._closed:
             try:
                 connection, _ = self._listener.accept()
-            except OSError as error:
+            except OSError as error:  # no descriptor is left
                 if not self._closed:
                     log.warning("pdlink: handles of GPU memory: %s; peers that connect take another lane", error)
-                return
+                    time.sleep(_AGAIN_S)
+                continue
             with connection:
                 try:
                     connection.settimeout(_ANSWER_S)
                     self._answer(connection)
                 except (OSError, LocalError, msgspec.DecodeError) as error:
                     log.debug("pdlink: a peer got no handles of GPU memory: %s: %s", type(error).__name__, error)
+                except Exception:
+                    log.exception("pdlink: a peer got no handles of GPU memory")
 
     def _answer(self, connection: socket.socket) -> None:
         if _caller(connection).uid not in (0, os.geteuid()):

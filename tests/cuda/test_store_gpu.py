@@ -323,6 +323,27 @@ def test_memory_that_cannot_be_pinned_is_a_miss(made: Any, double: Fake, caplog:
     assert found(engine) == 40
 
 
+def test_copies_fail_when_the_thread_that_ends_them_has_died(
+    made: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that wait, and those that come later."""
+    engine = stored(made)
+    copier = engine.source.gpu
+    said: list[str] = []
+
+    def bug() -> Any:
+        raise ZeroDivisionError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copier, "_look", bug)
+        with copier._lock:
+            copier._kick()
+        assert _until(lambda: not copier._thread.is_alive())
+    copier.copy([], made.store.array, loading=False, after=None, then=said.append)
+    assert said == ["thread pdlink-store-gpu has died: ZeroDivisionError: a bug"]
+    assert "KV of this GPU is not stored or loaded any more: thread pdlink-store-gpu has died" in caplog.text
+
+
 def test_what_a_failed_gpu_may_still_touch_is_given_to_nobody(device: Device, double: Fake) -> None:
     """The device is dead until the process ends; so are the slots and blocks that its copies had."""
     allocated = fake().counts()

@@ -12,7 +12,7 @@ import pytest
 from pdlink import __version__
 from pdlink.fleet.child import ChildFailed
 from pdlink.fleet.placing import NodeRoom
-from pdlink.fleet.post import LAUNCH_S, STEADY_S, Post, PostPlan, ProcessEnded, ProcessReport
+from pdlink.fleet.post import LAUNCH_S, STEADY_S, ClusterAway, Post, PostPlan, ProcessEnded, ProcessReport
 
 PLAN = PostPlan("decode-0", "decode", {}, "ray.decode_resources", {"CPU": 1.0})
 READY = {"url": "http://10.0.0.1:1"}
@@ -218,3 +218,42 @@ def test_its_end_gives_back_the_actor_and_the_room(stage: Stage) -> None:
     actor = stage.become_ready()
     stage.post.end()
     assert (actor.killed, stage.cluster.released, stage.post.actor) == (True, [0], None)
+
+
+def test_a_worker_of_another_version_on_a_node_that_came_later_ends_nobody_else(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage.become_ready().says = ProcessEnded("SIGKILL")
+    stage.pass_time(2.0)
+    stage.say(version="0.0.1", facts=READY)
+    stage.pass_time(0.5)
+    assert not stage.post.ready
+    assert f"cannot run there (pdlink 0.0.1 on node a, expected {__version__} as here" in caplog.text
+    stage.pass_time(5.0)
+    assert stage.cluster.groups[-1] == ("b", frozenset("a"))
+    stage.become_ready()
+
+
+@pytest.mark.parametrize("question", ["reserve", "is_placed", "launch", "hear"])
+def test_a_cluster_that_does_not_answer_for_a_while_ends_nothing(
+    question: str, stage: Stage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if question == "hear":
+        stage.become_ready()
+
+    def away(*_: object) -> None:
+        raise ClusterAway("the head is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage.cluster, question, away)
+        stage.pass_time(60.0)
+    stage.pass_time(1.5)
+    if question != "hear":
+        stage.become_ready()
+    assert stage.post.ready
+    assert (stage.post.num_failures, len(stage.cluster.actors)) == (0, 1)
+    told = [record.message for record in caplog.records]
+    assert told == [
+        "decode-0: the cluster does not answer (the head is gone); asking again",
+        "decode-0: the cluster answers again",
+    ]

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 from typing import TYPE_CHECKING, Any
 from unittest.mock import create_autospec
 
 from pdlink.config import ProxyConfig
+from pdlink.fleet import processes
 from pdlink.fleet.child import Child
-from pdlink.fleet.post import Here
+from pdlink.fleet.post import Here, ProcessReport
 from pdlink.fleet.processes import PLACE, _reload
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import pytest
+
+    from pdlink.fleet.post import Post
 
 
 def place(number: int) -> Here:
@@ -42,3 +47,24 @@ def test_settings_read_again_are_divided_by_the_processes_that_run(
         kept = each.child.settings
         assert (kept["queue_size"], kept["listen"], kept[PLACE]) == (5, "127.0.0.1:1", {"number": number})
     assert [settings["queue_size"] for settings in told] == [5, 5]
+
+
+def test_a_hang_up_while_processes_start_is_heard_when_they_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default it ends a process: the supervisor died, and with it all that it had started."""
+    done: list[str] = []
+
+    def start(posts: list[Post], _: float) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        done.append("started")
+        posts[0].report = ProcessReport("", {"line": "ready"})
+
+    monkeypatch.setattr(processes, "await_all", start)
+    monkeypatch.setattr(processes, "_reload", lambda places, *_: done.append(f"read again for {len(places)}"))
+    monkeypatch.setattr(processes, "keep", lambda *_: os.kill(os.getpid(), signal.SIGHUP))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
+    try:
+        processes.run_proxy(ProxyConfig(processes=2, listen="127.0.0.1:0"), None, done.append)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert done == ["started", "ready, 2 processes", "read again for 2", "read again for 2"]

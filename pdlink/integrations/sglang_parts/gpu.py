@@ -13,11 +13,13 @@ None of it waits in the scheduler's thread.
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from pdlink import threads
 from pdlink.errors import PdlinkError
 from pdlink.node.layer_order import LayerOrder
 from pdlink.reasons import Code, Reason
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     Act = Callable[[], None]
     Failed = Callable[[Reason], None]
 
+log = logging.getLogger(__name__)
+
 _STOP_S: Final = 5.0
 
 
@@ -42,7 +46,8 @@ class GpuOrder:
         self._synchronize, self._index = synchronize, index
         self._written = LayerOrder(make_event)
         self._waiting: queue.SimpleQueue[tuple[Act, Failed] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="pdlink-sglang-gpu", daemon=True)
+        self._died = ""
+        self._thread = threads.guarded("pdlink-sglang-gpu", self._run, self._fail)
         self._thread.start()
 
     def later(self, act: Act, failed: Failed) -> None:
@@ -68,6 +73,8 @@ class GpuOrder:
     def after_all(self, act: Act, failed: Failed) -> None:
         """The same as `later` of all that this process has launched on the device."""
         self._waiting.put((act, failed))
+        if self._died:
+            self._fail(self._died)
 
     def close(self) -> None:
         """What waits by then does not happen. Safe to call twice."""
@@ -85,14 +92,29 @@ class GpuOrder:
                 if one is None:
                     return
                 waiting.append(one)
+            why = ""
             try:
                 self._synchronize()
-            except PdlinkError as error:
-                for _, failed in waiting:
-                    failed(Reason(Code.GPU_FAILED, str(error)))
-                continue
-            for act, _ in waiting:
-                act()
+            except Exception as error:
+                why = str(error)
+                if not isinstance(error, PdlinkError):
+                    log.exception("the GPU could not be waited for")
+                    why = f"{type(error).__name__}: {error}"
+            for act, failed in waiting:
+                try:
+                    failed(Reason(Code.GPU_FAILED, why)) if why else act()
+                except Exception as error:
+                    log.exception("what waited for the GPU has failed")
+                    if not why:
+                        failed(Reason(Code.GPU_FAILED, f"{type(error).__name__}: {error}"))
+
+    def _fail(self, why: str) -> None:
+        """What waits, and what will."""
+        self._died = why
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (one := self._waiting.get_nowait()) is not None:
+                    one[1](Reason(Code.GPU_FAILED, why))
 
 
 def to_host(numbers: Any) -> Any:

@@ -31,6 +31,7 @@ from sglang.srt.disaggregation.common.conn import (
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
+from pdlink import threads
 from pdlink.config import SglangConfig, load
 from pdlink.errors import PdlinkError
 from pdlink.integrations.sglang_parts import opening, pool, versions, wire
@@ -103,7 +104,7 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
                 self._layerwise = Layerwise(self)
                 self._layerwise.install()
         self._stopped = threading.Event()
-        self._listener = threading.Thread(target=self._listen, name="pdlink-sglang", daemon=True)
+        self._listener = threads.guarded("pdlink-sglang", self._listen, self._deaf)
         self._listener.start()
         log.info("pdlink: %s listens on %s, KV over %s", self.node.name, self.node.address, self.node.transports)
 
@@ -277,6 +278,12 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
                 self._take(frames)
             except Exception as error:  # noqa: BLE001  a message may cost its request, and never the listener
                 log.warning("pdlink: message of %d frames: %s: %s", len(frames), type(error).__name__, error)
+
+    def _deaf(self, why: str) -> None:
+        """Nothing of this rank can go on: its transfers fail now, on both sides, instead of after a timeout."""
+        for node in self.ends.nodes:
+            node.close()
+        log.error("pdlink: %s; requests fail until the server is restarted", why)
 
     def _take(self, frames: list[bytes]) -> None:
         if frames and frames[0] == ABORT_TAG:

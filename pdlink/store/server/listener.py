@@ -112,23 +112,35 @@ class Listener:
 
     def _accept(self) -> None:
         while not self._closing:
+            link: socket.socket | None = None
             try:
                 link, _ = self._bound.accept()
-            except OSError as error:
+                self._begin(link)
+            except Exception as error:  # noqa: BLE001  one connection may fail, and the next ones must not
+                if link is not None:
+                    link.close()
                 if not self._closing:
-                    log.warning("no connection can be accepted: %s", error)
+                    log.warning("no connection can be accepted: %s: %s", type(error).__name__, error)
                     time.sleep(0.1)
-                continue
-            with self._lock:
-                crowded = len(self._sessions) >= _MAX_CLIENTS
-            if crowded:
-                log.warning("a client was turned away: there are %d", _MAX_CLIENTS)
-                link.close()
-                continue
-            session = _Session(self, link)
-            with self._lock:
-                self._sessions.add(session)
+
+    def _begin(self, link: socket.socket) -> None:
+        """Raises OSError or RuntimeError where no descriptor or thread is left."""
+        with self._lock:
+            crowded = len(self._sessions) >= _MAX_CLIENTS
+        if crowded:
+            log.warning("a client was turned away: there are %d", _MAX_CLIENTS)
+            link.close()
+            return
+        session = _Session(self, link)
+        with self._lock:
+            self._sessions.add(session)
+        try:
             session.start()
+        except RuntimeError:
+            with self._lock:
+                self._sessions.discard(session)
+            session.release()
+            raise
 
     def _admit(self, hello: wire.Hello, session: _Session) -> _Client:
         """The client of a connection, whose former one has ended. Raises LocalError for one that is not let in."""
@@ -220,7 +232,14 @@ class _Session(threading.Thread):
                 client.desk.disconnected()
                 self._await_the_end(client)
             self._listener._left(self, client)
-            with self._waking:
+            self.release()
+
+    def release(self) -> None:
+        """What it holds beside the connection. Safe to call twice."""
+        for line in (self._askers, self._sender):
+            line.end()
+        with self._waking:
+            if self._wake >= 0:
                 os.close(self._wake)
                 self._wake = -1
 
