@@ -1,0 +1,322 @@
+"""Every number of every message at every edge, on every way into a process; an honest request is answered after it.
+
+The messages are found in the types of the readers (`edges.py`), so a new message is covered. Values of other types,
+and numbers within honest sessions, are in test_values.py; requests to the proxy are in tests/proxy/test_edges.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from pdlink.api import presence
+from pdlink.api.legs import AnyParams
+from pdlink.errors import InvalidRequest, ProtocolError
+from pdlink.integrations.sglang_parts import wire as sglang
+from pdlink.integrations.vllm_parts import params as vllm
+from pdlink.peers import messages as peers
+from pdlink.protocol import messages
+from pdlink.serve import cache_routes, openai, turning
+from pdlink.store import wire
+from pdlink.transport import handle_door
+from pdlink.transport.handle_door import HandleDoor
+from pdlink.transport.staging import wire as staging
+from pdlink_proxy import kv_index
+from pdlink_proxy.kv_index import KVIndex, Publisher
+from tests.e2e.deployment import Deployment, request
+from tests.endpoint.conftest import Handler, SenderLog
+from tests.loopback import LoopbackHub, LoopbackTransport
+from tests.peers.store_node import StoreNode
+from tests.proxy.fakes import until as until_async
+from tests.proxy.test_register import followed, health_of
+from tests.store.process import client, served
+from tests.store.test_store import KEYS, put, read
+
+from . import edges
+from .bench import Bench
+
+pytestmark = pytest.mark.timeout(180)
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 20.0
+packed, packed_json = msgspec.msgpack.encode, msgspec.json.encode
+PEERS = peers.Ask | peers.Answer | peers.Pull
+EVENTS = kv_index._Stored | kv_index._Removed | kv_index._Cleared
+EVENT_ARRAYS = kv_index._StoredArray | kv_index._RemovedArray | kv_index._ClearedArray
+
+READERS: dict[str, tuple[Any, Callable[[bytes], object], tuple[type[Exception], ...]]] = {
+    "session frames": (messages.Envelope, messages.decode, (ProtocolError,)),
+    "peers' questions": (PEERS, peers.decode, (ProtocolError,)),
+    "requests to a store": (wire.Request, wire.REQUESTS.decode, (msgspec.ValidationError,)),
+    "answers of a store": (wire.Reply, wire.REPLIES.decode, (msgspec.ValidationError,)),
+    "staged frames": (staging.Frame, staging._DECODER.decode, (msgspec.ValidationError,)),
+    "questions at the door": (
+        handle_door._Question,
+        msgspec.msgpack.Decoder(handle_door._Question).decode,
+        (msgspec.ValidationError,),
+    ),
+    "answers at the door": (
+        handle_door._Answer,
+        msgspec.msgpack.Decoder(handle_door._Answer).decode,
+        (msgspec.ValidationError,),
+    ),
+    "beats": (presence.Beat, presence.decode, (ProtocolError,)),
+    "KV events": (EVENTS, kv_index._decode_map, (msgspec.ValidationError,)),
+    "KV events as arrays": (EVENT_ARRAYS, kv_index._decode_array, (msgspec.ValidationError,)),
+    "SGLang's rooms": (
+        sglang.Message,
+        lambda raw: sglang.decode([sglang.TAG, raw]),
+        (sglang.BadMessage,),
+    ),
+}
+"""Name, what it reads, how, and what it says of anything else."""
+ELSEWHERE = {
+    "kv_index._Batch": "holds raw events alone",
+    "preimages._Entry": "a file of ours",
+    "record._Body": "a file of ours, with a checksum",
+    "edge.kind": "invitations: test_values.py",
+    "ucx._Invitation": "invitations: test_values.py",
+    "siblings.?": "a socket of our own user's",
+    "kv_index.?": "inside of KV events",
+    "kv_index.list[tuple[int, int]]": "inside of KV events",
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_every_number_is_read_or_refused(name: str) -> None:
+    kind, read_it, errors = READERS[name]
+    for one in edges.members(kind):
+        read_it(packed(edges.honest(one)))
+    for what, value in edges.spoiled(kind):
+        with contextlib.suppress(*errors):
+            try:
+                read_it(packed(value))
+            except errors:
+                raise
+            except Exception as error:
+                raise AssertionError(f"{what}: {error!r}") from error
+
+
+def test_no_reader_is_left_out() -> None:
+    """Whoever reads MessagePack is in `READERS`, or says why not."""
+    found = set()
+    for folder in (ROOT / "pdlink", ROOT / "proxy/pdlink_proxy"):
+        for path in folder.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if not isinstance(node, ast.Call):
+                    continue
+                called = ast.unparse(node.func)
+                if called == "msgspec.msgpack.Decoder":
+                    found.add(f"{path.stem}.{ast.unparse(node.args[0])}")
+                elif called == "msgspec.msgpack.decode":
+                    kinds = [ast.unparse(each.value) for each in node.keywords if each.arg == "type"]
+                    found.add(f"{path.stem}.{kinds[0] if kinds else '?'}")
+    walked = {
+        "messages.Envelope", "messages.Body", "wire.Request", "wire.Reply", "wire.Frame", "handle_door._Question",
+        "handle_door._Answer", "presence.Beat", "wire.Message", "kv_index._Event",
+        "kv_index._StoredArray | _RemovedArray | _ClearedArray",
+    }  # fmt: skip
+    assert found == walked | set(ELSEWHERE)
+
+
+# -- what the processes do with them ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    hub = LoopbackHub()
+    with contextlib.closing(Bench(lambda: LoopbackTransport(hub), keyed=False)) as bench:
+        yield bench
+        bench.transfer()
+
+
+def test_no_number_in_a_session_costs_more_than_the_session(bench: Bench) -> None:
+    """As a dialer, who is past its handshake, and as a listener that was dialed."""
+    for _, value in edges.spoiled(messages.Body):
+        stranger, false, handler, log = bench.stranger(), bench.false_prefill(), Handler(), SenderLog()
+        name = f"t-{bench.num_strangers}"
+        bench.prefill.sender.announce(name, log.failed, log.end)
+        false.expect(name, handler)
+        honest = messages.Hello(
+            stranger.name, bench.spare.identity, (bench.spare.transport.capabilities,), "tcp://x:1"
+        )
+        stranger.say(stranger.envelope(honest))
+        stranger.dst_epoch = bench.prefill.endpoint.epoch
+        if "transfer_id" in value:
+            value["transfer_id"] = name
+        for one in (stranger, false):
+            fields = msgspec.to_builtins(one.envelope())
+            fields[-1] = [value]
+            one.say(fields)
+        bench.step()
+        bench.prefill.sender.cancel(name, "the test")
+        bench.send_away()
+        assert handler.calls[-1:] == ["released"]
+        assert log.calls[-1:] == ["end"]
+        bench.check()
+    for _, value in edges.spoiled(messages.Envelope):
+        bench.stranger().say(value)
+        bench.step()
+        bench.send_away()
+        bench.check()
+
+
+def test_no_number_in_a_request_costs_a_store_more_than_a_connection(tmp_path: Path) -> None:
+    with served(tmp_path) as (store, listener), client(listener.path) as honest:
+        assert put(honest, KEYS[:2]) == 2
+        hello = wire.Hello(wire.VERSION, b"", "liar", ())
+        for number, (_, value) in enumerate(edges.spoiled(wire.Request)):
+            with socket.socket(socket.AF_UNIX) as link:
+                link.connect(str(listener.path))
+                token = struct.pack("<QQ", 7, number)
+                link.sendall(wire.frame(msgspec.structs.replace(hello, client=token)))
+                body = packed(value)
+                with contextlib.suppress(OSError):
+                    link.sendall(wire._LENGTH.pack(len(body)) + body + wire.frame(wire.Ping(3)))
+                    link.settimeout(WAIT_S)
+                    link.shutdown(socket.SHUT_WR)
+                    while link.recv(65536):
+                        pass
+        honest.frozen = False
+        honest_keys = [os.urandom(32) for _ in range(2)]
+        assert put(honest, honest_keys) == 2
+        assert read(honest, honest_keys) == 2
+        store.check()
+
+
+def test_no_number_in_a_question_keeps_a_store_from_its_peers() -> None:
+    with contextlib.closing(StoreNode("owner")) as owner, zmq.Context() as context:
+        owner.put(0)
+        with context.socket(zmq.DEALER) as stranger:
+            stranger.linger = 0
+            stranger.connect(owner.address())
+            for _, value in edges.spoiled(PEERS):
+                stranger.send(packed(value))
+            stranger.send(packed(edges.honest(peers.Ask)))
+            assert stranger.poll(int(WAIT_S * 1000)), "it answers still"
+        with contextlib.closing(StoreNode("asker", [owner.address()])) as asker:
+            assert asker.read(0) == 1
+
+
+def test_no_number_at_the_door_keeps_the_next_peer_out() -> None:
+    with contextlib.closing(HandleDoor()) as door:
+        questions = [value for _, value in edges.spoiled(handle_door._Question)]
+        for value in [*questions, edges.honest(handle_door._Question)]:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+                peer.settimeout(WAIT_S)
+                peer.connect("\0" + door.place.name)
+                peer.send(packed([door.place.secret if isinstance(each, bytes) else each for each in value]))
+                answer = peer.recv(65536)
+        assert b"no such memory" in answer, "the honest one is answered"
+
+
+async def test_no_number_in_a_beat_keeps_a_worker_from_registering() -> None:
+    async with followed() as (register, hearing):
+        with zmq.Context() as context, context.socket(zmq.DEALER) as liar, context.socket(zmq.DEALER) as worker:
+            for one in (liar, worker):
+                one.linger = 0
+                one.connect(register.address.partition("?")[0])
+            for _, value in edges.spoiled(presence.Beat):
+                value[1], value[2] = "http://127.0.0.1:8", packed_json({**health_of(8), "name": "liar"})
+                value[0] = presence.VERSION if value[0] == 1 else value[0]
+                liar.send(packed(value))
+            honest = presence.Beat(presence.VERSION, "http://127.0.0.1:9", packed_json(health_of(9)), 1.0, 0.0)
+            worker.send(presence.encode(honest))
+            await until_async(lambda: any("127.0.0.1:9" in str(each) for each in hearing.lists), "the honest worker")
+
+
+def test_no_number_in_a_kv_event_spoils_what_others_have_said() -> None:
+    index, honest, liar = KVIndex(), Publisher("tcp://one:1", 1), Publisher("tcp://two:1", 2)
+    tokens = np.arange(16, dtype=np.uint32)
+    said = {
+        "type": "BlockStored",
+        "block_hashes": [7],
+        "parent_block_hash": None,
+        "token_ids": tokens.tolist(),
+        "block_size": 16,
+    }
+    index.apply(honest, "m", msgspec.Raw(packed(said)))
+    for kind in (EVENTS, EVENT_ARRAYS):
+        for _, value in edges.spoiled(kind):
+            with contextlib.suppress(ValueError):
+                index.apply(liar, "m", msgspec.Raw(packed(value)))
+            for name, edge in (("block_hashes", [7, 2**64 - 1]), ("token_ids", tokens.tolist())):
+                if isinstance(value, dict) and name in value:
+                    with contextlib.suppress(ValueError):
+                        index.apply(liar, "m", msgspec.Raw(packed({**value, name: edge})))
+    index.forget(liar)
+    found = index.lookup("m", (), tokens)
+    assert {publisher: sum(by_medium) for publisher, by_medium in found.items()} == {honest: 16}
+
+
+def test_no_number_in_a_leg_of_vllm_is_more_than_a_wrong_parameter() -> None:
+    for _, params in edges.spoiled(AnyParams):
+        with contextlib.suppress(InvalidRequest):
+            vllm.parse(params)
+
+
+# -- HTTP of workers -------------------------------------------------------------------------------------------------
+
+JSON_EDGES = ("0", "-1", "2147483648", "9007199254740992", "9223372036854775807", "1" + "0" * 30, "NaN", "1e308")
+GENERATING = {"/v1/completions": openai.CompletionRequest, "/v1/chat/completions": openai.ChatRequest}
+BODIES: dict[str, Any] = {
+    **GENERATING,
+    "/tokenize": openai.CompletionRequest,
+    "/role": turning.Turn,
+    **{
+        f"{cache_routes.PATH}/{name}": getattr(cache_routes, verb.__annotations__["asked"])
+        for name, verb in vars(cache_routes.CacheDesk).items()
+        if name[0] != "_" and "asked" in getattr(verb, "__annotations__", {})
+    },
+}
+"""By path, the type of its body."""
+
+
+def bodies(path: str) -> Iterator[bytes]:
+    """Honest in all but one number, at each edge; nested ones, too."""
+    said = [{"role": "user", "content": "a"}]
+    base: dict[str, Any] = {"messages": said} if "chat" in path else {"prompt": "a"}
+    if path in GENERATING:
+        base |= {"model": "pdlink-tiny", "max_tokens": 1}
+    kind, mark = BODIES[path], 1234567.5
+    for field in msgspec.structs.fields(kind):
+        for nested in edges.numbers(field.type):
+            spoiled = {**base, field.encode_name: edges.with_number(field.type, nested, mark)}
+            text = json.dumps(spoiled)
+            for edge in JSON_EDGES:
+                yield text.replace(str(mark), edge).encode()
+
+
+@pytest.fixture
+def warm(deployment: Deployment) -> None:
+    """Threads that a worker has from its first such request on are nobody's leak."""
+    for label in ("prefill", "decode"):
+        for path in ("/tokenize", f"{cache_routes.PATH}/lookup"):
+            request(deployment.url(label) + path, {"prompt": "a" * 20_000, "model": "pdlink-tiny"})
+
+
+@pytest.mark.e2e
+@pytest.mark.usefixtures("warm")  # before `victims` counts
+@pytest.mark.parametrize("path", BODIES)
+def test_no_number_of_a_request_to_a_worker_is_more_than_a_wrong_request(path: str, victims: Deployment) -> None:
+    def ask(label: str, body: bytes) -> tuple[str, bytes, int]:
+        return label, body, request(victims.url(label) + path, body).status
+
+    asked = [(label, body) for label in ("prefill", "decode") for body in bodies(path)]
+    with ThreadPoolExecutor(4) as threads:
+        for label, body, status in threads.map(lambda each: ask(*each), asked):
+            # 502: a leg whose other one never came. 503: more than a queue holds.
+            assert status < 500 or status in (502, 503), (label, body[:300], status)
