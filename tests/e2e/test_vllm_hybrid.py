@@ -29,7 +29,11 @@ LENGTHS = [1, 2, 16, WINDOW, WINDOW + 1, 128, 129, 130, 257, 513, 1200]
 """Of prompts: around a window, a block and a chunk."""
 LAST_ALONE = [CHUNK * count + 1 for count in range(1, 6)]
 """One server computes the last token in a step of its own then, like decode. Otherwise kernels of recurrent layers
-round in another order, and in bfloat16 some answers differ after a few tokens."""
+round in another order, and in bfloat16 some answers differ after a few tokens. So do one server's own answers where
+others are computed beside them."""
+STATE_BLOCK = 1152
+"""Tokens of a block with states in it, where vLLM ends a step, too: of 1,281 tokens it computes the last 129 at once."""
+LAST_ALONE_OF_STATES = [*LAST_ALONE[:4], STATE_BLOCK + CHUNK + 1]
 BRANCH = prompt_of(513, 513)[:400] + prompt_of(113, 9)
 """Begins like the prompt of 513 tokens."""
 SPOILING = {
@@ -83,7 +87,7 @@ KINDS = {
         ["--dtype", "bfloat16"],
         ["--num-gpu-blocks-override", "16"],
         "tcp",
-        LAST_ALONE,
+        LAST_ALONE_OF_STATES,
         CROSSING,
         2,
     ),

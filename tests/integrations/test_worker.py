@@ -223,6 +223,7 @@ def test_decode_goes_on_while_prefill_still_computes_what_follows_the_last_atten
 
 
 def test_a_prompt_that_decode_has_ends_both_without_a_push(servers: tuple[Server, Server]) -> None:
+    """vllm#36958: every shard of prefill hears that it is not needed."""
     prefill, decode = servers
     ask(prefill, decode)
     assert decode.book.missing("d", 29) == (0, False)
