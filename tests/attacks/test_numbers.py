@@ -53,13 +53,11 @@ pytestmark = pytest.mark.timeout(180)
 ROOT = Path(__file__).parents[2]
 WAIT_S = 20.0
 packed, packed_json = msgspec.msgpack.encode, msgspec.json.encode
-PEERS = peers.Ask | peers.Answer | peers.Pull
-EVENTS = kv_index._Stored | kv_index._Removed | kv_index._Cleared
 EVENT_ARRAYS = kv_index._StoredArray | kv_index._RemovedArray | kv_index._ClearedArray
 
 READERS: dict[str, tuple[Any, Callable[[bytes], object], tuple[type[Exception], ...]]] = {
     "session frames": (messages.Envelope, messages.decode, (ProtocolError,)),
-    "peers' questions": (PEERS, peers.decode, (ProtocolError,)),
+    "peers' questions": (peers.Body, peers.decode, (ProtocolError,)),
     "requests to a store": (wire.Request, wire.REQUESTS.decode, (msgspec.ValidationError,)),
     "answers of a store": (wire.Reply, wire.REPLIES.decode, (msgspec.ValidationError,)),
     "staged frames": (staging.Frame, staging._DECODER.decode, (msgspec.ValidationError,)),
@@ -74,7 +72,7 @@ READERS: dict[str, tuple[Any, Callable[[bytes], object], tuple[type[Exception], 
         (msgspec.ValidationError,),
     ),
     "beats": (presence.Beat, presence.decode, (ProtocolError,)),
-    "KV events": (EVENTS, kv_index._decode_map, (msgspec.ValidationError,)),
+    "KV events": (kv_index._Event, kv_index._decode_map, (msgspec.ValidationError,)),
     "KV events as arrays": (EVENT_ARRAYS, kv_index._decode_array, (msgspec.ValidationError,)),
     "SGLang's rooms": (
         sglang.Message,
@@ -203,9 +201,9 @@ def test_no_number_in_a_question_keeps_a_store_from_its_peers() -> None:
         with context.socket(zmq.DEALER) as stranger:
             stranger.linger = 0
             stranger.connect(owner.address())
-            for _, value in edges.spoiled(PEERS):
+            for _, value in edges.spoiled(peers.Body):
                 stranger.send(packed(value))
-            stranger.send(packed(edges.honest(peers.Ask)))
+            stranger.send(packed(edges.honest(edges.members(peers.Body)[0])))
             assert stranger.poll(int(WAIT_S * 1000)), "it answers still"
         with contextlib.closing(StoreNode("asker", [owner.address()])) as asker:
             assert asker.read(0) == 1
@@ -249,7 +247,7 @@ def test_no_number_in_a_kv_event_spoils_what_others_have_said() -> None:
         "block_size": 16,
     }
     index.apply(honest, "m", msgspec.Raw(packed(said)))
-    for kind in (EVENTS, EVENT_ARRAYS):
+    for kind in (kv_index._Event, EVENT_ARRAYS):
         for _, value in edges.spoiled(kind):
             with contextlib.suppress(ValueError):
                 index.apply(liar, "m", msgspec.Raw(packed(value)))

@@ -32,7 +32,7 @@ LAST_ALONE = [CHUNK * count + 1 for count in range(1, 6)]
 round in another order, and in bfloat16 some answers differ after a few tokens. So do one server's own answers where
 others are computed beside them."""
 STATE_BLOCK = 1152
-"""Tokens of a block with states in it, where vLLM ends a step, too: of 1,281 tokens it computes the last 129 at once."""
+"""Tokens of a block with states, where vLLM ends a step, too: of 1,281 tokens it computes the last 129 at once."""
 LAST_ALONE_OF_STATES = [*LAST_ALONE[:4], STATE_BLOCK + CHUNK + 1]
 BRANCH = prompt_of(513, 513)[:400] + prompt_of(113, 9)
 """Begins like the prompt of 513 tokens."""
