@@ -100,7 +100,8 @@ class TransferLane(Pair):
         mine = {case: cases[case] for case in (cases if contestant.cases is None else contestant.cases)}
         make = contestant.make_transport
         sender, receiver = (
-            WorkerProcess(f"{name} {role.__name__.lower()}", role, mine, make) for role in (LaneSender, LaneReceiver)
+            WorkerProcess(f"{name} {word}", role, mine, make)
+            for word, role in (("sender", LaneSender), ("receiver", LaneReceiver))
         )
         super().__init__(mine, sender, receiver)
         self.asynchronous = contestant.asynchronous

@@ -31,12 +31,6 @@ _ANSWER = msgspec.json.Decoder(_Answer | list[_Answer])
 _USAGE, _NO_USAGE = msgspec.json.Decoder(Usage), Usage()
 
 
-def problem_of_answer(content_type: str, body: bytes) -> str:
-    """Why an answer with status 200 is invalid; empty if it is valid."""
-    found = read_answer(content_type, body)
-    return found if isinstance(found, str) else ""
-
-
 def read_answer(content_type: str, body: bytes) -> Usage | str:
     """What an answer with status 200 took, or why it is invalid."""
     if content_type != "application/json":

@@ -8,8 +8,6 @@ from msgspec import Meta, Struct
 
 from pdlink.api.fields import Count, Int64  # noqa: TC001  (msgspec reads annotations at run time)
 
-KEY_HEADER = "X-Pdlink-Key"
-"""Of a leg's request: the secret shared by proxy and workers. Authorization is the client's and passes through."""
 MAX_ID_CHARS = 100
 TransferId = Annotated[str, Meta(pattern=rf"^[A-Za-z0-9][A-Za-z0-9._:-]{{0,{MAX_ID_CHARS - 1}}}\Z")]
 """It goes into logs and messages of two workers, so only harmless characters are allowed."""

@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from pdlink.api.legs import KEY_HEADER
+from pdlink.api.keys import KEY_HEADER
 from pdlink.config import read_key
 from pdlink.errors import ConfigError
 from pdlink.observe.fetch import CannotFetch, ask, base_url

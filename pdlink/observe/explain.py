@@ -31,7 +31,7 @@ class Explained(NamedTuple):
     slower_than: float | None = None
     """Share of the last requests whose first token came sooner."""
     transfers: list[dict[str, Any]] = []
-    """Of both sides, as `pdlink.observe.timeline.Ended`, as far as the workers still know them."""
+    """Of both sides, as `pdlink.observe.timeline.EndedTransfer`, as far as the workers still know them."""
 
 
 def fetch_explanation(url: str, request_id: str, *, key: str | None = None) -> Explained:

@@ -10,7 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdlink.api.legs import KEY_HEADER
+from pdlink.api.keys import KEY_HEADER
 from pdlink.errors import ConfigError, RemoteError
 from pdlink.observe.trace import TRACE_HEADER
 

@@ -29,7 +29,7 @@ from pdlink.observe.trace import TRACE_HEADER, TRACE_TYPE, Laid, make
 from pdlink.observe.worker_spans import WorkerSpans
 from pdlink.serve import health
 from pdlink.serve.cache_routes import CacheDesk, Prompts, add_cache_routes
-from pdlink.serve.http import ROUTE, callers_with, errors_as_json, json_response, metrics_response
+from pdlink.serve.http import ROUTE, body_of, callers_with, errors_as_json, json_response, metrics_response
 from pdlink.serve.openai import (
     AnswerWriter,
     ChatRequest,
@@ -51,22 +51,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_NBYTES = 16 * 2**20
-"""Two million token ids; aiohttp's default of 1 MiB answers 413 to a long prompt."""
-
 _LONG_NBYTES = 32 * 1024
 """Larger bodies are parsed and tokenised in a thread: 1 to 3 s a megabyte would block all other requests."""
 
-BODY_S = 60.0
-"""Deadline for a body to arrive; aiohttp has none, so slow clients could hold every descriptor."""
-
 _MAX_STOP_NBYTES = 4096
-
-
-class BodyTooLarge(InvalidRequest):
-    """The body exceeds the limit of its route."""
-
-    http_status = 413
 
 
 def build_app(
@@ -93,15 +81,11 @@ def build_app(
         spans.open()
     reader = ThreadPoolExecutor(1, thread_name_prefix="pdlink-long-prompts")
 
-    async def completions(request: web.Request) -> web.StreamResponse:
-        return await _generate(worker, CompletionRequest, request, reader, sources, traced)
-
-    async def chat(request: web.Request) -> web.StreamResponse:
-        return await _generate(worker, ChatRequest, request, reader, sources, traced)
+    generate = partial(_generate, worker, reader, sources, traced)
 
     async def tokenize(request: web.Request) -> web.Response:
         """As vLLM's: the tokens that a completion of this prompt, or a chat of these messages, is computed from."""
-        body = await _body(request)
+        body = await body_of(request)
         prompt = (await _request(worker, tokenized_as(body), body, reader))[1]
         return json_response({"tokens": prompt, "count": len(prompt), "max_model_len": worker.model.max_tokens})
 
@@ -134,7 +118,7 @@ def build_app(
         transfer_id = request.match_info["transfer_id"]
         if len(transfer_id) > MAX_ID_CHARS:
             raise InvalidRequest(f"transfer id: got {len(transfer_id)} characters; expected 1 to {MAX_ID_CHARS}")
-        body = await _body(request, _MAX_STOP_NBYTES)
+        body = await body_of(request, _MAX_STOP_NBYTES)
         try:
             fields = msgspec.json.decode(body, type=dict[str, str])
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -167,8 +151,8 @@ def build_app(
         if spans is not None:
             await asyncio.to_thread(spans.close)
 
-    app.router.add_post(COMPLETIONS, completions)
-    app.router.add_post(CHAT, chat)
+    app.router.add_post(COMPLETIONS, partial(generate, CompletionRequest))
+    app.router.add_post(CHAT, partial(generate, ChatRequest))
     app.router.add_post("/tokenize", tokenize)
     app.router.add_get("/v1/models", models)
     app.router.add_get("/v1/models/{id:.+}", model)
@@ -181,7 +165,7 @@ def build_app(
     app.router.add_get("/pdlink/state", state_of)
     app.router.add_get("/pdlink/sources", sources_of)
     if worker.source is not None:
-        add_cache_routes(app, CacheDesk(worker.source.store, Prompts(worker.model, worker.source)), _body)
+        add_cache_routes(app, CacheDesk(worker.source.store, Prompts(worker.model, worker.source)))
     app.router.add_post("/pdlink/transfers/{transfer_id}/stop", stop_transfer)
     app.on_cleanup.append(cleanup)
     if every_s:
@@ -200,14 +184,14 @@ async def _in_background(work: Coroutine[Any, Any, None], _: web.Application) ->
 
 async def _generate(
     worker: Worker,
-    kind: type[CompletionRequest] | type[ChatRequest],
-    http: web.Request,
     reader: ThreadPoolExecutor,
     sources: Sources,
     traced: WorkerSpans | None,
+    kind: type[CompletionRequest] | type[ChatRequest],
+    http: web.Request,
 ) -> web.StreamResponse:
     """Answer one request; its client's leaving aborts it."""
-    request, prompt = await _request(worker, kind, await _body(http), reader)
+    request, prompt = await _request(worker, kind, await body_of(http), reader)
     params = request.kv_transfer_params
     if (allowed := http.get(ROUTE)) is not None:
         _check_route(allowed, params)
@@ -303,17 +287,3 @@ async def _request(
 def _kv_path(stream: Stream) -> dict[str, str]:
     """Known from the first token on."""
     return {kv_path.HEADER: stream.kv_path} if stream.kv_path else {}
-
-
-async def _body(request: web.Request, max_nbytes: int = MAX_BODY_NBYTES) -> bytes:
-    """The whole body. Raises BodyTooLarge, HTTPRequestTimeout if it takes too long."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for part in request.content.iter_any():
-                body += part
-                if len(body) > max_nbytes:
-                    raise BodyTooLarge(f"the body: got more than {max_nbytes} bytes; send a shorter request")
-    except TimeoutError:
-        raise web.HTTPRequestTimeout(reason=f"the body did not arrive within {BODY_S:g} s") from None
-    return bytes(body)

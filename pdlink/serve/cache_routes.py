@@ -16,12 +16,12 @@ from msgspec import Meta, Struct
 
 from pdlink.api.fields import decoded
 from pdlink.errors import InvalidRequest, Overloaded
-from pdlink.serve.http import json_response
+from pdlink.serve.http import body_of, json_response
 from pdlink.serve.openai import ChatRequest, CompletionRequest
 from pdlink.store.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from aiohttp import web
 
@@ -175,8 +175,7 @@ class CacheDesk:
                 )
 
 
-def add_cache_routes(app: web.Application, desk: CacheDesk, read: Callable[[web.Request], Awaitable[bytes]]) -> None:
-    """read: the body of a request, within the limits of the server."""
+def add_cache_routes(app: web.Application, desk: CacheDesk) -> None:
     worker = ThreadPoolExecutor(1, thread_name_prefix="pdlink-cache-routes")
     waiting = asyncio.BoundedSemaphore(_MAX_WAITING)
 
@@ -192,7 +191,7 @@ def add_cache_routes(app: web.Application, desk: CacheDesk, read: Callable[[web.
 
     def post(kind: type[Struct], verb: Callable[[Any], Mapping[str, Any]]) -> None:
         async def handle(request: web.Request) -> web.Response:
-            body = await read(request)
+            body = await body_of(request)
             return await run(lambda: verb(decoded(body, kind)))
 
         app.router.add_post(f"{PATH}/{verb.__name__}", handle)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hmac
+import asyncio
 import time
 from typing import TYPE_CHECKING
 
@@ -11,9 +11,9 @@ from aiohttp import web
 
 from pdlink.api import route_token
 from pdlink.api.errors import refusal_of, refused
-from pdlink.api.legs import KEY_HEADER
+from pdlink.api.keys import KEY_HEADER, is_one_of
 from pdlink.api.openai import CHAT, COMPLETIONS
-from pdlink.errors import InvalidApiKey, PdlinkError
+from pdlink.errors import InvalidApiKey, InvalidRequest, PdlinkError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -28,6 +28,19 @@ GENERATING = frozenset({("POST", COMPLETIONS), ("POST", CHAT)})
 _OWN_KEYS = ("POST", "/role")
 """Asks for a key of operators instead."""
 _OPEN_TO_ALL = frozenset({("GET", path) for path in ("/health", "/livez", "/readyz", "/metrics")})
+
+
+MAX_BODY_NBYTES = 16 * 2**20
+"""Two million token ids; aiohttp's default of 1 MiB answers 413 to a long prompt."""
+
+BODY_S = 60.0
+"""Deadline for a body to arrive; aiohttp has none, so slow clients could hold every descriptor."""
+
+
+class BodyTooLarge(InvalidRequest):
+    """The body exceeds the limit of its route."""
+
+    http_status = 413
 
 
 @web.middleware
@@ -60,7 +73,7 @@ def callers_with(http_key: str, route_key: str | None = None) -> Middleware:
                 request[ROUTE] = route_token.read_token(secret, token, time.time())
                 return await handler(request)
             sent = request.headers.get(KEY_HEADER, "")
-            if not hmac.compare_digest(sent.encode(errors="surrogateescape"), http_key.encode()):
+            if not is_one_of(sent, (http_key.encode(),)):
                 raise InvalidApiKey(f"this server is not open to all: {KEY_HEADER} is missing or wrong")
         return await handler(request)
 
@@ -77,3 +90,17 @@ def metrics_response(metrics: Registry, request: web.Request) -> web.Response:
     """GET /metrics, in the format that the scraper asks for."""
     body, content_type = metrics.exposition(request.headers.get("Accept", ""))
     return web.Response(body=body, headers={"Content-Type": content_type})
+
+
+async def body_of(request: web.Request, max_nbytes: int = MAX_BODY_NBYTES) -> bytes:
+    """The whole body. Raises BodyTooLarge, HTTPRequestTimeout if it takes too long."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.content.iter_any():
+                body += part
+                if len(body) > max_nbytes:
+                    raise BodyTooLarge(f"the body: got more than {max_nbytes} bytes; send a shorter request")
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(reason=f"the body did not arrive within {BODY_S:g} s") from None
+    return bytes(body)

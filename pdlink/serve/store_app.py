@@ -57,6 +57,6 @@ def build_app(name: str, store: Store, listener: Listener, http_key: str | None 
     for path in ("/health", "/livez", "/readyz"):  # it takes clients as long as it lives
         app.router.add_get(path, health)
     app.router.add_get("/metrics", metrics_text)
-    add_cache_routes(app, CacheDesk(store), lambda request: request.read())
+    add_cache_routes(app, CacheDesk(store))
     app.on_cleanup.append(cleanup)
     return app

@@ -8,7 +8,6 @@ what it was. One turn at a time.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -16,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from pdlink.api.fields import decoded
+from pdlink.api.keys import is_one_of, key_of
 from pdlink.config import Role  # noqa: TC001  (msgspec reads the annotation at run time)
-from pdlink.errors import Draining, InvalidApiKey, InvalidRequest, PeerNotAllowed, RoleNotTaken
-from pdlink.serve.http import json_response
+from pdlink.errors import Draining, InvalidApiKey, PeerNotAllowed, RoleNotTaken
+from pdlink.serve.http import body_of, json_response
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,14 +95,8 @@ def add_role_route(app: web.Application, turning: Turning, keys: tuple[str, ...]
     async def role(request: web.Request) -> web.Response:
         if not secrets:
             raise PeerNotAllowed("set security.admin_key_file to change the role at run time")
-        words = request.headers.get("Authorization", "").split()
-        sent = words[1].encode(errors="surrogateescape") if len(words) == 2 and words[0].lower() == "bearer" else b""
-        matches = [hmac.compare_digest(sent, secret) for secret in secrets]  # all of them, also after a match
-        if not any(matches):
+        if not is_one_of(key_of(request.headers), secrets):
             raise InvalidApiKey("send a key of security.admin_key_file as `Authorization: Bearer KEY`")
-        body = await request.content.read(_MAX_BODY_NBYTES + 1)
-        if len(body) > _MAX_BODY_NBYTES:
-            raise InvalidRequest(f"body: got more than {_MAX_BODY_NBYTES} bytes; send a role and a deadline")
-        return json_response(await turning.turn(body))
+        return json_response(await turning.turn(await body_of(request, _MAX_BODY_NBYTES)))
 
     app.router.add_post("/role", role)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hmac
 import ssl
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from pdlink.api.legs import KEY_HEADER
+from pdlink.api.keys import KEY_HEADER, is_one_of, key_of
 from pdlink.config import is_loopback, read_secrets, read_token
 from pdlink.endpoint.token import http_key_of
 from pdlink.errors import ConfigError
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
     from pdlink.config import ProxyConfig
 
-_BEARER = "bearer "
 _MAX_HEADER_CHARS = 4096
 
 
@@ -38,11 +36,7 @@ def admin_keys(config: ProxyConfig) -> tuple[bytes, ...]:
 
 def may_enter(keys: tuple[bytes, ...], headers: Mapping[str, str]) -> bool:
     """Whether Authorization, or x-api-key in its absence, has one of the keys. Runs in constant time."""
-    if not keys:
-        return True
-    sent = key_of(headers).encode(errors="surrogateescape")
-    matches = [hmac.compare_digest(sent, key) for key in keys]  # all of them, also after a match
-    return any(matches)
+    return not keys or is_one_of(key_of(headers), keys)
 
 
 _JSON = "application/json"
@@ -74,17 +68,6 @@ def _names_this_host(host: str) -> bool:
         return is_loopback(urlsplit(f"//{host}").hostname or "")
     except ValueError:
         return False
-
-
-def key_of(headers: Mapping[str, str]) -> str:
-    """The API key of a client: of Authorization, or of x-api-key in its absence (/v1/messages); empty if none.
-
-    headers: finds names in lower case.
-    """
-    authorization = headers.get("authorization")
-    if authorization is None:
-        return headers.get("x-api-key", "").strip()
-    return authorization[len(_BEARER) :].strip() if authorization[: len(_BEARER)].lower() == _BEARER else ""
 
 
 def worker_headers(config: ProxyConfig, *, bearer: bool = False) -> dict[str, str]:

@@ -17,7 +17,6 @@ from aiohttp.http import HttpVersion11
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_OK_JSON = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: "
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus}
 
 
@@ -114,15 +113,6 @@ class ClientAnswer:
         if transport is not None:
             length = f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n"
             transport.write(self._head(status, length, headers) + body)
-
-    def respond_json(self, lines: str, body: bytes) -> None:
-        """The same with status 200. lines: headers as they are sent."""
-        self.begun = self.ended = True
-        transport = self._connection.transport
-        if transport is not None:
-            kept = "" if self.keep and self._chunked else self._kept
-            head = f"{_OK_JSON}{len(body)}\r\n{lines}{kept}Date: {rfc822_formatted_time()}\r\n\r\n"
-            transport.write(head.encode() + body)
 
     def begin(self, headers: Mapping[str, str], data: bytes) -> None:
         """The head of a stream of events, and the first of them."""

@@ -13,12 +13,13 @@ from aiohttp import web
 
 from pdlink.api.errors import refusal_of, refused
 from pdlink.api.fields import BadField
+from pdlink.api.keys import key_of
 from pdlink.api.openai import GENERATE, Call, parse
 from pdlink.config import is_loopback
 from pdlink.config.proxy import RateLimit
 from pdlink.errors import InvalidApiKey, InvalidRequest, NoWorker, RateLimited, UnknownModel
 
-from .access import admin_keys, api_keys, clean, key_of, may_enter, refused_page
+from .access import admin_keys, api_keys, clean, may_enter, refused_page
 from .fleet import wanted
 from .ids import new_id
 from .limits import RateLimits

@@ -16,10 +16,11 @@ from aiohttp import web
 
 from pdlink.api.errors import COUNT_TOKENS, refusal_of, refused, reworded
 from pdlink.api.fields import BadField
+from pdlink.api.keys import key_of
 from pdlink.api.openai import MESSAGES, RESPONSES, CommonFields, said_in
 from pdlink.errors import NoWorker, Overloaded, PeerLost
 
-from .access import clean, key_of
+from .access import clean
 from .fleet import PlacementRequest, count_tokens
 from .http_connection import HttpError
 from .leg_account import LegAccount

@@ -14,12 +14,12 @@ import time
 from typing import TYPE_CHECKING
 
 from pdlink.api.errors import error_body
+from pdlink.api.keys import key_of
 from pdlink.api.openai import LAST_EVENTS
 from pdlink.api.sse import payloads
 from pdlink.errors import PdlinkError
 from pdlink.logs import about
 
-from .access import key_of
 from .admission import Admission
 from .answer import Answer
 from .attempt import Attempt

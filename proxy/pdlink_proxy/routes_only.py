@@ -19,11 +19,11 @@ from aiohttp import web
 from pdlink.api import route_token
 from pdlink.api.errors import refusal_of, refused
 from pdlink.api.fields import BadField, SomeTokens, decoded
+from pdlink.api.keys import key_of
 from pdlink.api.openai import CHAT, COMPLETIONS, Call, parse
 from pdlink.config import read_secrets
 from pdlink.errors import InvalidRequest, NoWorker, Overloaded
 
-from .access import key_of
 from .admission import Admission
 from .decision_log import Logged, hash_ids, logged_attempt
 from .dialects import TransferTerms

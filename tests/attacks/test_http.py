@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pdlink.serve import app as serving
+from pdlink.serve import http as serving
 from pdlink.serve.http import errors_as_json
 from tests.e2e.deployment import Answer, Deployment, prompt_of, request, until
 
@@ -230,7 +230,7 @@ async def test_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(serving, "BODY_S", 0.05)
 
     async def read(http: web.Request) -> web.Response:
-        return web.Response(body=await serving._body(http))
+        return web.Response(body=await serving.body_of(http))
 
     app = web.Application(middlewares=[errors_as_json])
     app.router.add_post("/", read)

@@ -341,7 +341,6 @@ FOREVER = """
 import sys
 from rich.progress import Progress
 from pdlink_bench import rounds
-from pdlink_bench.workers import Worker
 from pdlink_bench.workload import Workload
 from pdlink.transport.mapped import MappedTransport
 
@@ -351,7 +350,7 @@ class Told(Progress):
 
 if __name__ == "__main__":
     small = Workload(num_layers=1, num_heads=1, head_dim=8, num_tokens=8)
-    settings = rounds.Settings(layer_ms=(0.1,), rounds=1_000_000)
+    settings = rounds.RoundSettings(layer_ms=(0.1,), rounds=1_000_000)
     try:
         contestants = {"mapped": rounds.Contestant(MappedTransport)}
         rounds.measure({"default": small}, contestants, settings, Told(disable=True))

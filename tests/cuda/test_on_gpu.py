@@ -111,7 +111,7 @@ def test_torch_sees_our_buffers() -> None:
 def test_two_processes_share_a_gpu(transport: str) -> None:
     links = pytest.importorskip("pdlink_bench.gpu.links")
     try:
-        link = links.Link(transport)
+        link = links.GpuLink(transport)
     except (ConnectionError, PdlinkError) as error:
         pytest.fail(f"{transport} does not work between two processes on this machine: {error}")
     try:

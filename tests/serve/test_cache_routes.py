@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
 
-from pdlink.api.legs import KEY_HEADER
+from pdlink.api.keys import KEY_HEADER
 from pdlink.cli import main
 from pdlink.config import CacheConfig, ModelConfig, TiersConfig, TransportConfig, WorkerConfig
 from pdlink.engine.request import SamplingParams
