@@ -1,8 +1,10 @@
 """`pdlink bench proxy`: CPU of a routed request, beside other routers, in turns on the same stand-ins for workers.
 
 The figure is the CPU that a router's processes used, per request or per streamed event: with few cores, latencies say
-more about the run queue than about the router. The router has one core, stand-ins and clients have the others. Peers
-route with round robin and without health checks, which is less than they do in earnest; ours runs as it is shipped.
+more about the run queue than about the router. The router has one core, stand-ins and clients have the others. The
+stand-ins answer as the dialect's engine does (`proxy_stub.py`), two on each side, and publish KV events. Every router
+looks for prompts' beginnings, checks health and has a key; pdlink reads the events, too. A turn counts only if each
+answer has all its tokens and each request reached a worker of both sides.
 """
 
 from __future__ import annotations
@@ -10,24 +12,25 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
+import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdlink.commands.parser import positive, positive_float
 from pdlink.fleet.ports import free_ports
 
-from . import harness, plot
+from . import harness
 from .harness import BenchReport, TextTable, in_turns
 from .measure import Measured, spread
-from .proxy_stub import CHUNKS
+from .proxy_stub import CHUNKS, DIALECTS, MODEL, WORD
 
 if TYPE_CHECKING:
     import argparse
@@ -41,33 +44,20 @@ _HELD = 400
 """Streams that are open at once for the figure of memory."""
 _SETTLE_S = 1.0
 
+_WORKERS = 2
+"""On each side."""
+_KEY = "bench-key"
 _ROUTERS = {
     # Versions that these lines were written for: 0.3.2, 0.1.17, 1.13.0.
-    "sglang-router": "-m sglang_router.launch_router --pd-disaggregation --policy {policy} --disable-health-check "
-    "--log-level warn",
-    "vllm-router": "-m vllm_router.launch_router --vllm-pd-disaggregation --policy {policy} --log-level warning",
-    "smg": "-m smg.launch_router --pd-disaggregation --policy {policy} --log-level warn",
+    "sglang-router": "sglang_router.launch_router --pd-disaggregation",
+    "vllm-router": "vllm_router.launch_router --vllm-pd-disaggregation",
+    "smg": "smg.launch_router --pd-disaggregation",
 }
 _BOOTSTRAP_PORT = {"sglang-router": ("9900",)}
 """What follows the URL of a prefill worker."""
 OURS = "pdlink"
-NGINX = "nginx, one leg"
-"""What passing bytes costs without knowing what they are: it sends each request to decode alone."""
-
-_NGINX_CONF = """daemon off; master_process off; pid {at}/pid; error_log /dev/null; worker_rlimit_nofile 4096;
-events {{ worker_connections 2048; }}
-http {{
-  access_log off; client_body_temp_path {at}/body; proxy_temp_path {at}/proxy; fastcgi_temp_path {at}/f;
-  uwsgi_temp_path {at}/u; scgi_temp_path {at}/s; client_body_buffer_size 1m;
-  upstream decode {{ server {decode}; keepalive 256; }}
-  server {{
-    listen 127.0.0.1:{port} backlog=1024; keepalive_requests 1000000;
-    location / {{
-      proxy_pass http://decode; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off;
-    }}
-  }}
-}}
-"""
+BESIDE = "sglang-router"
+"""The bars are ratios to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +65,32 @@ class ProxyLoad:
     """Clients that each send one request after the other."""
 
     name: str
-    body: bytes
+    prompt: str
+    """What each of them begins with; a number of the client's own follows."""
     clients: int
-    unit: str
+    at_most: float
+    """The bar: a share of `BESIDE`'s CPU."""
+    stream: bool = False
+    unit: str = "request"
     per_request: int = 1
     """Units in a request."""
 
-
-def _body(prompt: str, *, stream: bool) -> bytes:
-    return json.dumps({"model": "m", "prompt": prompt, "max_tokens": 128, "stream": stream}).encode()
+    def body(self, number: int) -> bytes:
+        prompt = f"{self.prompt} {number}"
+        return json.dumps({"model": MODEL, "prompt": prompt, "max_tokens": CHUNKS, "stream": self.stream}).encode()
 
 
 LOADS = (
-    ProxyLoad("small request", _body("hello", stream=False), 64, "request"),
-    ProxyLoad("prompt of 4k tokens (16 KB of text)", _body("word" * 4096, stream=False), 32, "request"),
-    ProxyLoad(f"stream of {CHUNKS} events at once", _body("hello", stream=True), 16, "request"),
-    ProxyLoad("64 paced streams", _body("paced", stream=True), 64, "event", CHUNKS),
+    ProxyLoad("small request", "hello", 64, 0.8),
+    ProxyLoad("prompt of 4k tokens (16 KB of text)", "word" * 4096, 32, 0.8),
+    ProxyLoad(f"stream of {CHUNKS} events at once", "hello", 16, 0.4, stream=True),
+    ProxyLoad("64 paced streams", "paced", 64, 0.8, stream=True, unit="event", per_request=CHUNKS),
 )
+_HOLDING = ProxyLoad("held", "held", _HELD, 0.0, stream=True)
+_ADDED = "added latency"
+_ADDED_AT_MOST_S = 0.5e-3
+_MEMORY_AT_MOST_KB = 20.0
+_ALONE = ProxyLoad("one request at a time", "hello", 1, 0.0)
 _MEMORY = "open stream"
 
 
@@ -100,11 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=positive, default=5, help="turns of each router; default %(default)s")
     parser.add_argument("--seconds", type=positive_float, default=3.0, help="of each load; default %(default)s")
     parser.add_argument(
-        "--workers",
-        type=positive,
-        default=1,
-        help="on each side; default %(default)s. With more the routers look for prompts' beginnings (policy "
-        "cache_aware; pdlink's own default), nginx uses one",
+        "--dialect", choices=DIALECTS, required=True, help="what the workers answer like, and pdlink's setting"
     )
     parser.add_argument(
         "--routers",
@@ -112,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=sys.executable,
         help="interpreter that has the wheels sglang-router, vllm-router, smg; default this one",
     )
-    harness.add_output_arguments(parser, draws=True)
+    harness.add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -123,17 +118,17 @@ def run(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace, progress: Progress) -> BenchReport:
     cores = sorted(os.sched_getaffinity(0))
     mine = cores[1:] or cores
-    task = progress.add_task("start", total=1 + args.rounds * (len(_ROUTERS) + 2))
+    task = progress.add_task("start", total=1 + args.rounds * (len(_ROUTERS) + 1))
     os.sched_setaffinity(0, mine)
     try:
         with ExitStack() as stack:
             workers = {
-                role: tuple(stack.enter_context(StubProcess(role)).url for _ in range(args.workers))
+                role: [stack.enter_context(StubProcess(role, args.dialect)) for _ in range(_WORKERS)]
                 for role in ("prefill", "decode")
             }
             routers = [
-                stack.enter_context(RouterProcess(name, args.routers, workers, cores[0]))
-                for name in (OURS, *_ROUTERS, NGINX)
+                stack.enter_context(RouterProcess(name, args.routers, workers, cores[0], args.dialect))
+                for name in (OURS, *_ROUTERS)
             ]
             for router in routers:
                 router.wait()
@@ -146,39 +141,67 @@ def _report(args: argparse.Namespace, progress: Progress) -> BenchReport:
     finally:
         os.sched_setaffinity(0, cores)
     measured = {router.name: router.measured for router in routers}
+    bars = _bars(measured)
+    caption = (
+        f"Dialect {args.dialect}, {_WORKERS} + {_WORKERS} workers, KV events, API key, metrics and records on: CPU "
+        "of the router, median (p10..p90)"
+    )
     return BenchReport(
-        {"rounds": args.rounds, "workers": args.workers, "routers": measured},
-        [_table(measured)],
-        [_panel(measured)],
+        {"dialect": args.dialect, "rounds": args.rounds, "routers": measured, "bars": bars},
+        [_table(measured, caption), _bars_table(bars, f"Bars, dialect {args.dialect}")],
         problems=measured,
     )
 
 
-def _table(measured: dict[str, Measured]) -> TextTable:
-    columns = [*(f"{load.name}\nus/{load.unit}" for load in LOADS), f"{_MEMORY}\nKB of {_HELD}"]
-    table = TextTable(("CPU: median (p10..p90)", *columns))
+def _table(measured: dict[str, Measured], caption: str) -> TextTable:
+    columns = [*(f"{load.name}\nus/{load.unit}" for load in LOADS), f"{_MEMORY}\nKB of {_HELD}", f"{_ADDED}\nus, p50"]
+    table = TextTable(("router", *columns), caption)
     for name, found in measured.items():
-        if not found.problem:
-            cells = [spread(summary, 1e6, 0) for load in LOADS if (summary := found.summary(load.name))]
-            table.add(name, *cells, f"{found.median(_MEMORY):.1f}")
+        if found.problem:
+            table.add(name, *[found.problem.partition(":")[0]] * len(columns))
+            continue
+        cells = [spread(summary, 1e6, 0) for load in LOADS if (summary := found.summary(load.name))]
+        table.add(name, *cells, f"{found.median(_MEMORY):.1f}", f"{found.median(_ADDED) * 1e6:.0f}")
     ours = measured[OURS]
     for name, found in measured.items():
         if name != OURS and not found.problem and not ours.problem:
             shares = [ours.share(load.name, found, load.name) for load in LOADS]
-            table.add(f"{OURS} / {name}", *(f"{share:.2f}" for share in shares if share is not None), "")
+            table.add(f"{OURS} / {name}", *(f"{share:.2f}" for share in shares if share is not None), "", "")
     return table
 
 
-def _panel(measured: dict[str, Measured]) -> plot.Panel:
-    groups = {
-        f"{load.name}\n(us/{load.unit})": [
-            plot.PlottedBar.of(name, summary, lambda seconds: seconds * 1e6)
-            for name, found in measured.items()
-            if (summary := found.summary(load.name))
-        ]
-        for load in LOADS
-    }
-    return plot.Bars("CPU of the router", "us (p10 to p90)", groups)
+@dataclass(frozen=True, slots=True)
+class ProxyBar:
+    what: str
+    reached: float | None
+    """None: not measured in this run."""
+    at_most: float
+
+    @property
+    def met(self) -> bool:
+        return self.reached is not None and self.reached <= self.at_most
+
+
+def _bars(measured: Mapping[str, Measured]) -> list[ProxyBar]:
+    ours, beside = measured[OURS], measured[BESIDE]
+    bars = [
+        ProxyBar(f"{load.name} / {BESIDE}", ours.share(load.name, beside, load.name), load.at_most) for load in LOADS
+    ]
+    if ours.problem:
+        return bars
+    return [
+        *bars,
+        ProxyBar(f"{_MEMORY}, KB", ours.median(_MEMORY), _MEMORY_AT_MOST_KB),
+        ProxyBar(f"{_ADDED}, p50, ms", ours.median(_ADDED) * 1e3, _ADDED_AT_MOST_S * 1e3),
+    ]
+
+
+def _bars_table(bars: Sequence[ProxyBar], caption: str) -> TextTable:
+    table = TextTable(("bar", "reached", "at most", "met"), caption)
+    for bar in bars:
+        reached = "not measured" if bar.reached is None else f"{bar.reached:.2f}"
+        table.add(bar.what, reached, f"{bar.at_most:g}", "yes" if bar.met else "no")
+    return table
 
 
 class BenchProcess:
@@ -208,39 +231,54 @@ class BenchProcess:
 
 
 class StubProcess(BenchProcess):
-    def __init__(self, role: str) -> None:
-        super().__init__([sys.executable, "-m", "pdlink_bench.proxy_stub", role], stdout=subprocess.PIPE)
+    def __init__(self, role: str, dialect: str) -> None:
+        command = [sys.executable, "-m", "pdlink_bench.proxy_stub", role, "0", dialect, "events"]
+        super().__init__(command, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
-        self.url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
+        self.port = int(self._process.stdout.readline())
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.events = self._process.stdout.readline().strip()
 
     def __enter__(self) -> StubProcess:
         return self
 
+    @property
+    def requests(self) -> int:
+        with urllib.request.urlopen(f"{self.url}/seen", timeout=10) as response:
+            return int(json.load(response)["requests"])
+
 
 class RouterProcess(BenchProcess):
-    def __init__(self, name: str, python: str, workers: Mapping[str, Sequence[str]], core: int) -> None:
-        """workers: URLs by role."""
+    def __init__(
+        self, name: str, python: str, workers: Mapping[str, Sequence[StubProcess]], core: int, dialect: str
+    ) -> None:
+        """workers: by role."""
         self.name, self.measured = name, Measured()
+        self._workers = workers
         self.port = free_ports(2)
         metrics_port = self.port + 1
         self._at = tempfile.TemporaryDirectory(prefix="pdlink-bench-")
-        if name == NGINX:
-            conf = Path(self._at.name, "nginx.conf")
-            decode = workers["decode"][0].removeprefix("http://")
-            conf.write_text(_NGINX_CONF.format(at=self._at.name, decode=decode, port=self.port), encoding="ascii")
-            nginx = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin") or "nginx"
-            command = [nginx, "-c", str(conf)]
-        elif name == OURS:
+        if name == OURS:
+            keys = Path(self._at.name, "keys")
+            keys.write_text(f"{_KEY}\n", encoding="ascii")
+            keys.chmod(0o600)
             command = [sys.executable, "-m", "pdlink", "proxy", "--listen", f"127.0.0.1:{self.port}"]
-            command += [f"--{role}={url}" for role, urls in workers.items() for url in urls]
+            command += ["--dialect", dialect, "--set", f"api_key_file={keys}"]
+            command += [f"--{role}={stub.url}" for role, stubs in workers.items() for stub in stubs]
+            if dialect == "vllm":  # the others say it themselves
+                events = {stub.url: stub.events for stub in workers["prefill"]}
+                control = {stub.url: "tcp://127.0.0.1:1" for stub in workers["prefill"]}
+                command += ["--set", f"kv_events={json.dumps(events)}", "--set", f"control={json.dumps(control)}"]
         else:
-            policy = "round_robin" if len(workers["decode"]) == 1 else "cache_aware"
-            command = [python, *_ROUTERS[name].format(policy=policy).split(), "--port", str(self.port)]
-            for url in workers["prefill"]:
-                command += ["--prefill", url, *_BOOTSTRAP_PORT.get(name, ())]
-            for url in workers["decode"]:
-                command += ["--decode", url]
-            command += ["--prometheus-port", str(metrics_port)]
+            command = [python, "-m", *_ROUTERS[name].split(), "--policy", "cache_aware", "--port", str(self.port)]
+            command += ["--log-level", "warn", "--api-key", _KEY, "--prometheus-port", str(metrics_port)]
+            for stub in workers["prefill"]:
+                command += ["--prefill", stub.url, *_BOOTSTRAP_PORT.get(name, ())]
+            for stub in workers["decode"]:
+                command += ["--decode", stub.url]
+            if not _installed(python, command[2].partition(".")[0]):
+                self.measured.problem = f"not tried: {python} has no wheel {name}"
+                command = ["true"]
         super().__init__(command, core)
 
     def __enter__(self) -> RouterProcess:
@@ -252,9 +290,10 @@ class RouterProcess(BenchProcess):
 
     def wait(self) -> None:
         """Until it serves, or has a problem."""
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions", LOADS[0].body, {"Content-Type": "application/json"}
-        )
+        if self.measured.problem:
+            return
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {_KEY}"}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/v1/completions", LOADS[0].body(0), headers)
         end_s = time.monotonic() + _READY_S
         while self._process.poll() is None and time.monotonic() < end_s:
             try:
@@ -263,36 +302,37 @@ class RouterProcess(BenchProcess):
                     return
             except OSError:
                 time.sleep(0.1)
-        wheel = {OURS: "", NGINX: "; is nginx installed?"}.get(
-            self.name, f"; is the wheel installed? pip install {self.name}"
-        )
-        self.measured.problem, self.measured.failed = f"does not serve{wheel}", self.name == OURS
+        self.measured.problem, self.measured.failed = "does not serve", self.name == OURS
 
     def turn(self, seconds: float, *, memory: bool) -> None:
         for load in LOADS:
-            before_s = self._cpu_s()
-            done, wrong = asyncio.run(_drive(self.port, load, seconds))
-            if wrong or not done:
-                self.measured.problem, self.measured.failed = f"{load.name}: {done} answers, {wrong} wrong", True
+            seen, before_s = self._seen(), self._cpu_s()
+            drive = asyncio.run(_drive(self.port, load, seconds))
+            took_s, done = self._cpu_s() - before_s, len(drive.took_s)
+            reached = [now - before for now, before in zip(self._seen(), seen, strict=True)]
+            if drive.wrong or not done or min(reached) < done:
+                told = f"{load.name}: {done} answers, {drive.wrong} wrong; {reached} requests at prefill and decode"
+                self.measured.problem, self.measured.failed = f"failed: {told}", True
                 return
-            self.measured.add(load.name, (self._cpu_s() - before_s) / (done * load.per_request))
+            self.measured.add(load.name, took_s / (done * load.per_request))
+        direct = self._workers["decode"][0].port
+        routed_s, direct_s = (asyncio.run(_drive(port, _ALONE, seconds / 4)).median_s for port in (self.port, direct))
+        self.measured.add(_ADDED, routed_s - direct_s)
         if memory:
             self.measured.add(_MEMORY, asyncio.run(self._held()))
 
+    def _seen(self) -> list[int]:
+        """Requests that came to prefill workers, and to decode workers."""
+        return [sum(stub.requests for stub in stubs) for stubs in self._workers.values()]
+
     async def _held(self) -> float:
         """KB that an open stream takes."""
-        body, before = _body("held", stream=True), self._pss_kb()
-        protocols = []
-        for _ in range(_HELD):
-            _, client = await asyncio.get_running_loop().create_connection(
-                lambda: _Client(self.port, body), "127.0.0.1", self.port
-            )
-            client.send()
-            protocols.append(client)
+        before = self._pss_kb()
+        protocols = [await _Client(self.port, _HOLDING, number, _Drive()).connect() for number in range(_HELD)]
         await asyncio.sleep(_SETTLE_S)
         grown = self._pss_kb() - before
         for client in protocols:
-            client.close()
+            client.transport.abort()
         await asyncio.sleep(_SETTLE_S)
         return grown / _HELD
 
@@ -322,73 +362,86 @@ def _stat(path: Path) -> list[str]:
         return []
 
 
+def _installed(python: str, module: str) -> bool:
+    code = f"import importlib.util; raise SystemExit(importlib.util.find_spec({module!r}) is None)"
+    return subprocess.run([python, "-c", code], check=False).returncode == 0
+
+
+@dataclass(slots=True)
+class _Drive:
+    """What the clients of one load saw."""
+
+    took_s: list[float] = field(default_factory=list)
+    """Of each answer that came whole."""
+    wrong: int = 0
+    """Of them, and connections that ended early."""
+    going: bool = True
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.took_s)
+
+
 class _Client(asyncio.Protocol):
     """Sends a request, and the next one when the answer is whole."""
 
-    def __init__(self, port: int, body: bytes) -> None:
+    transport: asyncio.Transport
+
+    def __init__(self, port: int, load: ProxyLoad, number: int, drive: _Drive) -> None:
+        body = load.body(number)
+        self._port, self._drive = port, drive
         self._request = (
             f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
+            f"Authorization: Bearer {_KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
         ).encode() + body
-        self.done = self.wrong = 0
-        self.going = False
+        self._num_tokens = CHUNKS if load.stream else 1
         self.ended = asyncio.get_running_loop().create_future()
-        self._held = b""
-        self._transport: asyncio.Transport | None = None
 
-    def send(self) -> None:
-        self._held = b""
-        assert self._transport is not None
-        self._transport.write(self._request)
+    async def connect(self) -> _Client:
+        await asyncio.get_running_loop().create_connection(lambda: self, "127.0.0.1", self._port)
+        self._send()
+        return self
 
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+    def _send(self) -> None:
+        self._answer, self._sent_s = bytearray(), time.perf_counter()
+        self.transport.write(self._request)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self.transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self._held += data
-        head, found, body = self._held.partition(b"\r\n\r\n")
-        if not found:
+        self._answer += data
+        if not self._answer.endswith((b"}", b"0\r\n\r\n")):
             return
-        at = head.lower().find(b"content-length:")
-        if at >= 0:
-            whole = len(body) >= int(head[at + 15 :].split(b"\r\n", 1)[0])
-        else:
-            whole = body.endswith(b"0\r\n\r\n")
-            if not whole and len(body) > 512:  # it is searched again with every event
-                self._held = head + b"\r\n\r\n" + body[-64:]
-        if whole:
-            self.done += 1
-            self.wrong += b" 200 " not in head[:16]
-            if self.going:
-                self.send()
-            elif not self.ended.done():
-                self.ended.set_result(None)
+        head, _, body = bytes(self._answer).partition(b"\r\n\r\n")
+        length = re.search(rb"(?i)content-length: *(\d+)", head)
+        if len(body) < int(length[1]) if length else not body.endswith(b"0\r\n\r\n"):
+            return
+        self._drive.took_s.append(time.perf_counter() - self._sent_s)
+        if body.count(WORD) != self._num_tokens:  # a word may be in two chunks
+            body = re.sub(rb"(?i)\r\n[0-9a-f]+\r\n", b"", body)
+        right = b" 200 " in head[:16] and body.count(WORD) == self._num_tokens
+        self._drive.wrong += not right or (length is None and b"data: [DONE]" not in body)
+        if self._drive.going:
+            self._send()
+        elif not self.ended.done():
+            self.ended.set_result(None)
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.ended.done():
-            self.wrong += 1
+            self._drive.wrong += 1
             self.ended.set_result(None)
 
 
-async def _drive(port: int, load: ProxyLoad, seconds: float) -> tuple[int, int]:
-    """Answers that came whole, and how many were wrong; `seconds` long, and until the last one has ended."""
-    loop = asyncio.get_running_loop()
-    clients = [
-        (await loop.create_connection(lambda: _Client(port, load.body), "127.0.0.1", port))[1]
-        for _ in range(load.clients)
-    ]
-    for client in clients:
-        client.going = True
-        client.send()
+async def _drive(port: int, load: ProxyLoad, seconds: float) -> _Drive:
+    """`seconds` long, and until the last answer has ended."""
+    drive = _Drive()
+    clients = [await _Client(port, load, number, drive).connect() for number in range(load.clients)]
     await asyncio.sleep(seconds)
-    for client in clients:
-        client.going = False
+    drive.going = False
     await asyncio.gather(*(client.ended for client in clients))
     for client in clients:
-        client.close()
-    return sum(client.done for client in clients), sum(client.wrong for client in clients)
+        client.transport.abort()
+    await asyncio.sleep(0)  # closes their sockets
+    return drive

@@ -1,11 +1,14 @@
 """Workers for `pdlink bench proxy` that compute nothing: as cheap as Python allows, so that the proxy is what waits.
 
-`python -m pdlink_bench.proxy_stub prefill|decode [PORT]` prints its port. It answers any POST with a small JSON
-object, or, where the body streams, with `CHUNKS` events: at once; each `PACE_S` after the one before, if the prompt
-begins with "paced" (or as it says, "paced 1500 ms, 10 events"); one and then none, if it begins with "held". After
-"crowd 17, 10 events" each event says its stream and its own number, "17.0" to "17.9"; all but the first wait for GET
-/open, and are paced. A prompt that begins with "stuck" is never answered. GET /health is that of a worker; GET /seen
-counts the requests, and how many run.
+`python -m pdlink_bench.proxy_stub prefill|decode [PORT] [DIALECT [events]]` prints its port, and then where it
+publishes KV events if it is to. It answers any POST with a small JSON object, or, where the body streams, with
+`CHUNKS` events: at once; each `PACE_S` after the one before, if the prompt begins with "paced" (or as it says, "paced
+1500 ms, 10 events"); one and then none, if it begins with "held". After "crowd 17, 10 events" each event says its
+stream and its own number, "17.0" to "17.9"; all but the first wait for GET /open, and are paced. A prompt that begins
+with "stuck" is never answered. GET /seen counts the requests, and how many run; other GETs tell of the worker.
+
+Answers are those of vLLM 0.32 and SGLang 0.5.23 to /v1/completions, in the writes of uvicorn 0.54 (recorded): the
+head, then the body; each event as a chunk of its own, and the last chunk by itself.
 """
 
 from __future__ import annotations
@@ -18,46 +21,96 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
+import msgspec
+import zmq
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-EVENT = (
-    b'data: {"id":"c","object":"text_completion","model":"m",'
-    b'"choices":[{"index":0,"text":" word","finish_reason":null}]}\n\n'
+MODEL = "m"
+WORD = b'"text":" word"'
+"""In each event with a token, and in a whole answer."""
+CHUNKS = 128
+PACE_S = 0.02
+_PACE = re.compile(rb'"paced (\d+) ms, (\d+) events')
+_CROWD = re.compile(rb'"crowd (\d+), (\d+) events')
+_BLOCK_TOKENS = 16
+_BLOCK_NBYTES = 256
+"""A body with less than that has no whole block."""
+_STEP_S = 0.01
+_KEPT = 4096
+"""Blocks of which a worker says that it has them."""
+
+_HEAD = (
+    b'"object":"text_completion","created":1795647678,"model":"m","choices":[{"index":0,'
+    + WORD
+    + b',"logprobs":null,'
 )
-WHOLE = json.dumps(
-    {
-        "id": "c",
-        "object": "text_completion",
-        "created": 1,
-        "model": "m",
-        "choices": [{"index": 0, "text": " word", "finish_reason": "length", "logprobs": None}],
-        "usage": {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5},
-    }
-).encode()
-
-
-def _answer(kind: str, body: bytes) -> bytes:
-    return (
-        f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nX-Pdlink-KV: transferred\r\nContent-Length: {len(body)}\r\n\r\n"
-    ).encode() + body
+_USAGE = b'{"prompt_tokens":4,"total_tokens":5,"completion_tokens":1'
+_EVENTS = {
+    "pdlink": b'{"id":"cmpl-8cb869b5",' + _HEAD + b'"finish_reason":null}]}',
+    "vllm": b'{"id":"cmpl-8cb869b510438e72",'
+    + _HEAD
+    + b'"finish_reason":null,"stop_reason":null,"prompt_token_ids":null,"token_ids":null}]}',
+    "sglang": b'{"id":"a08c2f18486f425ea13881e2cc1cfda8",'
+    + _HEAD
+    + b'"finish_reason":null,"matched_stop":null}],"usage":null}',
+}
+_ANSWERS = {
+    "pdlink": b'{"id":"cmpl-8cb869b5",' + _HEAD + b'"finish_reason":"length"}],"usage":' + _USAGE + b"}}",
+    "vllm": b'{"id":"cmpl-8cb869b510438e72",'
+    + _HEAD
+    + b'"finish_reason":"length","stop_reason":null,"token_ids":null,"prompt_logprobs":null,'
+    b'"prompt_token_ids":null}],"service_tier":null,"system_fingerprint":"vllm-0.32.0-bed23265","usage":'
+    + _USAGE
+    + b',"prompt_tokens_details":null},"kv_transfer_params":{"pdlink_kv":"transferred"}}',
+    "sglang": b'{"id":"a08c2f18486f425ea13881e2cc1cfda8",'
+    + _HEAD
+    + b'"finish_reason":"length","matched_stop":null}],"usage":'
+    + _USAGE
+    + b',"prompt_tokens_details":null,"reasoning_tokens":0}}',
+}
+DIALECTS = tuple(_EVENTS)
+_STOPPED = b"HTTP/1.1 202 Accepted\r\nContent-Length: 0\r\n\r\n"
 
 
 def _chunk(data: bytes) -> bytes:
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
-_FINISH = EVENT.replace(b'" word"', b'""').replace(b"null", b'"length"')
-_END = _chunk(_FINISH + b"data: [DONE]\n\n") + b"0\r\n\r\n"
-_STOPPED = b"HTTP/1.1 202 Accepted\r\nContent-Length: 0\r\n\r\n"
-CHUNKS = 128
-PACE_S = 0.02
-_PACE = re.compile(rb'"paced (\d+) ms, (\d+) events')
-_CROWD = re.compile(rb'"crowd (\d+), (\d+) events')
+class StubPublisher:
+    """Publishes KV events as vLLM does, in one batch for each step: for each prompt a block that is there now, and
+    one that is gone."""
+
+    def __init__(self) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
+        self.port: int = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.endpoint = f"tcp://127.0.0.1:{self.port}"
+        self._events: list[dict[str, object]] = []
+        self._num_blocks = self._num_batches = 0
+
+    def computed(self) -> None:
+        number = self._num_blocks
+        self._num_blocks += 1
+        about = {"lora_id": None, "medium": "GPU", "lora_name": None, "block_size": _BLOCK_TOKENS}
+        stored = {"block_hashes": [number], "parent_block_hash": None, "token_ids": [number % 50_000] * _BLOCK_TOKENS}
+        if not self._events:
+            asyncio.get_running_loop().call_later(_STEP_S, self._tell)
+        self._events.append({"type": "BlockStored", **stored, **about})
+        if number >= _KEPT:
+            self._events.append({"type": "BlockRemoved", "block_hashes": [number - _KEPT], "medium": "GPU"})
+
+    def _tell(self) -> None:
+        batch = msgspec.msgpack.encode([0.0, self._events, 0])
+        self._socket.send_multipart((b"", self._num_batches.to_bytes(8, "big"), batch), zmq.NOBLOCK)
+        self._num_batches += 1
+        self._events = []
 
 
 class Stub(asyncio.Protocol):
     role = "both"
+    dialect = "pdlink"
+    publisher: StubPublisher | None = None
     requests = running = 0
     """Of all connections."""
     crowd: ClassVar[list[Callable[[], None]]] = []
@@ -66,10 +119,9 @@ class Stub(asyncio.Protocol):
     def __init__(self) -> None:
         self._held = b""
         self._running = False
-        health = {"status": "ok", "name": self.role, "epoch": str(os.getpid()), "role": self.role, "model": "m"}
-        self._health = _answer("application/json", json.dumps({**health, "control": "tcp://127.0.0.1:1"}).encode())
-        models = {"object": "list", "data": [{"id": "m", "object": "model"}]}
-        self._models = _answer("application/json", json.dumps(models).encode())
+        self._event = b"data: " + _EVENTS[self.dialect] + b"\n\n"
+        finish = self._event.replace(b'" word"', b'""').replace(b'"finish_reason":null', b'"finish_reason":"length"')
+        self._end = (_chunk(finish), _chunk(b"data: [DONE]\n\n"), b"0\r\n\r\n")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -95,47 +147,77 @@ class Stub(asyncio.Protocol):
 
     def _serve(self, head: bytes, body: bytes) -> None:
         if head.startswith(b"get"):
-            self._transport.write(self._about(head))
+            self._whole(self._about(head))
             return
         if b"/stop http" in head:
             self._transport.write(_STOPPED)
             return
+        if b"/tokenize http" in head:
+            self._whole(json.dumps({"count": len(body) // 4, "tokens": list(range(len(body) // 4))}).encode())
+            return
         Stub.requests += 1
+        if self.publisher is not None and len(body) > _BLOCK_NBYTES:
+            self.publisher.computed()
         if b'"stuck' in body:
             self._runs(running=True)
         elif b'"stream": true' not in body and b'"stream":true' not in body:
-            self._transport.write(_answer("application/json", WHOLE))
+            self._whole(_ANSWERS[self.dialect])
         else:
-            self._transport.write(
-                b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nX-Pdlink-KV: transferred\r\n"
-                b"Transfer-Encoding: chunked\r\n\r\n"
-            )
+            self._head("text/event-stream; charset=utf-8", "transfer-encoding: chunked")
             if self.role == "prefill":  # of which only the first event is wanted
-                self._transport.write(_chunk(EVENT) + _END)
+                self._write(_chunk(self._event), *self._end)
             elif b'"paced' in body:
                 self._runs(running=True)
                 said = _PACE.search(body)
                 pace_s, number = (int(said[1]) / 1000, int(said[2])) if said else (PACE_S, CHUNKS)
-                self._next(pace_s, [EVENT] * number)
+                self._next(pace_s, [self._event] * number)
             elif b'"held' in body:
                 self._runs(running=True)
-                self._transport.write(_chunk(EVENT))
+                self._transport.write(_chunk(self._event))
             elif (said := _CROWD.search(body)) is not None:
                 self._runs(running=True)
-                events = [EVENT.replace(b"word", b"%b.%d" % (said[1], number)) for number in range(int(said[2]))]
+                events = [
+                    self._event.replace(b"word", b"%b.%d" % (said[1], number)) for number in range(int(said[2]))
+                ]
                 self._transport.write(_chunk(events[0]))
                 self.crowd.append(partial(self._next, PACE_S, events[1:]))
             else:
-                self._transport.write(_chunk(EVENT) * CHUNKS + _END)
+                self._write(*[_chunk(self._event)] * CHUNKS, *self._end)
+
+    def _write(self, *pieces: bytes) -> None:
+        for piece in pieces:
+            self._transport.write(piece)
+
+    def _head(self, kind: str, length: str) -> None:
+        told = "X-Pdlink-KV: transferred\r\n" if self.dialect == "pdlink" else ""
+        self._transport.write(
+            f"HTTP/1.1 200 OK\r\ndate: Thu, 26 Nov 2026 18:35:13 GMT\r\nserver: uvicorn\r\n{told}{length}\r\n"
+            f"content-type: {kind}\r\n\r\n".encode()
+        )
+
+    def _whole(self, body: bytes) -> None:
+        self._head("application/json", f"content-length: {len(body)}")
+        self._transport.write(body)
 
     def _about(self, head: bytes) -> bytes:
         if head.startswith(b"get /open"):
             while self.crowd:
                 self.crowd.pop()()
         if head.startswith((b"get /seen", b"get /open")):
-            counts = {"requests": Stub.requests, "running": Stub.running}
-            return _answer("application/json", json.dumps(counts).encode())
-        return self._models if b"/v1/models" in head else self._health
+            return json.dumps({"requests": Stub.requests, "running": Stub.running}).encode()
+        if b"/v1/models" in head:
+            return json.dumps({"object": "list", "data": [{"id": MODEL, "object": "model"}]}).encode()
+        if b"/server_info" in head or b"/get_server_info" in head:
+            return json.dumps(self._server_info()).encode()
+        health = {"status": "ok", "name": self.role, "epoch": str(os.getpid()), "role": self.role, "model": MODEL}
+        events = [self.publisher.endpoint] if self.publisher is not None else []
+        return json.dumps({**health, "control": "tcp://127.0.0.1:1", "kv_events": events}).encode()
+
+    def _server_info(self) -> dict[str, object]:
+        said: dict[str, object] = {"disaggregation_mode": self.role, "model_path": MODEL, "served_model_name": MODEL}
+        if self.publisher is not None:
+            said["kv_events"] = {"endpoint_host": "127.0.0.1", "endpoint_port_base": self.publisher.port}
+        return {**said, "page_size": _BLOCK_TOKENS, "max_total_num_tokens": 500_000}
 
     def _next(self, pace_s: float, events: list[bytes]) -> None:
         if self._transport.is_closing():
@@ -144,16 +226,19 @@ class Stub(asyncio.Protocol):
         if len(events) > 1:
             asyncio.get_running_loop().call_later(pace_s, self._next, pace_s, events[1:])
         else:
-            self._transport.write(_END)
+            self._write(*self._end)
             self._runs(running=False)
 
 
 async def _serve(port: int) -> None:
     server = await asyncio.get_running_loop().create_server(Stub, "127.0.0.1", port, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
+    if Stub.publisher is not None:
+        print(Stub.publisher.endpoint, flush=True)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
-    Stub.role = sys.argv[1]
-    asyncio.run(_serve(int(sys.argv[2]) if len(sys.argv) > 2 else 0))
+    Stub.role, port, Stub.dialect, events = (*sys.argv[1:], *("", "0", "pdlink", "")[len(sys.argv) - 1 :])
+    Stub.publisher = StubPublisher() if events else None
+    asyncio.run(_serve(int(port)))
