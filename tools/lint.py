@@ -375,6 +375,7 @@ CHECKS = (
     made_pages,
     words_of_commands_and_settings,
     logs,
+    class_names,
     incidents,
 )
 

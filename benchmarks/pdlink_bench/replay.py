@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from pdlink.store.ingestion import Ingestion
-    from pdlink.store.policies.base import Key, Policy
+    from pdlink.store.policies.base import EvictionPolicy, Key
 
 BLOCK_TOKENS = 512
 SIZES = (500, 1_000, 2_000, 4_000, 8_000, 16_000, 32_000, 64_000)
@@ -98,7 +98,7 @@ def _key(block: object) -> Key:
 class ReplayedCache:
     """As many blocks as fit, under one policy."""
 
-    def __init__(self, policy: Policy, num_blocks: int) -> None:
+    def __init__(self, policy: EvictionPolicy, num_blocks: int) -> None:
         self.policy = policy
         self.num_blocks = num_blocks
         self.resident: set[Key] = set()
@@ -133,7 +133,7 @@ def leading(keys: Sequence[Key], *resident: Container[Key]) -> int:
     return len(keys)
 
 
-def hit_rate(requests: Sequence[ReplayedRequest], policy: Policy, num_blocks: int) -> float:
+def hit_rate(requests: Sequence[ReplayedRequest], policy: EvictionPolicy, num_blocks: int) -> float:
     """Tokens of leading blocks that were there, of all tokens."""
     cache, hits = ReplayedCache(policy, num_blocks), 0
     for request in requests:

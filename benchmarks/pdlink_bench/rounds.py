@@ -67,7 +67,7 @@ class _Turns(harness.Lane):
         raise NotImplementedError
 
 
-class Pair(_Turns):
+class TwoProcesses(_Turns):
     """Sender and receiver of one transport; subclasses push."""
 
     def __init__(self, cases: Mapping[str, Workload], sender: WorkerProcess, receiver: WorkerProcess) -> None:
@@ -95,7 +95,7 @@ class Pair(_Turns):
         return seconds
 
 
-class TransferLane(Pair):
+class TransferLane(TwoProcesses):
     def __init__(self, name: str, contestant: Contestant, cases: Mapping[str, Workload]) -> None:
         mine = {case: cases[case] for case in (cases if contestant.cases is None else contestant.cases)}
         make = contestant.make_transport

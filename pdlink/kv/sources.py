@@ -26,7 +26,7 @@ class TokenRange:
     source: KVSource
 
 
-class Load(Protocol):
+class AnyLoad(Protocol):
     """KV on its way from a source into blocks."""
 
     def has_layer(self, layer: int) -> bool:
@@ -45,5 +45,5 @@ class KVSource(Protocol):
     def lookup(self, keys: Sequence[bytes]) -> tuple[TokenRange, ...]:
         """What it has of the prompt whose full blocks have these names, in order of tokens."""
 
-    def load(self, wanted: TokenRange, blocks: Sequence[int]) -> Load:
+    def load(self, wanted: TokenRange, blocks: Sequence[int]) -> AnyLoad:
         """Begin to fill `blocks`, of which the first one holds token `wanted.begin`."""

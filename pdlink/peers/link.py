@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pdlink.config import TransportConfig
     from pdlink.protocol.auth import AllowList, Credentials
     from pdlink.protocol.deadlines import Deadlines
-    from pdlink.store.slots import Lease
+    from pdlink.store.slots import SlotLease
     from pdlink.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -229,7 +229,7 @@ class PeerLink:
         outgoing.released.then(back)
         outgoing.finish()
 
-    def _take_back(self, lease: Lease | None) -> None:
+    def _take_back(self, lease: SlotLease | None) -> None:
         if lease is not None:
             self._store.take_back(lease)
         with self._lock:

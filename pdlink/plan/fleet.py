@@ -16,7 +16,7 @@ from time import process_time, thread_time
 from typing import TYPE_CHECKING
 
 from pdlink_proxy.fleet import PlacementRequest
-from pdlink_proxy.placement import Placed
+from pdlink_proxy.placement import Pair
 from pdlink_proxy.queue import Waiting
 from pdlink_proxy.steps import Leg
 
@@ -259,12 +259,12 @@ class Simulation:
         timed = self._num_places % TIMED == 1
         started_s = thread_time() if timed else 0.0
         placed = router.placer.place(wanted, router.fleet(now))
-        if isinstance(placed, Placed) and placed.prefill is not None:
+        if isinstance(placed, Pair) and placed.prefill is not None:
             router.placer.sent(wanted, "prefill", placed.prefill)
             router.placer.sent(wanted, "decode", placed.decode)
         if timed:
             self._place_s += thread_time() - started_s
-        if not isinstance(placed, Placed) or placed.prefill is None:
+        if not isinstance(placed, Pair) or placed.prefill is None:
             return False
         one, to = placed.prefill.row, placed.decode.row
         job.seen = seen = router.worker(Leg.PREFILL, one), router.worker(Leg.DECODE, to)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pdlink.store.ingestion import Ingestion
     from pdlink.store.kept import Emptied
     from pdlink.store.record import RecordShape
-    from pdlink.store.slots import Change, Lease, Slot
+    from pdlink.store.slots import Change, Slot, SlotLease
 
 _T = TypeVar("_T")
 
@@ -76,7 +76,7 @@ class Books:
         """Debts by tier whose records were evicted, and that no metric has heard of."""
         self._announcer: ChangeTeller[RecordChange] = ChangeTeller()
 
-    def leases(self, keys: Sequence[bytes], holder: str, request: str, deadline_s: float) -> list[Lease]:
+    def leases(self, keys: Sequence[bytes], holder: str, request: str, deadline_s: float) -> list[SlotLease]:
         """The longest readable prefix of `keys`, as `Catalog.lease`, in pieces. Without the lock."""
         leases = []
         for piece in pieces(keys):

@@ -71,7 +71,7 @@ Tokens: TypeAlias = "Sequence[int] | np.ndarray[Any, Any]"
 """Ids in [0, 2**32). An array or a CPU tensor is read without a loop in Python."""
 
 
-class Span(NamedTuple):
+class ChunkSpan(NamedTuple):
     """Which full chunks of a prompt a call is about, and where they are in an engine's pages."""
 
     keys: Sequence[bytes]
@@ -259,7 +259,7 @@ class Cache:
         """
         return self._store_layers(self._span(tokens, blocks, mask, offset, salt), _of(salt, retention))
 
-    def _store_layers(self, mine: Span, retention: Retention) -> Generator[None]:
+    def _store_layers(self, mine: ChunkSpan, retention: Retention) -> Generator[None]:
         saving = Save(self._source, self._group, mine.keys, lambda _: None, "cache", retention)
         try:
             yield
@@ -323,7 +323,7 @@ class Cache:
         mine = self._span(tokens, blocks, mask, offset, salt, distinct=True)
         return self._load_layers(mine, salt, lookup_id)
 
-    def _load_layers(self, mine: Span, salt: str, lookup_id: str) -> Generator[int | None]:
+    def _load_layers(self, mine: ChunkSpan, salt: str, lookup_id: str) -> Generator[int | None]:
         fetch, first = self._holds.take(lookup_id), 0
         if fetch is not None and not self._arrived(mine, fetch, 0):
             fetch.close()
@@ -555,7 +555,7 @@ class Cache:
         salt: str,
         *,
         distinct: bool = False,
-    ) -> Span:
+    ) -> ChunkSpan:
         """What a call is about. distinct: blocks are written to.
 
         Raises InvalidRequest for blocks that cannot hold it.
@@ -587,7 +587,7 @@ class Cache:
             raise InvalidRequest(
                 "blocks: got one block twice; expected distinct ones, or KV is overwritten; correct it"
             )
-        return Span(keys, begin // self.chunk_tokens, Blocks(tuple(used.tolist()), begin))
+        return ChunkSpan(keys, begin // self.chunk_tokens, Blocks(tuple(used.tolist()), begin))
 
     def _check_places(self, names: Sequence[str]) -> None:
         for name in names:
@@ -604,13 +604,13 @@ class Cache:
         slots = self._store.reserve(keys[first:], self._shape, retention=retention)
         return [(number[slot.key], slot) for slot in slots]
 
-    def _arrived(self, mine: Span, fetch: AnyFetch, first: int) -> Chunks:
+    def _arrived(self, mine: ChunkSpan, fetch: AnyFetch, first: int) -> Chunks:
         """The leading chunks of the span that a fetch of chunks from `first` on has brought. Waits for it."""
         numbered = enumerate(fetch.done.result(), first)
         known = takewhile(lambda one: one[0] < len(mine.keys) and one[1].key == mine.keys[one[0]], numbered)
         return [one for one in known if one[0] >= mine.first]
 
-    def _load(self, mine: Span, fetch: AnyFetch, first: int) -> int:
+    def _load(self, mine: ChunkSpan, fetch: AnyFetch, first: int) -> int:
         """Copy what a fetch of chunks from `first` on has brought, and close it; the tokens that are right."""
         try:
             slots = self._arrived(mine, fetch, first)
@@ -620,10 +620,10 @@ class Cache:
         begin, end = self._tokens(mine, slots)
         return end - begin if stood and copied else 0
 
-    def _copied(self, mine: Span, slots: Chunks, *, loading: bool) -> bool:
+    def _copied(self, mine: ChunkSpan, slots: Chunks, *, loading: bool) -> bool:
         return self._source.copy_now(self._group, slots, mine.blocks, *self._tokens(mine, slots), loading=loading)
 
-    def _tokens(self, mine: Span, slots: Chunks) -> tuple[int, int]:
+    def _tokens(self, mine: ChunkSpan, slots: Chunks) -> tuple[int, int]:
         """Begin and end of what is copied."""
         begin = mine.blocks.begin
         if not slots:

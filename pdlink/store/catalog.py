@@ -22,17 +22,17 @@ from itertools import count, islice
 from math import inf
 from typing import TYPE_CHECKING
 
-from pdlink.store.deadlines import Deadlines
+from pdlink.store.deadlines import RecordDeadlines
 from pdlink.store.extents import ALIGNMENT_NBYTES, Extents
 from pdlink.store.kept import Emptied, Hold, Record, Writing, check
 from pdlink.store.pins import Pins
-from pdlink.store.slots import LIFE_BITS, WHOLE, Change, Lease, Slot
+from pdlink.store.slots import LIFE_BITS, WHOLE, Change, Slot, SlotLease
 from pdlink.store.turns import DEFAULT_PRIORITY, USUAL, Retention, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from pdlink.store.policies.base import Policy
+    from pdlink.store.policies.base import EvictionPolicy
     from pdlink.store.slots import Held, Serial, Share
 
 _MOST_DUE = 512
@@ -45,7 +45,7 @@ class Catalog:
     """Of one arena. Not thread-safe."""
 
     def __init__(
-        self, policy: Policy, *, pin_quota_nbytes: int = 0, tenant_quota_nbytes: int = 0, life: int = 0
+        self, policy: EvictionPolicy, *, pin_quota_nbytes: int = 0, tenant_quota_nbytes: int = 0, life: int = 0
     ) -> None:
         """Begins with no room: see `resize`. pin_quota_nbytes: most bytes that pins may keep together.
 
@@ -57,7 +57,7 @@ class Catalog:
         self._extents = Extents()
         self._records: dict[bytes, Record] = {}
         self._num_readable = 0
-        self._deadlines = Deadlines(self._records)
+        self._deadlines = RecordDeadlines(self._records)
         self._writing: dict[Serial, Writing] = {}
         """All reservations, also of keys that were removed meanwhile."""
         self._leases: dict[Serial, Hold] = {}
@@ -196,7 +196,7 @@ class Catalog:
         writing = [self._writing[slot.serial] for slot in slots if slot.serial in self._writing]
         return [entry.slot for entry in writing if entry.record.missing == entry.parts]
 
-    def stands(self, lease: Lease) -> bool:
+    def stands(self, lease: SlotLease) -> bool:
         """Whether it has not ended."""
         return lease.serial in self._leases
 
@@ -256,13 +256,13 @@ class Catalog:
         """When a record is found no more."""
         return self._records[key].expires_s if key in self._records else float("-inf")
 
-    def lease(self, keys: Sequence[bytes], holder: str, request: str, deadline_s: float) -> Lease:
+    def lease(self, keys: Sequence[bytes], holder: str, request: str, deadline_s: float) -> SlotLease:
         """The longest readable prefix of `keys`, kept until `release` or `deadline_s` of the caller's clock.
 
         request: whose lease it is, for reports.
         """
         records = [self._records[key] for key in keys[: self.lookup(keys)]]
-        lease = Lease(next(self._serials), tuple([record.slot for record in records]))
+        lease = SlotLease(next(self._serials), tuple([record.slot for record in records]))
         held = {record.slot.serial: record for record in records}  # a key may be asked for twice
         for record in held.values():
             record.leases += 1
@@ -270,7 +270,7 @@ class Catalog:
             self._leases[lease.serial] = Hold(held, holder, request, deadline_s)
         return lease
 
-    def release(self, lease: Lease, *, used: bool = False) -> bool:
+    def release(self, lease: SlotLease, *, used: bool = False) -> bool:
         """End the lease; whether it stood until now. If not, what was read under it counts for nothing.
 
         used: somebody wanted the records, which postpones their eviction; that of a prompt's head most.
@@ -341,7 +341,7 @@ class Catalog:
             record.listed = record.leaving = False
             record.pins = 0
         self._records, self._num_readable = {}, 0
-        self._deadlines = Deadlines(self._records)
+        self._deadlines = RecordDeadlines(self._records)
         self._pins.clear()
         self._leaving_nbytes = 0
         self._extents = self._extents.only(record.slot.offset for record in held.values())
@@ -349,7 +349,7 @@ class Catalog:
             self._turns.used_nbytes[record.retention.tenant] += record.slot.nbytes
         return was
 
-    def leave(self, nbytes: int, holder: str, deadline_s: float) -> list[Lease]:
+    def leave(self, nbytes: int, holder: str, deadline_s: float) -> list[SlotLease]:
         """Evict until so many bytes are free or about to be. The leases of those records, which go when they end."""
         leases = []
         free_nbytes = self.capacity_nbytes - self.used_nbytes

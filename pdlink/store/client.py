@@ -160,7 +160,7 @@ class RemoteStore(AnyStore):
             fetch.finish()
         else:
             places = tuple(place if place < link.num_places else 0 for place in found.places)
-            asked = wire.Fetch(call, found.keys, places, shape, request[: wire.MAX_TEXT], retention, checks)
+            asked = wire.FetchRecords(call, found.keys, places, shape, request[: wire.MAX_TEXT], retention, checks)
             link.begin(fetch, asked)
         return fetch
 
@@ -214,7 +214,9 @@ class RemoteStore(AnyStore):
 
     def pin(self, keys: Sequence[bytes], name: str) -> int:
         if len(name) > wire.MAX_TEXT:
-            raise InvalidRequest(f"name: got {len(name)} characters; limit {wire.MAX_TEXT}; choose a shorter one")
+            raise InvalidRequest(
+                f"name: got {len(name)} characters; expected at most {wire.MAX_TEXT}; choose a shorter one"
+            )
         return self._prefix(keys, lambda part, call: wire.Pin(call, part, name))
 
     def unpin(self, name: str) -> int:

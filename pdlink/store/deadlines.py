@@ -1,4 +1,4 @@
-"""`Deadlines`: when to look at which record of a catalog again. No clock in it."""
+"""`RecordDeadlines`: when to look at which record of a catalog again. No clock in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STALE = 64
 """Entries of records that are gone, beside some for each that is there, before they are sorted out."""
 
 
-class Deadlines:
+class RecordDeadlines:
     """Costs a push of a heap for each record with a deadline."""
 
     def __init__(self, records: Mapping[bytes, Record]) -> None:

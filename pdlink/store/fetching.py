@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pdlink.store.books import Books
     from pdlink.store.interface import Wanted
     from pdlink.store.record import RecordShape
-    from pdlink.store.slots import Lease, Slot
+    from pdlink.store.slots import Slot, SlotLease
     from pdlink.store.write_through import WriteThrough
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Fetch:
         """As `AnyFetch.unchecked`."""
         self.slots: list[Slot | None] = []
         """One per chunk; None while it is on its way, or if it does not come."""
-        self.leases: list[Lease] = []
+        self.leases: list[SlotLease] = []
         self.closed = False
         self.is_begun = False
         """Whether all chunks are in `slots` that will ever be."""
@@ -145,7 +145,7 @@ class Fetching:
         """As `AnyStore.fetch`. Chunks that others already bring are waited for."""
         now_s, shape = self._clock(), wanted.shape
         fetch = Fetch(wanted, now_s + self._tier_deadline_s, now_s + self._lease_s, self._release)
-        to_check: list[tuple[int, Slot, Lease]] = []
+        to_check: list[tuple[int, Slot, SlotLease]] = []
         for piece in pieces(list(zip(wanted.found.keys, wanted.found.places, strict=True))):
             begun: list[tuple[Arrival, int]] = []
             with self._books.lock:
@@ -174,7 +174,7 @@ class Fetching:
         self,
         fetch: Fetch,
         piece: Sequence[tuple[bytes, int]],
-        to_check: list[tuple[int, Slot, Lease]],
+        to_check: list[tuple[int, Slot, SlotLease]],
         begun: list[tuple[Arrival, int]],
         now_s: float,
     ) -> bool:
@@ -206,14 +206,14 @@ class Fetching:
             arrival.waiting.append((fetch, fetch.add(None)))
         return True
 
-    def _lease(self, fetch: Fetch, keys: Sequence[bytes]) -> Lease:
+    def _lease(self, fetch: Fetch, keys: Sequence[bytes]) -> SlotLease:
         """Under the lock."""
         wanted = fetch.wanted
         lease = self._books.catalog.lease(keys, wanted.holder, wanted.request, fetch.deadline_s)
         fetch.leases.append(lease)
         return lease
 
-    def _add_here(self, fetch: Fetch, slot: Slot, lease: Lease) -> list[tuple[int, Slot, Lease]]:
+    def _add_here(self, fetch: Fetch, slot: Slot, lease: SlotLease) -> list[tuple[int, Slot, SlotLease]]:
         """The next chunk of a fetch is in the arena; what `_check_here` has to check of it. Under the lock."""
         unchecked = slot.key in self._books.unchecked
         if self._verify or (unchecked and not fetch.wanted.checks):
@@ -253,7 +253,7 @@ class Fetching:
 
     # --- The verifier's thread
 
-    def _check_here(self, fetch: Fetch, here: Sequence[tuple[int, Slot, Lease]], shape: RecordShape) -> None:
+    def _check_here(self, fetch: Fetch, here: Sequence[tuple[int, Slot, SlotLease]], shape: RecordShape) -> None:
         """Records that changed in memory are dropped, and end the prefix there."""
         for index, slot, lease in here:
             miss = unseal(slot.of(self._arena.array)[: shape.nbytes], slot.key, shape)

@@ -61,21 +61,21 @@ _ABANDONED: Final[list[object]] = []
 
 
 @dataclass(eq=False)
-class Job:
+class PageCopy:
     """A copy, or a part of one that has many rows; of no rows it only ends behind those before it."""
 
     rows: driver.Copies | Strided
     after: CudaEvent | None = None
     then: Then | None = None
-    begun: Callable[[Job], None] | None = None
+    begun: Callable[[PageCopy], None] | None = None
     """Told when it is in its stream."""
     is_over: bool = False
 
 
 @dataclass(eq=False)
 class _Direction:
-    copies: Copies[Job]
-    line: deque[Job] = field(default_factory=deque)
+    copies: Copies[PageCopy]
+    line: deque[PageCopy] = field(default_factory=deque)
     """Not begun."""
 
     @property
@@ -125,9 +125,11 @@ class GpuPages:
             made.callback(os.close, self._wake)
             kernels = made.enter_context(kernels_if_any(self._device, image))
             self.ways = ways_of(self._device, kernels) if ways is None else ways
-            stores: Copies[Job] = Copies(self._device, kernels, self._wake, _NUM_SLOTS, self.ways.to_host_nbytes)
+            stores: Copies[PageCopy] = Copies(self._device, kernels, self._wake, _NUM_SLOTS, self.ways.to_host_nbytes)
             made.callback(stores.close)
-            loads: Copies[Job] = Copies(self._device, kernels, self._wake, _NUM_SLOTS, self.ways.to_device_nbytes)
+            loads: Copies[PageCopy] = Copies(
+                self._device, kernels, self._wake, _NUM_SLOTS, self.ways.to_device_nbytes
+            )
             made.callback(loads.close)
             self._opened = made.pop_all()
         self._stores, self._loads = _Direction(stores), _Direction(loads)
@@ -168,7 +170,7 @@ class GpuPages:
         with self._lock:
             self._spare.append(mark)
 
-    def precede(self, job: Job) -> None:
+    def precede(self, job: PageCopy) -> None:
         """What this thread launches from now on runs behind this copy, which has begun. Raises CudaFailure."""
         with self._lock:
             if job.is_over:
@@ -193,7 +195,7 @@ class GpuPages:
         with self._lock:
             waits = bool(self._stores.line) and not self._broken
             if waits:
-                self._stores.line.append(Job(np.zeros((0, 3), np.int64), begun=lambda _: then()))
+                self._stores.line.append(PageCopy(np.zeros((0, 3), np.int64), begun=lambda _: then()))
         if not waits:
             then()
 
@@ -215,8 +217,8 @@ class GpuPages:
         loading: bool,
         after: CudaEvent | None,
         then: Then,
-        begun: Callable[[Job], None] | None = None,
-    ) -> Job:
+        begun: Callable[[PageCopy], None] | None = None,
+    ) -> PageCopy:
         """`copy` of one layer, which one kernel makes in pinned memory for up to `MOST_TOKENS` tokens."""
         return self._copy(
             lambda: self._strided(plan, layer, arena, loading=loading), loading, after=after, then=then, begun=begun
@@ -240,8 +242,8 @@ class GpuPages:
         loading: bool,
         after: CudaEvent | None,
         then: Then,
-        begun: Callable[[Job], None] | None = None,
-    ) -> Job:
+        begun: Callable[[PageCopy], None] | None = None,
+    ) -> PageCopy:
         """Copy between regions and the arena, behind the mark `after`, and say when that is over.
 
         pieces: region, and runs [n, 3] of source offset, destination offset, nbytes. begun: told in any thread, with
@@ -258,8 +260,8 @@ class GpuPages:
         *,
         after: CudaEvent | None,
         then: Then,
-        begun: Callable[[Job], None] | None,
-    ) -> Job:
+        begun: Callable[[PageCopy], None] | None,
+    ) -> PageCopy:
         parts: Sequence[driver.Copies | Strided] | None
         try:
             parts = make()
@@ -268,7 +270,7 @@ class GpuPages:
                 self._complained = True
                 log.warning("KV is not stored or loaded where the store's memory cannot be pinned: %s", failure)
             parts = None
-        last = Job(np.zeros((0, 3), np.int64), then=then, begun=begun)
+        last = PageCopy(np.zeros((0, 3), np.int64), then=then, begun=begun)
         direction = self._loads if loading else self._stores
         with self._lock:
             reason = self._broken or ("it is closed" if self._closing else "")
@@ -277,9 +279,9 @@ class GpuPages:
             elif parts is None:
                 reason = reason or "failed"
                 if after is not None:  # other layers of the same request come behind it
-                    direction.line.append(Job(last.rows, after))
+                    direction.line.append(PageCopy(last.rows, after))
             elif not reason:
-                jobs = [Job(rows) for rows in parts or [last.rows]]
+                jobs = [PageCopy(rows) for rows in parts or [last.rows]]
                 jobs[0].after = after
                 jobs[-1].then, jobs[-1].begun = then, begun
                 last = jobs[-1]
@@ -307,7 +309,7 @@ class GpuPages:
 
             told = []
             for direction in busy:
-                direction.line.append(Job(np.zeros((0, 3), np.int64), then=one))
+                direction.line.append(PageCopy(np.zeros((0, 3), np.int64), then=one))
                 told += self._begin(direction)
             if busy:
                 self._kick()
@@ -339,9 +341,9 @@ class GpuPages:
 
     # --- Under the lock
 
-    def _begin(self, direction: _Direction) -> list[Job]:
+    def _begin(self, direction: _Direction) -> list[PageCopy]:
         """Launch queued jobs while slots are free. Returns the jobs launched."""
-        begun: list[Job] = []
+        begun: list[PageCopy] = []
         while direction.line and (direction.copies.has_room or not len(direction.line[0].rows)):
             job = direction.line[0]
             before = len(direction.copies.in_flight)
@@ -410,18 +412,18 @@ class GpuPages:
             if job.then is not None:
                 job.then(why)
 
-    def _give_up(self) -> list[Job]:
+    def _give_up(self) -> list[PageCopy]:
         """What will not be copied. Under the lock."""
-        failed: list[Job] = []
+        failed: list[PageCopy] = []
         for direction in self._directions if self._broken else ():
             failed += [job for job in direction.line if not self.lost or len(job.rows)]
             direction.line.clear()
         return failed
 
-    def _look(self) -> tuple[list[Job], list[Job], list[Job]]:
+    def _look(self) -> tuple[list[PageCopy], list[PageCopy], list[PageCopy]]:
         """What is over, what has begun, and what will not."""
-        over: list[Job] = []
-        told: list[Job] = []
+        over: list[PageCopy] = []
+        told: list[PageCopy] = []
         try:
             for direction in self._directions:
                 for job in direction.copies.take_ended():
@@ -490,7 +492,7 @@ def _paged(layout: KVLayout, layer: int, base: int, part_stride: int, num_slots:
     return Paged(base, part_stride, *strides, layout.block_tokens, num_slots)
 
 
-def _tell(begun: Iterable[Job]) -> None:
+def _tell(begun: Iterable[PageCopy]) -> None:
     for job in begun:
         if job.begun is not None:
             job.begun(job)

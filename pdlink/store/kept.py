@@ -10,7 +10,7 @@ from pdlink.store.slots import Held
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdlink.store.policies.base import Policy
+    from pdlink.store.policies.base import EvictionPolicy
     from pdlink.store.slots import Serial, Slot
     from pdlink.store.turns import Retention
 
@@ -71,7 +71,7 @@ class Emptied(NamedTuple):
     """
 
     records: dict[bytes, Record]
-    policies: list[Policy]
+    policies: list[EvictionPolicy]
     tables: list[dict[Any, Any] | set[Any] | list[Any]]
     """That nobody uses any more."""
 

@@ -89,7 +89,7 @@ class Link:
             return None
         return answer
 
-    def begin(self, fetch: RemoteFetch, message: wire.Fetch) -> None:
+    def begin(self, fetch: RemoteFetch, message: wire.FetchRecords) -> None:
         """Send the message; `fetch` is done when it is answered, or the connection is lost."""
         with self._lock:
             if not self.lost:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from pdlink.memory.buffers import Bytes
     from pdlink.reasons import Reason
-    from pdlink.store.gpu_pages import Job
+    from pdlink.store.gpu_pages import PageCopy
     from pdlink.store.groups import Blocks, RecordGroup
     from pdlink.store.interface import AnyFetch
     from pdlink.store.record import Sums
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Load:
-    """Implements `pdlink.kv.sources.Load`. Layers are counted through all groups, in their order."""
+    """Implements `pdlink.kv.sources.AnyLoad`. Layers are counted through all groups, in their order."""
 
     def __init__(self, begin: int, end: int, loads: Sequence[GroupLoad]) -> None:
         self.began_s = time.monotonic()
@@ -99,7 +99,7 @@ class GroupLoad:
         Set in any thread, when nothing touches the blocks any more."""
         self._landed = threading.Condition()
         self._num_landed = 0
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, PageCopy] = {}
         """Copies of a GPU that are in its stream, by layer."""
         self._num_copied = 0
         self._after = source.mark()
@@ -199,7 +199,7 @@ class GroupLoad:
             source.move(plan, layer, loading=True, after=after, then=come, begun=begun)
         return end
 
-    def _is_begun(self, layer: int, job: Job) -> None:
+    def _is_begun(self, layer: int, job: PageCopy) -> None:
         """In any thread. What reads the layer can run behind the copy now."""
         with self._landed:
             self._jobs[layer] = job

@@ -77,8 +77,8 @@ def open_source(
     largest_nbytes = max(group.shape.nbytes for group in groups)
     if config.store is None and largest_nbytes > nbytes:
         raise ConfigError(
-            f"tiers.chunk_size: got {config.chunk_size} tokens, {largest_nbytes} bytes of this model; limit "
-            f"{nbytes} bytes; lower it, or raise tiers.max_local_cpu_size"
+            f"tiers.chunk_size: got {config.chunk_size} tokens, {largest_nbytes} bytes of this model; expected "
+            f"at most {nbytes} bytes; lower it, or raise tiers.max_local_cpu_size"
         )
     namespaces = [group.origin.namespace for group in groups]
     if len(set(namespaces)) < len(groups):

@@ -49,7 +49,7 @@ def to_wire(known: Preimage) -> wire.Known | None:
     if origin is None or max(map(len, (origin.model, origin.revision, origin.lora, origin.salt))) > wire.MAX_WORDS:
         return None
     words = origin.model, origin.revision, origin.chunk_tokens, origin.lora, origin.salt
-    return wire.Known(wire.Origin(*words), tokens)
+    return wire.Known(wire.ChunkOrigin(*words), tokens)
 
 
 def commits(

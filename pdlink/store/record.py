@@ -155,7 +155,8 @@ class RecordShape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
         body = len(_body(self, bytes(KEY_NBYTES), bytes(16))) + _sums_nbytes(self)
         if body > HEADER_NBYTES - _PREFIX.size:
             raise ConfigError(
-                f"record header: got {body} bytes; limit {HEADER_NBYTES - _PREFIX.size}; describe fewer layers"
+                f"record header: got {body} bytes; expected at most {HEADER_NBYTES - _PREFIX.size}; "
+                "describe fewer layers"
             )
 
     def _tokens(self, group: Group) -> int:

@@ -1,4 +1,4 @@
-"""`Slot`, `Share`, `Lease`: what a catalog and its users say to each other of room in an arena."""
+"""`Slot`, `Share`, `SlotLease`: what a catalog and its users say to each other of room in an arena."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Slot(NamedTuple):
         return arena[self.offset : self.offset + self.nbytes]
 
 
-class Lease(NamedTuple):
+class SlotLease(NamedTuple):
     """Records that stay where they are until the lease ends."""
 
     serial: Serial

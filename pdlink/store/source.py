@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from pdlink.cuda.driver import CudaEvent
     from pdlink.memory.buffers import AnyBuffer, HostBuffer
-    from pdlink.store.gpu_pages import GpuPages, Job
+    from pdlink.store.gpu_pages import GpuPages, PageCopy
     from pdlink.store.groups import AnyPlan, Blocks, Chunks, RecordGroup
     from pdlink.store.interface import AnyStore
     from pdlink.store.record import Sums
@@ -199,7 +199,7 @@ class Source:
         after: CudaEvent | None,
         then: Callable[[str], None],
         sums: Sums | None = None,
-        begun: Callable[[Job], None] | None = None,
+        begun: Callable[[PageCopy], None] | None = None,
     ) -> None:
         """Copy a layer, and then(what went wrong, or "") in the copier's thread when it is over: for pages of the
         host now.
@@ -370,7 +370,7 @@ class Source:
         *,
         loading: bool,
         after: CudaEvent | None,
-        begun: Callable[[Job], None] | None = None,
+        begun: Callable[[PageCopy], None] | None = None,
     ) -> Future[str]:
         """`move` a layer: "" when it is over, or why it is not copied. begun: told in any thread."""
         over: Future[str] = Future()

@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from pdlink.kv.hashing import Preimage
     from pdlink.memory.buffers import Buffer, Bytes
     from pdlink.store.interface import AnyFetch, RecordChange, Room, Wanted
-    from pdlink.store.policies.base import Policy
+    from pdlink.store.policies.base import EvictionPolicy
     from pdlink.store.record import RecordShape
-    from pdlink.store.slots import Held, Lease, Slot
+    from pdlink.store.slots import Held, Slot, SlotLease
     from pdlink.store.tiers.base import Tier
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Store(AnyStore):
     def __init__(
         self,
         nbytes: int,
-        policy: Policy,
+        policy: EvictionPolicy,
         tiers: Sequence[Tier] = (),
         *,
         ingestion: str = "all",
@@ -294,7 +294,7 @@ class Store(AnyStore):
         keys, shape, holder, share, retention = room
         if shape.nbytes > self._nbytes:
             raise CapacityExceeded(
-                f"tiers.max_local_cpu_size: a record takes {shape.nbytes} bytes; limit {self._nbytes}; raise it, or "
+                f"tiers.max_local_cpu_size: a record takes {shape.nbytes} bytes of {self._nbytes}; raise it, or "
                 "lower chunk_size"
             )
         if self.frozen:
@@ -361,7 +361,7 @@ class Store(AnyStore):
         with self._lock:
             return [self._catalog.lookup([key]) > 0 for key in keys]
 
-    def lend(self, key: bytes) -> Lease | None:
+    def lend(self, key: bytes) -> SlotLease | None:
         """The record of a key in the arena, as a tier keeps it, until `take_back`; None if it is not here.
 
         Costs a pass over it where who filled it wrote no sums. What the slot has behind the record is zeros.
@@ -379,7 +379,7 @@ class Store(AnyStore):
         view[shape.nbytes :] = 0
         return lease
 
-    def take_back(self, lease: Lease) -> None:
+    def take_back(self, lease: SlotLease) -> None:
         """Nobody reads the record any more."""
         with self._lock:
             self._catalog.release(lease, used=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdlink.store.policies.base import Key, Policy
+    from pdlink.store.policies.base import EvictionPolicy, Key
 
 MIN_PRIORITY, DEFAULT_PRIORITY, MAX_PRIORITY = 0, 35, 100
 """As TensorRT-LLM counts retention."""
@@ -47,7 +47,7 @@ class _Class(NamedTuple):
 
 
 class Turns:
-    def __init__(self, policy: Policy, *, quota_nbytes: int = 0) -> None:
+    def __init__(self, policy: EvictionPolicy, *, quota_nbytes: int = 0) -> None:
         """policy: of all records, as long as priorities and tenants are alike; others get one like it.
 
         quota_nbytes: of each tenant; 0 sets none, and then all tenants are one.
@@ -56,7 +56,7 @@ class Turns:
         self.used_nbytes: Counter[str] = Counter()
         """Of slots, by tenant."""
         self._usual = _Class(DEFAULT_PRIORITY, "")
-        self._policies: dict[_Class, Policy] = {self._usual: policy}
+        self._policies: dict[_Class, EvictionPolicy] = {self._usual: policy}
         self._class_of: dict[Key, _Class] = {}
 
     def __len__(self) -> int:
@@ -81,9 +81,9 @@ class Turns:
             self._policies[kind].remove(key)
             self._drop_if_empty(kind)
 
-    def clear(self) -> tuple[list[Policy], list[dict[Any, Any] | set[Any] | list[Any]]]:
+    def clear(self) -> tuple[list[EvictionPolicy], list[dict[Any, Any] | set[Any] | list[Any]]]:
         """No key is known any more, and nothing is used. What it had, as `Emptied` wants it."""
-        was: list[Policy] = list(self._policies.values())
+        was: list[EvictionPolicy] = list(self._policies.values())
         tables: list[dict[Any, Any] | set[Any] | list[Any]] = [self._class_of]
         self._policies = {self._usual: type(self._policies[self._usual])()}
         self._class_of = {}
@@ -99,7 +99,7 @@ class Turns:
             del self.used_nbytes[tenant]
 
     def evict(self, may_evict: Callable[[Key], bool], tenant: str | None = None) -> Key | None:
-        """As `Policy.evict`. tenant: only of that one. Costs a look at each class."""
+        """As `EvictionPolicy.evict`. tenant: only of that one. Costs a look at each class."""
         for kind in sorted(self._policies, key=lambda kind: (kind.priority, -self.used_nbytes[kind.tenant])):
             key = self._policies[kind].evict(may_evict) if tenant in (None, kind.tenant) else None
             if key is not None:

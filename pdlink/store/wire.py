@@ -42,7 +42,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """The first element is the name of the type, in lower case."""
 
 
-class Origin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ChunkOrigin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Of a prompt's first chunk, beside what the record's shape says: see `pdlink.kv.hashing.Origin`."""
 
     model: Words
@@ -55,7 +55,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 class Known(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What the key of a record is the hash of."""
 
-    before: Key | Origin
+    before: Key | ChunkOrigin
     """The key of the chunk before; of a first chunk where its prompt comes from."""
     tokens: bytes
     """Little-endian uint32."""
@@ -83,7 +83,7 @@ class Lookup(Message, frozen=True):
     """Answer for every key, also behind one that is not known."""
 
 
-class Fetch(Message, frozen=True):
+class FetchRecords(Message, frozen=True, tag="fetch"):
     """Answered by `Fetched`, when all is there or no more comes."""
 
     call: int
@@ -241,7 +241,7 @@ class Count(Message, frozen=True):
 Request = (
     Hello
     | Lookup
-    | Fetch
+    | FetchRecords
     | Release
     | Reserve
     | Commit
@@ -282,7 +282,9 @@ class Frames(Generic[_T]):
         while len(self._held) - at >= _LENGTH.size:
             (nbytes,) = _LENGTH.unpack_from(self._held, at)
             if nbytes > MAX_FRAME_NBYTES:
-                raise ProtocolError(f"a frame: got {nbytes} bytes; limit {MAX_FRAME_NBYTES}; send a shorter one")
+                raise ProtocolError(
+                    f"a frame: got {nbytes} bytes; expected at most {MAX_FRAME_NBYTES}; send a shorter one"
+                )
             if len(self._held) - at < _LENGTH.size + nbytes:
                 break
             body = bytes(self._held[at + _LENGTH.size : at + _LENGTH.size + nbytes])

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pdlink.store.below import Below
     from pdlink.store.books import Books
     from pdlink.store.record import RecordShape
-    from pdlink.store.slots import Lease, Slot
+    from pdlink.store.slots import Slot, SlotLease
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +171,9 @@ class WriteThrough:
             with self._books.lock:
                 self._books.catalog.release(lease)
 
-    def _write(self, index: int, lease: Lease, shape: RecordShape, expires_at_s: float, question: Question) -> None:
+    def _write(
+        self, index: int, lease: SlotLease, shape: RecordShape, expires_at_s: float, question: Question
+    ) -> None:
         tier, slot = self._below.tiers[index], lease.slots[0]
         taken: bool | None = False
         try:

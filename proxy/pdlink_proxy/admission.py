@@ -14,7 +14,7 @@ from pdlink.events import FallbackUsed, emit
 from pdlink.reasons import Reason
 
 from .decisions import MAX_CONSIDERED, Considered, Decision
-from .placement import Queued, Refused
+from .placement import ProxyBarred, Queued
 from .queue import Waiting
 from .steps import Event, Leg, Place, Placed, Unplaced, Waits, Why
 from .table import Workers
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from .fleet import PlacementRequest, WorkerState
-    from .pools import Choice
+    from .pools import WorkerPair
     from .shared import Shared
     from .table import Column
     from .worker import Worker
@@ -80,7 +80,7 @@ class Admission:
         self.num_prompt_tokens = wanted.num_tokens
         """Without what `place` counts with it later."""
 
-    def begun(self, since_s: float, choice: Choice, placement_s: float, placed: Decision, at_s: float) -> Placed:
+    def begun(self, since_s: float, choice: WorkerPair, placement_s: float, placed: Decision, at_s: float) -> Placed:
         """Its first attempt was placed, without this, and noted so. since_s, at_s: when it came, and when it was
         placed."""
         assert choice.prefill is not None
@@ -90,7 +90,7 @@ class Admission:
         return Placed(choice.prefill.work.key, choice.decode.work.key)
 
     def place(
-        self, action: Place, num_behind: int = 0, choice: Choice | Queued | Refused | None = None
+        self, action: Place, num_behind: int = 0, choice: WorkerPair | Queued | ProxyBarred | None = None
     ) -> Placed | Unplaced | Waits:
         """Workers for a new attempt, or the request waits for them. num_behind: tokens of its answer that the client
         has, which count with the prompt now. choice: of its first attempt, if it has been made."""
@@ -220,12 +220,12 @@ class Admission:
         self.placement_s = time.monotonic() - began_s
         return self._judged(action, choice)
 
-    def _judged(self, action: Place, choice: Choice | Queued | Refused) -> Placed | Unplaced | Queued:
+    def _judged(self, action: Place, choice: WorkerPair | Queued | ProxyBarred) -> Placed | Unplaced | Queued:
         """What follows from the choice for an attempt."""
         shared = self._shared
         if isinstance(choice, Queued):
             return choice
-        if isinstance(choice, Refused):
+        if isinstance(choice, ProxyBarred):
             self.note("refused", choice.reason)
             return Unplaced(choice.reason, barred=True)
         if self.wanted.known_ids is not None and action.why is Why.FIRST and shared.tokenizing is not None:

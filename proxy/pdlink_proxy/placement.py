@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .table import Column
 
 
-class Placed(msgspec.Struct, frozen=True):
+class Pair(msgspec.Struct, frozen=True):
     """Workers for a request."""
 
     prefill: WorkerState | None
@@ -47,13 +47,13 @@ class Queued(NamedTuple):
     """There is no such worker; otherwise all are full."""
 
 
-class Refused(NamedTuple):
+class ProxyBarred(NamedTuple):
     """The workers that could serve it do not let this proxy in, and will not before somebody mends that."""
 
     reason: str
 
 
-Decision: TypeAlias = Placed | Queued | Refused
+Decision: TypeAlias = Pair | Queued | ProxyBarred
 
 
 class Alone(NamedTuple):
@@ -113,7 +113,7 @@ class Placer:
         missing = "decode" if not decodes.num else "prefill" if fleet.needs_prefill and not prefills.num else ""
         if missing:
             reason = f"no healthy {missing} worker for model {request.model!r}; see /health"
-            return Refused(reason) if missing in fleet.barred else Queued(reason, empty=True)
+            return ProxyBarred(reason) if missing in fleet.barred else Queued(reason, empty=True)
         turn, there = self._turn, prefills.num > 0
         if request.avoid:
             prefills, decodes = _others(prefills, request.avoid), _others(decodes, request.avoid)
@@ -134,7 +134,7 @@ class Placer:
             decode = self._pick(self.decode, request, decodes, _decode_turn(turn, prefills.num, decodes.num)).worker
         computes = request.held or self._alone.tokens or self._alone.idle_tokens  # else decode lacks too much
         if computes and not fleet.needs_prefill and (reason := self._alone.reason(request, decode)):
-            return Placed(None, decode, alone=reason)
+            return Pair(None, decode, alone=reason)
         if busy:
             limit = f"{self.prefill_queue_tokens} tokens to do (prefill_queue_tokens)"
             return Queued(f"every prefill worker has at least {limit}", empty=False)
@@ -145,16 +145,16 @@ class Placer:
         if not prefills.num and fleet.needs_prefill and fleet.grouped:
             return Queued("no prefill worker of decode's cell with the same KV", empty=True)
         if not prefills.num:
-            return Placed(None, decode, misfit=there)
+            return Pair(None, decode, misfit=there)
         if prefills.num == 1:
-            return Placed(prefills[0], decode)
+            return Pair(prefills[0], decode)
         request.behind = fleet.behind.get(decode.key) if fleet.behind else None
         prefill = self._pick(self.prefill, request, prefills, turn)
-        return Placed(prefill.worker, decode, prefill.cached_tokens)
+        return Pair(prefill.worker, decode, prefill.cached_tokens)
 
     def _by_itself(
         self, request: PlacementRequest, plains: Workers, prefills: Workers, decodes: Workers, *, full: bool
-    ) -> Placed | None:
+    ) -> Pair | None:
         """A plain worker, where there is no pair, where the request needs one, or where it begins sooner there."""
         plains = _others(plains, request.avoid)
         if not full:
@@ -163,14 +163,14 @@ class Placer:
             return None
         worker = self.one_of(request, plains)
         if request.whole:
-            return Placed(None, worker, alone="prompt_only_decode")
+            return Pair(None, worker, alone="prompt_only_decode")
         if not decodes or not prefills:
-            return Placed(None, worker, alone="no_pair")
+            return Pair(None, worker, alone="no_pair")
         if not full and not _with_room(decodes, request.total_tokens):
-            return Placed(None, worker, alone="plain_sooner")
+            return Pair(None, worker, alone="plain_sooner")
         here = _ahead(request, plains)[plains.table.rows[worker.key]]
         sooner = here < prefills.among(_ahead(request, prefills)).min()
-        return Placed(None, worker, alone="plain_sooner") if sooner else None
+        return Pair(None, worker, alone="plain_sooner") if sooner else None
 
     def one_of(self, request: PlacementRequest, workers: Sequence[WorkerState]) -> WorkerState:
         """A worker for a request that it serves whole, of the workers that can."""

@@ -18,7 +18,7 @@ from .kv_events import KVEvents, source
 from .mismatches import mismatched
 from .outliers import leave_out
 from .pair_times import PairTimes
-from .placement import Placed, Placer, Queued, Refused
+from .placement import Pair, Placer, ProxyBarred, Queued
 from .refusals import Refusals
 from .side import Side
 from .steps import Leg
@@ -288,7 +288,9 @@ class Pools:
             self._left_out.discard(worker)
             log.warning("%s worker %s is no more left out", worker.side.value, worker.id)
 
-    def choose(self, request: PlacementRequest, *, needs_prefill: bool, full: bool) -> Choice | Queued | Refused:
+    def choose(
+        self, request: PlacementRequest, *, needs_prefill: bool, full: bool
+    ) -> WorkerPair | Queued | ProxyBarred:
         """A pair for a request. full: see `Placer.place`."""
         now, prefill_side, decode_side = time.monotonic(), self._sides[Leg.PREFILL], self._sides[Leg.DECODE]
         prefill, decode = prefill_side.usable(request.model, now), decode_side.usable(request.model, now)
@@ -306,22 +308,22 @@ class Pools:
             self._pair_times.behind,
         )
         placed = self._placer.place(request, fleet, full=full)
-        if not isinstance(placed, Placed):
+        if not isinstance(placed, Pair):
             return placed
         to = decode_side.workers[placed.decode.row]
         if placed.prefill is not None:
             one = prefill_side.workers[placed.prefill.row]
             if not (refused_pairs and self.refusals.try_again(one, to)) and self._alone is not None:
                 self._tell_alone(None)
-            return Choice(one, to, placed.cached_tokens)
+            return WorkerPair(one, to, placed.cached_tokens)
         if placed.misfit:
             refused = self.refusals.known(prefill_side.workers[prefill.pair[0].row], to)
             self._tell_alone(refused)
             factor = refused.factor if refused is not None else next((each.factor for each in self.mismatches), "")
-            return Choice(None, to, differs=factor)
+            return WorkerPair(None, to, differs=factor)
         if placed.alone:
-            return Choice(None, to, alone=placed.alone)
-        return Choice(None, to, differs=self._without_prefill(request.model))
+            return WorkerPair(None, to, alone=placed.alone)
+        return WorkerPair(None, to, differs=self._without_prefill(request.model))
 
     def _without_prefill(self, model: str) -> str:
         """`model` where prefill workers are well and none of them serves this model; else empty."""
@@ -356,7 +358,7 @@ class Pools:
         self._alone = refused
 
 
-class Choice(msgspec.Struct, frozen=True):
+class WorkerPair(msgspec.Struct, frozen=True):
     """Workers for a request."""
 
     prefill: Worker | None
@@ -366,4 +368,4 @@ class Choice(msgspec.Struct, frozen=True):
     differs: str = ""
     """Why there is no prefill although a prefill worker is healthy: the property in which it differs from decode."""
     alone: str = ""
-    """See `Placed`."""
+    """See `Pair`."""

@@ -15,7 +15,7 @@ from pdlink.integrations.vllm_parts import host_copy
 from pdlink.integrations.vllm_parts.host_copy import HostCopy
 from pdlink.integrations.vllm_parts.layout import PACKED, ROWS, STATE, CacheGroups, GroupKind, LayerView, describe
 from pdlink.integrations.vllm_parts.requests import ComputedChunk, OfferedBlocks, Scheduled, StepPlan
-from pdlink.integrations.vllm_parts.store_book import BlocksToLoad, BookedPrompt, Keep, Save, StorePlan
+from pdlink.integrations.vllm_parts.store_book import BlocksToLoad, BlocksToSave, BookedPrompt, Keep, StorePlan
 from tests.endpoint.conftest import Node, Pair, until
 from tests.integrations.test_worker import DST, NAMES, SRC, Server, ask, cache_of, offer
 
@@ -272,7 +272,7 @@ def test_blocks_that_only_a_kernel_reads_are_copied_whole_as_soon_as_they_hold_a
 
 def test_a_store_is_given_every_chunk_and_the_state_at_the_end_of_a_step() -> None:
     cache = Hybrid()
-    save = Save("s", tuple(table[:4] for table in TABLES), True, 8, 16)
+    save = BlocksToSave("s", tuple(table[:4] for table in TABLES), True, 8, 16)
     cache.host.compute(StepPlan(store=StorePlan(saves=[save])), ())
     cache.host.end()
     assert cache.taken() == [0, 1, 2, 3, 4, 8, 9], "full attention from its beginning: what was loaded is kept, too"

@@ -10,12 +10,12 @@ import pytest
 from pdlink.integrations.vllm_parts.requests import OfferedBlocks, RequestBook, Scheduled, StoppedRequest
 from pdlink.integrations.vllm_parts.store_book import (
     BlocksToLoad,
+    BlocksToSave,
     BookedPrompt,
     Chosen,
     Keep,
     Look,
     Looked,
-    Save,
     StoreBook,
     StorePlan,
 )
@@ -97,7 +97,7 @@ def test_a_request_is_parked_once_and_what_the_load_did_not_bring_is_computed() 
     assert book.missing("r", 0) == (0, False), "a failed load is not tried again"
     book.allocated("r", [3, 4, 5, 6], 0)
     assert book.step([Scheduled("r", (3, 4, 5, 6), True, 47, 3)]).store.saves == [
-        Save("r", (3, 4, 5, 6), True, 47, 48, stops=False)
+        BlocksToSave("r", (3, 4, 5, 6), True, 47, 48, stops=False)
     ]
 
 
@@ -142,9 +142,9 @@ def test_computed_chunks_are_kept_and_generated_tokens_are_not() -> None:
         Scheduled("r", (2,), False, 50, 1),
     ]
     assert [book.step([part]).store.saves for part in parts] == [
-        [Save("r", (7, 8), True, 0, 20)],
-        [Save("r", (9,), False, 20, 40)],
-        [Save("r", (), False, 40, 48, stops=False)],
+        [BlocksToSave("r", (7, 8), True, 0, 20)],
+        [BlocksToSave("r", (9,), False, 20, 40)],
+        [BlocksToSave("r", (), False, 40, 48, stops=False)],
         [],
     ]
 
@@ -172,7 +172,7 @@ def test_a_request_that_was_preempted_without_a_word_is_withdrawn_before_it_is_k
     book.step([Scheduled("r", (1, 2), True, 0, 32)])
     plan = book.step([Scheduled("r", (5,), True, 0, 16)]).store
     assert plan.withdrawn == ["r"]
-    assert plan.saves == [Save("r", (5,), True, 0, 16)]
+    assert plan.saves == [BlocksToSave("r", (5,), True, 0, 16)]
 
 
 def test_a_request_that_ends_while_it_loads_is_reported_by_the_load_alone() -> None:
@@ -326,7 +326,9 @@ def test_nothing_is_kept_of_a_prompt_that_was_loaded_or_computed_before_a_reset(
     store.reset("era")
     assert book.step([Scheduled("r", (5,), False, 32, 16)]).store.saves == []
     book.step([], {"r"})
-    assert book.step([Scheduled("r", (7, 8, 9), True, 0, 48)]).store.saves == [Save("r", (7, 8, 9), True, 0, 48)]
+    assert book.step([Scheduled("r", (7, 8, 9), True, 0, 48)]).store.saves == [
+        BlocksToSave("r", (7, 8, 9), True, 0, 48)
+    ]
 
 
 def test_a_request_that_is_less_urgent_than_the_limit_is_found_and_not_kept() -> None:

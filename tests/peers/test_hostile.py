@@ -18,7 +18,7 @@ from pdlink.events import Event, TransferEnded, listen
 from pdlink.peers.link import PeerLink
 from pdlink.peers.messages import MAX_KEYS, VERSION, PeerAnswer, PeerAsk, Pull, encode
 from pdlink.protocol.auth import AllowList, Credentials, KeyPair
-from pdlink.store.slots import Lease
+from pdlink.store.slots import SlotLease
 from pdlink.store.store import Store
 
 from .store_node import WAIT_S, StoreNode, key
@@ -40,7 +40,7 @@ class Liar(Store):
     def holds(self, keys: object) -> list[bool]:
         return [True for _ in keys]  # type: ignore[attr-defined]
 
-    def lend(self, key: bytes) -> Lease | None:
+    def lend(self, key: bytes) -> SlotLease | None:
         lease = super().lend(key)
         if lease is None:
             return None

@@ -15,7 +15,7 @@ import pytest
 from pdlink.config import ProxyConfig
 from pdlink.errors import ConfigError
 from pdlink_proxy.dialects import DIALECTS
-from pdlink_proxy.discovery.base import Source, SourceDown
+from pdlink_proxy.discovery.base import SourceDown, WorkerSource
 from pdlink_proxy.discovery.dns import DnsSource
 from pdlink_proxy.discovery.file import FileSource
 from pdlink_proxy.discovery.joined import Discovery, _Told, joined, source_of
@@ -34,7 +34,7 @@ PDLINK = DIALECTS["pdlink"]
 class Seen:
     """A discovery of one source, and what the pools were told."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: WorkerSource) -> None:
         self.lists: list[Members] = []
         self.discovery = Discovery({"it": _Told(source)}, self.lists.append, pause_s=0.01)
 
@@ -48,7 +48,7 @@ class Seen:
 
 
 @contextlib.asynccontextmanager
-async def followed(source: Source) -> AsyncIterator[Seen]:
+async def followed(source: WorkerSource) -> AsyncIterator[Seen]:
     seen = Seen(source)
     task = asyncio.create_task(seen.discovery.follow("it"))
     try:

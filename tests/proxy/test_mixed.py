@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdlink_proxy.fleet import Fleet, PlacementRequest, WorkerState
-from pdlink_proxy.placement import Placed, Placer, Queued
+from pdlink_proxy.placement import Pair, Placer, Queued
 from tests.proxy.fake_sglang import FakeSglang
 from tests.proxy.fake_vllm import FakeVllm
 from tests.proxy.fakes import FakeWorker, proxy_of, until
@@ -101,7 +101,7 @@ def test_pairs_are_within_a_cell_and_of_equal_fingerprints(policy: str) -> None:
     for number in range(200):
         request = PlacementRequest("m", 100 + number, prompt=str(number).encode() * 100)
         placed = placer.place(request, Fleet(prefills, decodes, grouped=True))
-        assert isinstance(placed, Placed)
+        assert isinstance(placed, Pair)
         assert placed.prefill is not None
         for one, other in zip(placed.prefill.group, placed.decode.group, strict=True):
             assert one == other or "" in (one, other)
@@ -112,7 +112,7 @@ def test_a_full_pair_leaves_requests_to_a_plain_server_with_room() -> None:
     fleet.decode[0].heard(1, 0)
     fleet.plain[0].sent(10_000, 0.0)
     placed = Placer("cost", "cost").place(PlacementRequest("m", 10, 10, prompt=b"x"), fleet)
-    assert placed == Placed(None, fleet.plain[0], alone="plain_sooner")
+    assert placed == Pair(None, fleet.plain[0], alone="plain_sooner")
 
 
 def test_what_only_a_plain_server_can_serve_waits_for_one() -> None:
@@ -137,7 +137,7 @@ def test_a_decode_worker_without_a_prefill_worker_of_its_cell_computes_or_waits(
     fleet = Fleet(states(("a", "")), states(("b", "")), grouped=True)
     request = PlacementRequest("m", 10, prompt=b"x")
     placed = Placer("cost", "cost").place(request, fleet)
-    assert placed == Placed(None, fleet.decode[0], misfit=True)
+    assert placed == Pair(None, fleet.decode[0], misfit=True)
     needy = Fleet(fleet.prefill, fleet.decode, grouped=True, needs_prefill=True)
     assert isinstance(Placer("cost", "cost").place(request, needy), Queued)
 

@@ -10,7 +10,7 @@ import pytest
 
 from pdlink_proxy.fleet import Fleet
 from pdlink_proxy.pair_times import FEW, FORGOTTEN_S, MIN_TOKENS, PairTimes
-from pdlink_proxy.placement import Placed, Placer
+from pdlink_proxy.placement import Pair, Placer
 from pdlink_proxy.records import RequestRecord
 from pdlink_proxy.steps import Leg
 from tests.proxy.fakes import FakeWorker, proxy_of, until
@@ -81,7 +81,7 @@ def test_cost_sends_a_prompt_the_long_way_only_where_that_is_sooner() -> None:
 
     def chosen() -> Any:
         found = placer.place(request(1, 2, 3), Fleet(prefills, decodes, behind=behind))
-        assert isinstance(found, Placed)
+        assert isinstance(found, Pair)
         return found.prefill
 
     assert [chosen() for _ in range(4)] == [near] * 4

@@ -11,7 +11,7 @@ import pytest
 
 from pdlink.api.health import Health
 from pdlink_proxy.fleet import Fleet, PlacementRequest, WorkerState, compare
-from pdlink_proxy.placement import Placed, Placer
+from pdlink_proxy.placement import Pair, Placer
 from pdlink_proxy.policies.registry import POLICIES
 from pdlink_proxy.side import Side
 from pdlink_proxy.steps import Leg
@@ -134,7 +134,7 @@ def calls_of_a_decision(policy: str, num: int) -> int:
             placed = placer.place(request, Fleet(prefill, decode))
         finally:
             sys.setprofile(None)
-        assert isinstance(placed, Placed)
+        assert isinstance(placed, Pair)
         assert placed.prefill is not None
         placer.sent(request, "prefill", placed.prefill)
         placed.prefill.sent(2048, 0.0)

@@ -203,7 +203,7 @@ def test_chunks_that_do_not_fit_are_refused_with_both_numbers() -> None:
     config = WorkerConfig(model=MODEL, tiers=TiersConfig(chunk_size=1 << 20, max_local_cpu_size=0.001))
     worker = Worker(config, "large")
     with pytest.raises(
-        ConfigError, match=r"tiers.chunk_size: got 1048576 tokens, \d+ bytes of this model; limit 1073741 "
+        ConfigError, match=r"tiers.chunk_size: got 1048576 tokens, \d+ bytes of this model; expected at most 1073741 "
     ):
         worker.open()
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from pdlink.store.catalog import Catalog
 from pdlink.store.extents import ALIGNMENT_NBYTES
 from pdlink.store.policies.registry import make_policy
-from pdlink.store.slots import WHOLE, Change, Lease, Share, Slot
+from pdlink.store.slots import WHOLE, Change, Share, Slot, SlotLease
 from pdlink.store.turns import Retention
 from tests.model.dice import Dice
 
@@ -40,7 +40,7 @@ class Writing:
 
 @dataclass
 class Reading:
-    lease: Lease
+    lease: SlotLease
     deadline_s: float
     keys: set[bytes]
     """Those that still lead to the leased records."""

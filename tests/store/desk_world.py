@@ -123,7 +123,7 @@ class World:
         keys = dice.one(PROMPTS)
         if client.connected:
             client.reading[self._call(client)] = _Reading(keys)
-            client.up.append(wire.Fetch(client.calls, tuple(keys), (0,) * len(keys), SHAPE, "request"))
+            client.up.append(wire.FetchRecords(client.calls, tuple(keys), (0,) * len(keys), SHAPE, "request"))
 
     def _read(self, client: _Client, dice: Dice) -> None:
         if client.reading:

@@ -511,12 +511,12 @@ LIES: dict[str, bytes] = {
     "a short key": wire.frame(wire.Lookup(1, (b"short",), 1.0)),
     "too many keys": wire.frame(wire.Lookup(1, (bytes(32),) * (wire.MAX_KEYS + 1), 1.0)),
     "a long wait": wire.frame(wire.Flush(1, 1e9)),
-    "a place that is not there": wire.frame(wire.Fetch(1, (bytes(32),), (9,), SHAPE, "r")),
+    "a place that is not there": wire.frame(wire.FetchRecords(1, (bytes(32),), (9,), SHAPE, "r")),
     "a name of no place": wire.frame(wire.Clear(1, None, ("moon",))),
-    "fewer places than keys": wire.frame(wire.Fetch(1, (bytes(32),), (), SHAPE, "r")),
-    "a fetch twice": 2 * wire.frame(wire.Fetch(1, (bytes(32),), (0,), SHAPE, "r")),
+    "fewer places than keys": wire.frame(wire.FetchRecords(1, (bytes(32),), (), SHAPE, "r")),
+    "a fetch twice": 2 * wire.frame(wire.FetchRecords(1, (bytes(32),), (0,), SHAPE, "r")),
     "a priority above all": wire.frame(wire.Reserve(1, (bytes(32),), SHAPE, Share(), Retention(priority=101))),
-    "no time": wire.frame(wire.Fetch(1, (bytes(32),), (0,), SHAPE, "r", Retention(ttl_s=float("nan")))),
+    "no time": wire.frame(wire.FetchRecords(1, (bytes(32),), (0,), SHAPE, "r", Retention(ttl_s=float("nan")))),
     "a tenant of a megabyte": wire.frame(wire.Reserve(1, (bytes(32),), SHAPE, Share(), Retention("t" * 2**20))),
     "a share of nothing": wire.frame(wire.Reserve(1, (bytes(32),), SHAPE, Share(0, 0, 1))),
     "a share of too many": wire.frame(wire.Reserve(1, (bytes(32),), SHAPE, Share(0, 1, 1 << 62))),
@@ -554,7 +554,7 @@ def test_damaged_messages_cost_their_sender_only(seed: int, shared_listener: Lis
     keys = tuple(KEYS[:3])
     whole = [
         wire.Reserve(1, keys, SHAPE, Share()),
-        wire.Fetch(2, keys, (0, 0, 0), SHAPE, "request"),
+        wire.FetchRecords(2, keys, (0, 0, 0), SHAPE, "request"),
         wire.Move(3, keys, SHAPE, MEMORY, MEMORY, True),
         wire.Clear(4, keys, (MEMORY,)),
         wire.Release(5, 2),
@@ -788,7 +788,7 @@ def test_a_link_is_lost_when_a_store_that_owes_an_answer_gives_no_sign_of_life()
     with theirs:
         link = Link(mine, wire.Frames(wire.REPLIES), 0.1, welcome)
         begun = RemoteFetch(link, 1, KEYS[:1], SHAPE.nbytes)
-        link.begin(begun, wire.Fetch(1, tuple(KEYS[:1]), (0,), SHAPE, "request"))
+        link.begin(begun, wire.FetchRecords(1, tuple(KEYS[:1]), (0,), SHAPE, "request"))
         heard = list[str]()
         thread = threading.Thread(target=lambda: heard.append(link.hear()), daemon=True)
         thread.start()

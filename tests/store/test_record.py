@@ -192,5 +192,5 @@ def test_a_header_whose_text_is_none_is_a_miss() -> None:
 
 def test_a_shape_whose_header_does_not_fit_is_refused() -> None:
     groups = tuple(Group("full", (layer,), 2, 8, 256) for layer in range(400))
-    with pytest.raises(ConfigError, match="limit 4072"):
+    with pytest.raises(ConfigError, match="at most 4072"):
         RecordShape("float32", 8, groups).check()

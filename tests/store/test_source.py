@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pdlink.kv.layout import KVLayout
-    from pdlink.kv.sources import Load as AnyLoad
+    from pdlink.kv.sources import AnyLoad
     from pdlink.store.gpu_pages import GpuPages
     from pdlink.store.interface import AnyStore
     from pdlink.store.loading import Load

@@ -19,7 +19,7 @@ from pdlink.store.fetching import Fetch
 from pdlink.store.interface import MEMORY, Found, Wanted
 from pdlink.store.policies.registry import make_policy
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape, seal, unseal
-from pdlink.store.slots import Lease, Share, Slot
+from pdlink.store.slots import Share, Slot, SlotLease
 from pdlink.store.store import Store
 from pdlink.store.turns import USUAL, Retention
 
@@ -442,7 +442,10 @@ def test_what_expires_is_told_though_nobody_calls() -> None:
 
 def test_a_record_larger_than_the_arena_is_refused_with_both_numbers() -> None:
     huge = RecordShape("uint8", 4, (Group("full", (0,), 2, 1, 1 << 20),))
-    with opened(2) as store, pytest.raises(CapacityExceeded, match=f"{huge.nbytes} bytes; limit {2 * SHAPE.nbytes}"):
+    with (
+        opened(2) as store,
+        pytest.raises(CapacityExceeded, match=f"{huge.nbytes} bytes of {2 * SHAPE.nbytes}; raise"),
+    ):
         store.reserve(KEYS[:1], huge)
     with pytest.raises(ConfigError, match="max_local_cpu_size"):
         Store(0, make_policy("lru"))
@@ -592,7 +595,7 @@ def test_a_fetch_that_is_closed_while_records_come_keeps_none(monkeypatch: pytes
         closing = threading.Thread(target=begun.close)
         lease = store._catalog.lease
 
-        def leased(*args: Any) -> Lease:
+        def leased(*args: Any) -> SlotLease:
             closing.start()
             closing.join(0.2)  # it may have to wait for the store
             return lease(*args)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdlink.memory.buffers import StreamEvent
-    from pdlink.store.gpu_pages import Job, Mark
+    from pdlink.store.gpu_pages import Mark, PageCopy
     from pdlink.store.groups import AnyPlan
     from pdlink.store.interface import AnyFetch
     from pdlink.store.source import Source
@@ -59,7 +59,7 @@ class LoadBatch:
         """ready, mark: on a GPU, behind what may still use the pages; numbers of pages can be read after `ready`."""
         self._source, self._loads = source, loads
         self._ready, self._mark = ready, mark
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, PageCopy] = {}
         """Of a GPU, by layer: the last copy of it."""
 
     def run(self, ready: Ready) -> None:
@@ -123,6 +123,6 @@ class LoadBatch:
         if any(errors):
             raise TransferFailed(f"the GPU has not copied: {next(filter(None, errors))}")
 
-    def _begun(self, layer: int, ready: Ready, job: Job) -> None:
+    def _begun(self, layer: int, ready: Ready, job: PageCopy) -> None:
         self._jobs[layer] = job
         ready(layer)

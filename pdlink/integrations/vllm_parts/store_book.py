@@ -91,7 +91,7 @@ class BlocksToLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class BlocksToSave:
     """After this step, layer by layer in it, tokens [start, end) of a prompt are in its blocks."""
 
     request_id: str
@@ -129,7 +129,7 @@ class StorePlan:
     """Requests that do not need what was found."""
     looks: list[Look] = field(default_factory=list)
     loads: list[BlocksToLoad] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
+    saves: list[BlocksToSave] = field(default_factory=list)
     keeps: list[Keep] = field(default_factory=list)
     num_computed: int = 0
     """Tokens of prompts that this step computes."""
@@ -342,7 +342,7 @@ class StoreBook:
             self._withdraw(request)
         self._name(request)
         stops = part.start + part.count == end
-        self._plan.saves.append(Save(part.request_id, part.blocks, part.whole, part.start, end, stops))
+        self._plan.saves.append(BlocksToSave(part.request_id, part.blocks, part.whole, part.start, end, stops))
         request.saving = request.saved = True
 
     def _withdraw(self, request: _Request) -> None:

@@ -30,7 +30,14 @@ if TYPE_CHECKING:
 
     from pdlink.integrations.vllm_parts.adapters import LoadedAdapters
     from pdlink.integrations.vllm_parts.layout import CacheGroups
-    from pdlink.integrations.vllm_parts.store_book import BlocksToLoad, BookedPrompt, Keep, Look, Save, StorePlan
+    from pdlink.integrations.vllm_parts.store_book import (
+        BlocksToLoad,
+        BlocksToSave,
+        BookedPrompt,
+        Keep,
+        Look,
+        StorePlan,
+    )
     from pdlink.store.loading import Load
     from pdlink.store.prompt import Prompt, PromptFetch, PromptKeys
     from pdlink.store.source import Source
@@ -81,7 +88,7 @@ class _Span:
     start: int
     end: int
     stops: bool
-    """As `Save.stops`."""
+    """As `BlocksToSave.stops`."""
 
 
 class StoreHalf:
@@ -328,7 +335,7 @@ class StoreHalf:
                 self._results.failed_blocks.update(self._cache.blocks_from(load.begin, load.blocks))
             self._news.set()
 
-    def _save(self, save: Save) -> None:
+    def _save(self, save: BlocksToSave) -> None:
         self._saved.add(save.request_id)
         saving = self._savings.get(save.request_id)
         kept_so_far = save.first or saving is not None

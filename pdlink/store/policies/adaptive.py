@@ -16,7 +16,7 @@ from .s3fifo import S3Fifo
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .base import Key, Policy
+    from .base import EvictionPolicy, Key
 
 SAMPLED = 8
 """One key of so many is in the simulations."""
@@ -29,7 +29,7 @@ _LEAD = 1.05
 class _Simulation:
     """One policy on sampled keys, as if the store followed it."""
 
-    def __init__(self, make: Callable[[], Policy]) -> None:
+    def __init__(self, make: Callable[[], EvictionPolicy]) -> None:
         self.make = make
         self.score = 0.0
         self._policy = make()
@@ -62,14 +62,14 @@ class Adaptive:
     was ever resident.
     """
 
-    def __init__(self, makers: Sequence[Callable[[], Policy]] = (Lru, S3Fifo)) -> None:
+    def __init__(self, makers: Sequence[Callable[[], EvictionPolicy]] = (Lru, S3Fifo)) -> None:
         """makers: of the policies; the first one leads at first."""
         self._simulations = [_Simulation(make) for make in makers]
         self._leader = self._simulations[0]
         self._leading = self._leader.make()
-        self._before: list[Policy] = []
+        self._before: list[EvictionPolicy] = []
         """Of earlier leaders, oldest first; none is empty."""
-        self._resident: dict[Key, tuple[int, Policy]] = {}
+        self._resident: dict[Key, tuple[int, EvictionPolicy]] = {}
         """Size, and which policy has the key."""
         self._nbytes = self._capacity_nbytes = 0
         self._worth = 1.0
@@ -110,11 +110,11 @@ class Adaptive:
             self._nbytes -= known[0]
             self._take(known[1], key)
 
-    def _take(self, policy: Policy, key: Key) -> None:
+    def _take(self, policy: EvictionPolicy, key: Key) -> None:
         policy.remove(key)
         self._drop_if_empty(policy)
 
-    def _drop_if_empty(self, policy: Policy) -> None:
+    def _drop_if_empty(self, policy: EvictionPolicy) -> None:
         if policy is not self._leading and not len(policy):
             self._before.remove(policy)
 

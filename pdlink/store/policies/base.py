@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Key = bytes
 
 
-class Policy(Protocol):
+class EvictionPolicy(Protocol):
     """Decides which resident key goes next. A verb is O(1), amortised, plus the keys that `evict` must pass over.
 
     A request's keys are inserted and touched *suffix first*: the last chunk before the one it builds on. So the head
@@ -41,7 +41,7 @@ class Policy(Protocol):
         """Resident keys."""
 
 
-class Queue:
+class KeyQueue:
     """Keys from oldest to newest, with their sizes: what policies are made of."""
 
     def __init__(self) -> None:

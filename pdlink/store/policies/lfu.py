@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from .base import Queue
+from .base import KeyQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +21,7 @@ class Lfu:
 
     def __init__(self) -> None:
         self._uses: dict[Key, int] = {}
-        self._keys: defaultdict[int, Queue] = defaultdict(Queue)
+        self._keys: defaultdict[int, KeyQueue] = defaultdict(KeyQueue)
         """By number of uses; none is empty."""
 
     def insert(self, key: Key, nbytes: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .base import Queue
+from .base import KeyQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,7 +16,7 @@ class Lru:
     """Strong where the cache holds a good part of what comes again; one scan empties it."""
 
     def __init__(self) -> None:
-        self._keys = Queue()
+        self._keys = KeyQueue()
 
     def insert(self, key: Key, nbytes: int) -> None:
         self._keys.push(key, nbytes)

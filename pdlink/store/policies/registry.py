@@ -17,9 +17,9 @@ from .s3fifo import S3Fifo
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .base import Policy
+    from .base import EvictionPolicy
 
-POLICIES: dict[str, Callable[[], Policy]] = {
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "adaptive": Adaptive,
     "fifo": Fifo,
     "lfu": Lfu,
@@ -31,7 +31,7 @@ DEFAULT_POLICY = "adaptive"
 _VERBS = ("insert", "touch", "evict", "remove", "__len__")
 
 
-def make_policy(name: str) -> Policy:
+def make_policy(name: str) -> EvictionPolicy:
     """A new policy. name: one of `POLICIES`, or `path.to.module:Class`, a class that takes no arguments.
 
     Raises ConfigError for any other.
@@ -41,7 +41,7 @@ def make_policy(name: str) -> Policy:
     if ":" not in name:
         known = ", ".join(POLICIES)
         raise ConfigError(f"cache_policy: got {name!r}; expected {known}, or path.to.module:Class; use one of them")
-    policy: Policy = make_by_path("cache_policy", name, "expected a class that takes no arguments")
+    policy: EvictionPolicy = make_by_path("cache_policy", name, "expected a class that takes no arguments")
     if missing := [verb for verb in _VERBS if not hasattr(policy, verb)]:
         raise ConfigError(
             f"cache_policy: got {name!r}, which has no {', '.join(missing)}; expected the verbs {', '.join(_VERBS)}; "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .base import Queue
+from .base import KeyQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ class S3Fifo:
 
     def __init__(self, small_share: float = 0.1) -> None:
         self._small_share = small_share
-        self._small, self._main, self._ghost = Queue(), Queue(), Queue()
+        self._small, self._main, self._ghost = KeyQueue(), KeyQueue(), KeyQueue()
         self._uses: dict[Key, int] = {}
 
     def insert(self, key: Key, nbytes: int) -> None:
@@ -87,7 +87,7 @@ class S3Fifo:
         return len(self._uses)
 
 
-def _second_chance(keys: Queue, uses: dict[Key, int], may_evict: Callable[[Key], bool]) -> Key | None:
+def _second_chance(keys: KeyQueue, uses: dict[Key, int], may_evict: Callable[[Key], bool]) -> Key | None:
     """The first key without uses that may go. Those with uses before it lose one each and go to the end."""
     for _ in range(MOST_USES + 1):
         used: list[Key] = []

@@ -85,7 +85,7 @@ class Desk:
                 asked = message.keys, message.timeout_s
                 places = store.known_at(*asked) if message.each else store.lookup(*asked).places
                 self.tell(wire.FoundAt(message.call, places))
-            case wire.Fetch():
+            case wire.FetchRecords():
                 self._fetch(message)
             case wire.Release():
                 self._release(message)
@@ -143,12 +143,14 @@ class Desk:
 
     # --- Inside
 
-    def _fetch(self, message: wire.Fetch) -> None:
+    def _fetch(self, message: wire.FetchRecords) -> None:
         _check(message.shape)
         if len(message.places) != len(message.keys) or max(message.places, default=0) >= len(self._store.places):
             raise ProtocolError(f"places: got {message.places[:8]}...; expected what a look-up gave; look up again")
         if message.call in self._fetches or len(self._fetches) >= _MAX_FETCHES:
-            raise ProtocolError(f"fetches: got {len(self._fetches) + 1}; limit {_MAX_FETCHES}; release some")
+            raise ProtocolError(
+                f"fetches: got {len(self._fetches) + 1}; expected at most {_MAX_FETCHES}; release some"
+            )
         found = Found(message.keys, message.places)
         retention = _checked(message.retention)
         fetch = self._store.fetch(

@@ -28,7 +28,7 @@ from pdlink.store.record import ends_at_s
 
 from .direct import PAGE_NBYTES, DirectFile
 from .entries import Entries
-from .journal import ENTRY_NBYTES, Journal, Place, journals, pack, unpack
+from .journal import ENTRY_NBYTES, Journal, RecordPlace, journals, pack, unpack
 from .others import Others
 from .segments import FullSegments, Segment
 
@@ -197,7 +197,7 @@ class Disk:
                 digest = self._write(page, key, record)
                 with self._lock:
                     self._unwritten = ""
-                    place = Place(page, len(record), 0, 0, expires_at_s, digest)
+                    place = RecordPlace(page, len(record), 0, 0, expires_at_s, digest)
                     return segment.epoch == epoch and self._list(segment, key, place)
             except OSError as error:
                 if error.errno not in _NO_ROOM:
@@ -330,7 +330,7 @@ class Disk:
         segment.end_page = 0
         segment.epoch += 1
 
-    def _list(self, segment: Segment, key: bytes, place: Place) -> bool:
+    def _list(self, segment: Segment, key: bytes, place: RecordPlace) -> bool:
         """The record is here from now on."""
         if key not in self._index:
             rest = pack(place.page, place.nbytes, segment.num_entries, place.digest, place.expires_at_s)
@@ -364,7 +364,7 @@ class Disk:
         self._announcer.note(RecordChange(self.name, False, key))
         self.nbytes -= _num_pages(place.nbytes) * PAGE_NBYTES
 
-    def _segment_of(self, place: Place) -> Segment:
+    def _segment_of(self, place: RecordPlace) -> Segment:
         return self._segments[place.page // self._segment_pages]
 
     # --- Without it
@@ -399,7 +399,7 @@ def _digest(key: bytes, record: memoryview) -> bytes:
 
 
 def _expires_at_s(record: memoryview) -> int:
-    """As `Place.expires_at_s`."""
+    """As `RecordPlace.expires_at_s`."""
     at_s = ends_at_s(record)
     return 0 if at_s >= 1 << 32 else max(1, ceil(at_s))
 

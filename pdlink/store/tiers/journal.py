@@ -39,7 +39,7 @@ _MARK = 0x31454A50
 _STEP_NBYTES = 1 << 16
 
 
-class Place(NamedTuple):
+class RecordPlace(NamedTuple):
     """Where a record is, and its checksum."""
 
     page: int
@@ -82,8 +82,8 @@ def pack(page: int, nbytes: int, at: int, digest: bytes, expires_at_s: int = 0) 
     return _REST.pack(page, nbytes, at, _MARK, expires_at_s, digest)
 
 
-def unpack(rest: bytes) -> Place:
-    return Place(*_REST.unpack(rest))
+def unpack(rest: bytes) -> RecordPlace:
+    return RecordPlace(*_REST.unpack(rest))
 
 
 def journals(root: Path) -> list[Path]:
@@ -152,7 +152,7 @@ class Journal:
     def append(self, segment: int, at: int, key: bytes, rest: bytes) -> None:
         os.pwrite(self._fd, key + rest, self._start(segment) + at * ENTRY_NBYTES)
 
-    def strike(self, segment: int, key: bytes, place: Place) -> None:
+    def strike(self, segment: int, key: bytes, place: RecordPlace) -> None:
         """The entry stays in its place and says nothing any more."""
         self.append(segment, place.at, key, pack(place.page, 0, place.at, place.digest))
 

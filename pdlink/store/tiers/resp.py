@@ -1,7 +1,8 @@
-"""`Connection` to a server that speaks RESP (Valkey, Redis): payload goes straight from and into the caller's memory.
+"""`RespConnection` to a server that speaks RESP (Valkey, Redis): payload goes straight from and into the caller's
+memory.
 
 Nothing a server sends is believed: every wait ends at the exchange's deadline, every reply is bounded by what the
-caller expects, and all else raises `Lying`. After any exception but `Refused` the connection must be closed.
+caller expects, and all else raises `Lying`. After any exception but `CommandRefused` the connection must be closed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _NULLS = (b"$-1", b"*-1", b"_")
 Reply = Union[bytes, int, None, list["Reply"]]  # noqa: UP007
 
 
-class Refused(OSError):
+class CommandRefused(OSError):
     """The server answered a command with an error."""
 
 
@@ -59,7 +60,7 @@ def _word(word: bytes) -> bytes:
     return b"$%d\r\n%s\r\n" % (len(word), word)
 
 
-class Connection:
+class RespConnection:
     """For one thread at a time. `until` before each exchange; replies come in the order of the commands."""
 
     def __init__(self, address: tuple[str, int] | str, timeout_s: float, tls: ssl.SSLContext | None = None) -> None:
@@ -139,7 +140,7 @@ class Connection:
         nbytes = self.bulk_nbytes()
         if nbytes is not None:
             if nbytes > most_nbytes:
-                raise Lying(f"got {nbytes} bytes; limit {most_nbytes}")
+                raise Lying(f"got {nbytes} bytes; expected at most {most_nbytes}")
             self.bulk_into(memoryview(bytearray(nbytes)))
 
     def wake(self) -> None:
@@ -155,7 +156,7 @@ class Connection:
         kind, number = line[:1], _number(line) if line[:1] in b"$:*" and line not in _NULLS else 0
         self._left_nbytes -= _ITEM_NBYTES + len(line) + (number if kind == b"$" else 0)
         if self._left_nbytes < 0 or (kind == b"*" and depth == _DEEPEST):
-            raise Lying(f"got a reply without end; limit {_MOST_NBYTES} bytes")
+            raise Lying(f"got a reply without end; expected at most {_MOST_NBYTES} bytes")
         if line in _NULLS:
             return None
         if kind == b"+":
@@ -174,14 +175,14 @@ class Connection:
         """The first line of a reply that is no error."""
         line = self._line()
         if line[:1] == b"-":
-            raise Refused(line[1:200].decode("ascii", "replace"))
+            raise CommandRefused(line[1:200].decode("ascii", "replace"))
         return line
 
     def _line(self) -> bytes:
         while (at := self._buffer.find(b"\r\n", self._begin, self._end)) < 0:
             waiting = self._end - self._begin
             if waiting == _LINE_NBYTES:
-                raise Lying(f"got an endless line; limit {_LINE_NBYTES} bytes")
+                raise Lying(f"got an endless line; expected at most {_LINE_NBYTES} bytes")
             self._buffer[:waiting] = self._buffer[self._begin : self._end]
             self._begin, self._end = 0, waiting
             self._end += self._receive(memoryview(self._buffer)[waiting:])

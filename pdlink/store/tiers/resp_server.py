@@ -1,4 +1,4 @@
-"""`Server`: connections to one Valkey or Redis server, lent for one exchange at a time."""
+"""`RespServer`: connections to one Valkey or Redis server, lent for one exchange at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from pdlink.errors import ConfigError
 
-from .resp import Connection, Lying, command
+from .resp import Lying, RespConnection, command
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,7 @@ SCHEMES = ("redis", "valkey", "rediss", "valkeys", "unix")
 _TLS_FILES = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
 
 
-class Server:
+class RespServer:
     """Thread-safe. Connections are made when needed and kept for the next exchange."""
 
     def __init__(self, url: str, timeout_s: float, num_connections: int) -> None:
@@ -36,11 +36,11 @@ class Server:
         self._timeout_s = timeout_s
         self._free = threading.Semaphore(num_connections)
         self._lock = threading.Lock()
-        self._idle: list[Connection] = []
-        self._busy: set[Connection] = set()
+        self._idle: list[RespConnection] = []
+        self._busy: set[RespConnection] = set()
         self._closed = False
 
-    def call(self, exchange: Callable[[Connection], _T], otherwise: _T) -> _T:
+    def call(self, exchange: Callable[[RespConnection], _T], otherwise: _T) -> _T:
         """What the exchange gives, within the deadline; `otherwise` if the tier is closed, or is closed meanwhile.
 
         Where the server had closed an idle connection, the exchange is made again over a new one.
@@ -67,7 +67,7 @@ class Server:
         finally:
             self._free.release()
 
-    def _take(self, deadline_s: float) -> tuple[Connection, bool]:
+    def _take(self, deadline_s: float) -> tuple[RespConnection, bool]:
         """A connection, greeted, and whether it is new."""
         with self._lock:
             connection = self._idle.pop() if self._idle else None
@@ -87,7 +87,7 @@ class Server:
             self._busy.add(connection)
         return connection, True
 
-    def _give_back(self, connection: Connection, *, usable: bool) -> None:
+    def _give_back(self, connection: RespConnection, *, usable: bool) -> None:
         with self._lock:
             self._busy.discard(connection)
             if usable and not self._closed:
@@ -106,7 +106,7 @@ class Server:
             connection.close()
 
 
-def _parsed(url: str) -> tuple[Callable[[float], Connection], list[bytes]]:
+def _parsed(url: str) -> tuple[Callable[[float], RespConnection], list[bytes]]:
     """What connects within so many seconds, and the commands that a connection begins with."""
     try:
         parts = urlsplit(url)
@@ -143,4 +143,4 @@ def _parsed(url: str) -> tuple[Callable[[float], Connection], list[bytes]]:
         greeting.append(command(b"AUTH", *user, unquote(parts.password).encode()))
     if database:
         greeting.append(command(b"SELECT", b"%d" % database))
-    return partial(Connection, address, tls=context), greeting
+    return partial(RespConnection, address, tls=context), greeting

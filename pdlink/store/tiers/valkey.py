@@ -17,13 +17,13 @@ import xxhash
 
 from .envelope import NBYTES as ENVELOPE_NBYTES
 from .envelope import envelope, key_of, opened
-from .resp import Lying, Refused, command, command_with
-from .resp_server import Server
+from .resp import CommandRefused, Lying, command, command_with
+from .resp_server import RespServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .resp import Connection
+    from .resp import RespConnection
 
 log = logging.getLogger(__name__)
 
@@ -59,17 +59,17 @@ class Valkey:
     ) -> None:
         """Connects to nobody yet.
 
-        url: see `Server`. ttl_s: life of a record, 0 for the server's choice. timeout_s: of a call, connecting
+        url: see `RespServer`. ttl_s: life of a record, 0 for the server's choice. timeout_s: of a call, connecting
         included. Raises ConfigError for a wrong URL.
         """
-        self._server = Server(url, timeout_s, num_connections)
+        self._server = RespServer(url, timeout_s, num_connections)
         parts = urlsplit(url)
         self.medium = f"valkey {parts.hostname}:{parts.port} {parts.path} {namespace}"
         self._prefix = f"pdlink:{namespace}:".encode()
         self._expiry = (b"PX", b"%d" % round(ttl_s * 1000)) if ttl_s else ()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        def ask(connection: Connection) -> list[bool]:
+        def ask(connection: RespConnection) -> list[bool]:
             found = []
             for begin in range(0, len(keys), _BATCH):
                 batch = keys[begin : begin + _BATCH]
@@ -93,7 +93,7 @@ class Valkey:
         return len(record) <= _MOST_NBYTES and self._server.call(partial(self._write, key, record), False)
 
     def remove(self, key: bytes) -> None:
-        def drop(connection: Connection) -> None:
+        def drop(connection: RespConnection) -> None:
             connection.send([command(b"GETRANGE", self._part(key, 0), b"0", b"%d" % (ENVELOPE_NBYTES - 1))])
             stored = connection.reply()
             said = opened(stored, key) if isinstance(stored, bytes) else None
@@ -106,7 +106,7 @@ class Valkey:
     def clear(self) -> None:
         """As `Tier.clear`. Raises TimeoutError after a minute; what is left can be cleared by another call."""
 
-        def unlink(names: list[bytes], connection: Connection) -> None:
+        def unlink(names: list[bytes], connection: RespConnection) -> None:
             connection.send([command(b"UNLINK", *names)])
             connection.reply()
 
@@ -116,17 +116,17 @@ class Valkey:
         """As `ListingTier.keys_ending`. Raises TimeoutError after a minute."""
         found: set[bytes] = set()  # the server may give a key twice
 
-        def add(names: list[bytes], _: Connection) -> None:
+        def add(names: list[bytes], _: RespConnection) -> None:
             text = (name.removeprefix(self._prefix).decode("ascii", "replace") for name in names)
             found.update(key for key in map(key_of, text) if key is not None)
 
         self._scan(b"*" + ending.hex().encode(), add)
         return list(found)
 
-    def _scan(self, pattern: bytes, each: Callable[[list[bytes], Connection], None]) -> None:
+    def _scan(self, pattern: bytes, each: Callable[[list[bytes], RespConnection], None]) -> None:
         """Give `each` the names of ours that match, some at a time."""
 
-        def step(cursor: bytes, connection: Connection) -> bytes:
+        def step(cursor: bytes, connection: RespConnection) -> bytes:
             connection.send([command(b"SCAN", cursor, b"MATCH", self._prefix + pattern, b"COUNT", b"1000")])
             match connection.reply():
                 case [bytes(after), [*found]]:
@@ -145,7 +145,7 @@ class Valkey:
     def close(self) -> None:
         self._server.close()
 
-    def _read(self, key: bytes, into: memoryview, connection: Connection) -> int | None:
+    def _read(self, key: bytes, into: memoryview, connection: RespConnection) -> int | None:
         asked = min(_num_parts(len(into)), 1 + _AHEAD)
         connection.send([command(b"GET", self._part(key, index)) for index in range(asked)])
         size, total = connection.bulk_nbytes(), 1
@@ -178,7 +178,7 @@ class Valkey:
             connection.skip_bulk(PART_NBYTES)
         return nbytes
 
-    def _write(self, key: bytes, record: memoryview, connection: Connection) -> bool:
+    def _write(self, key: bytes, record: memoryview, connection: RespConnection) -> bool:
         connection.send([command(b"EXISTS", self._part(key, 0))])
         if connection.reply() == 1:
             return True
@@ -194,7 +194,7 @@ class Valkey:
         for _ in names:
             try:
                 connection.reply()
-            except Refused as error:
+            except CommandRefused as error:
                 refused = error
         if refused is not None:
             log.warning("%s does not keep records: %s", self.name, refused)

@@ -20,7 +20,7 @@ class SourceDown(LocalError):
     code = "source_down"
 
 
-class Source(Protocol):
+class WorkerSource(Protocol):
     """Lists workers. A list replaces the one before; it is never a change to it."""
 
     async def follow(self, tell: Callable[[Members], None]) -> None:

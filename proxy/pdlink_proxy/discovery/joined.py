@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pdlink.protocol.auth import AllowList
 
     from ..dialects import Dialect
-    from .base import Source
+    from .base import WorkerSource
     from .register import JoinRules
 
 log = logging.getLogger("pdlink.proxy")
@@ -35,7 +35,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 """After a failure; doubled each time, and drawn between half and all of it: proxies do not come back in step."""
 
 
-def source_of(text: str, dialect: Dialect, door: JoinRules | None = None) -> Source:
+def source_of(text: str, dialect: Dialect, door: JoinRules | None = None) -> WorkerSource:
     """The source that one entry of `discover` names. door: where workers join. Raises ConfigError."""
     kind, _, rest = text.partition(":")
     if kind == "file" and rest:
@@ -68,7 +68,7 @@ def source_of(text: str, dialect: Dialect, door: JoinRules | None = None) -> Sou
 
 @dataclass(slots=True)
 class _Told:
-    source: Source
+    source: WorkerSource
     members: Members | None = None
     """None: it has not been heard."""
     heard_s: float | None = None

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from pdlink_proxy.fleet import Fleet, PlacementRequest, WorkerState
-from pdlink_proxy.placement import Placed, Placer
+from pdlink_proxy.placement import Pair, Placer
 from pdlink_proxy.policies.candidates import Candidates
 
 WORKERS = [WorkerState(f"http://w{number}:1#e") for number in range(50)]
@@ -20,7 +20,7 @@ def request(number: int = 0) -> PlacementRequest:
 def test_one_router_takes_the_least_loaded_of_all() -> None:
     workers = [WorkerState(f"w{number}", load=100.0 + number) for number in range(50)]
     placed = Placer("least_loaded", "least_loaded").place(request(), Fleet(workers, workers))
-    assert isinstance(placed, Placed)
+    assert isinstance(placed, Pair)
     assert placed.prefill is workers[0]
 
 
@@ -30,7 +30,7 @@ def test_routers_that_see_the_same_loads_do_not_send_to_the_same_worker(policy: 
     fleet, chosen = Fleet(workers, workers), Counter[str]()
     for salt in range(64):
         placed = Placer(policy, policy, routers=64, salt=salt * 1000).place(request(salt), fleet)
-        assert isinstance(placed, Placed)
+        assert isinstance(placed, Pair)
         assert placed.prefill is not None
         chosen[placed.prefill.key] += 1
     assert max(chosen.values()) <= 16, "a global minimum takes all 64"

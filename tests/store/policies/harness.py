@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pdlink.store.policies.base import Key, Policy
+from pdlink.store.policies.base import EvictionPolicy, Key
 
 
 class Cache:
     """What a store does with a policy: a key that does not fit has others evicted first."""
 
-    def __init__(self, policy: Policy, capacity_nbytes: int) -> None:
+    def __init__(self, policy: EvictionPolicy, capacity_nbytes: int) -> None:
         self.policy = policy
         self.capacity_nbytes = capacity_nbytes
         self.resident: dict[Key, int] = {}

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdlink.store.policies.adaptive import SAMPLED, Adaptive
-from pdlink.store.policies.base import Key, Policy
+from pdlink.store.policies.base import EvictionPolicy, Key
 from pdlink.store.policies.lfu import MOST_USES
 from pdlink.store.policies.lru import Lru
 from pdlink.store.policies.mru import Mru
@@ -128,7 +128,7 @@ def test_adaptive_asks_its_policies_about_a_sample_of_the_keys_only() -> None:
     assert calls["touch"] < most
 
 
-def _hits(policy: Policy, *phases: list[Key]) -> list[int]:
+def _hits(policy: EvictionPolicy, *phases: list[Key]) -> list[int]:
     cache = Cache(policy, 1000)
     cache.check = lambda: None  # type: ignore[method-assign]
     hits = [0] * len(phases)

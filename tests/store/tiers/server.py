@@ -9,7 +9,7 @@ import tempfile
 
 import pytest
 
-from pdlink.store.tiers.resp import Connection, Reply, command
+from pdlink.store.tiers.resp import Reply, RespConnection, command
 
 PROGRAM = shutil.which("valkey-server") or shutil.which("redis-server")
 
@@ -36,7 +36,7 @@ class RealServer:
 
     def ask(self, *words: bytes) -> Reply:
         """One command, its reply whole."""
-        connection = Connection(self.path, 10.0)
+        connection = RespConnection(self.path, 10.0)
         try:
             connection.send([command(*words)])
             if words[0] != b"GET":

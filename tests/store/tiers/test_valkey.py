@@ -16,7 +16,7 @@ import pytest
 
 from pdlink.errors import ConfigError
 from pdlink.fleet.ports import free_ports
-from pdlink.store.tiers.resp import Connection, Refused
+from pdlink.store.tiers.resp import CommandRefused, RespConnection
 from pdlink.store.tiers.valkey import PART_NBYTES, Valkey
 
 from .harness import key, read, record
@@ -191,7 +191,7 @@ def test_a_password_opens_the_server_and_shows_in_no_error() -> None:
         assert read(tier, key(1)) == record(1)
         tier.close()
         for wrong in (closed.url, closed.url.replace("unix://", "unix://:another%20secret@")):
-            with pytest.raises(Refused) as error:
+            with pytest.raises(CommandRefused) as error:
                 Valkey(wrong, "n").contains([key(1)])
             assert "secret" not in str(error.value)
 
@@ -205,7 +205,7 @@ def test_a_user_who_may_only_read_reads(tmp_path: Path) -> None:
         )
         assert writer.put(key(1), record(1))
         assert read(reader, key(1)) == record(1)
-        with pytest.raises(Refused, match="unlink"):
+        with pytest.raises(CommandRefused, match="unlink"):
             reader.put(key(2), record(2))
         assert reader.contains([key(1), key(2)]) == [True, False]
         writer.close()
@@ -352,7 +352,7 @@ LIES = {
 @pytest.mark.parametrize("null", [b"$-1\r\n", b"*-1\r\n"])
 def test_a_null_is_no_text_and_what_follows_it_is_heard(tmp_path: Path, null: bytes) -> None:
     server = Liar(tmp_path, lambda connection: connection.sendall(null + b":7\r\n"))
-    connection = Connection(server.url.removeprefix("unix://"), 10.0)
+    connection = RespConnection(server.url.removeprefix("unix://"), 10.0)
     try:
         connection.send([b"ASK\r\n"])
         assert connection.reply() is None
