@@ -67,6 +67,7 @@ class Fetch:
         self.closed = False
         self.is_begun = False
         """Whether all chunks are in `slots` that will ever be."""
+        self._num_leading, self._more = 0, _nothing
         self.failed_at: int | None = None
         """The first chunk that does not come."""
         self._release = release
@@ -78,11 +79,29 @@ class Fetch:
         self.slots.append(slot)
         return len(self.slots) - 1
 
-    def settled(self, index: int, slot: Slot | None) -> None:
-        """Chunk `index` has come, or will not."""
+    @property
+    def leading(self) -> tuple[Slot, ...]:
+        """As `AnyFetch.leading`."""
+        leading = takewhile(lambda slot: slot is not None, tuple(self.slots))  # more may come meanwhile
+        return tuple(slot for slot in leading if slot is not None)
+
+    def when_more(self, call: Callable[[], None]) -> None:
+        """As `AnyFetch.when_more`."""
+        self._more = call
+
+    def tell(self) -> None:
+        """Without the lock."""
+        self._more()
+
+    def settled(self, index: int, slot: Slot | None) -> bool:
+        """Chunk `index` has come, or will not. Whether more leading chunks are there."""
         self.slots[index] = slot
         if slot is None and (self.failed_at is None or index < self.failed_at):
             self.failed_at = index
+        before = self._num_leading
+        while self._num_leading < len(self.slots) and self.slots[self._num_leading] is not None:
+            self._num_leading += 1
+        return self._num_leading > before
 
     @property
     def is_settled(self) -> bool:
@@ -91,13 +110,16 @@ class Fetch:
 
     def finish(self) -> None:
         """Set `done`, if it is not; without the store's lock, because callbacks run here."""
-        leading = takewhile(lambda slot: slot is not None, tuple(self.slots))  # more may come meanwhile
         with suppress(InvalidStateError):
-            self.done.set_result(tuple(slot for slot in leading if slot is not None))
+            self.done.set_result(self.leading)
 
     def close(self, wrong: Sequence[Slot] = ()) -> bool:
         """As `AnyFetch.close`."""
         return self._release(self, wrong)
+
+
+def _nothing() -> None:
+    """Nobody asked."""
 
 
 class Fetching:
@@ -296,7 +318,7 @@ class Fetching:
 
     def _arrived(self, arrival: Arrival, brought: Brought | None) -> None:
         books, key = self._books, arrival.slot.key
-        finished = []
+        finished, further = [], []
         whole = False
         with books.lock:
             if brought is not None and (brought.checked or not arrival.checks):
@@ -315,9 +337,13 @@ class Fetching:
                 came = whole and not fetch.closed
                 if came and key in books.unchecked:
                     fetch.unchecked.add(key)
-                fetch.settled(index, self._lease(fetch, [key]).slots[0] if came else None)
+                has_more = fetch.settled(index, self._lease(fetch, [key]).slots[0] if came else None)
                 if fetch.is_settled:
                     finished.append(fetch)
+                elif has_more:
+                    further.append(fetch)
         books.tell()
         for fetch in finished:
             fetch.finish()
+        for fetch in further:
+            fetch.tell()

@@ -125,6 +125,14 @@ class AnyFetch(Protocol):
     def done(self) -> Future[tuple[Slot, ...]]:
         """The leading chunks that are in the arena, once no more will come. Set in any thread."""
 
+    @property
+    def leading(self) -> tuple[Slot, ...]:
+        """Those that are in the arena by now, while others are read. They stay until the fetch is closed."""
+
+    def when_more(self, call: Callable[[], None]) -> None:
+        """Call it, in any thread, when further leading chunks have come, until it is done. A store in another process
+        says nothing before that."""
+
     def finish(self) -> None:
         """Wait no longer for what is still on its way."""
 

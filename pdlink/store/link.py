@@ -18,7 +18,7 @@ from pdlink.store import wire
 from pdlink.store.slots import Slot
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer", wire.FoundAt, wire.Reserved, wire.Fetched, wire.Forgot, wire.Count)
@@ -194,6 +194,14 @@ class RemoteFetch:
         self._lock = threading.Lock()
         self._stood: bool | None = None
         """Whether the leases stood; None until they are given back."""
+
+    @property
+    def leading(self) -> tuple[Slot, ...]:
+        """As `AnyFetch.leading`: none before it is done."""
+        return self.done.result() if self.done.done() else ()
+
+    def when_more(self, call: Callable[[], None]) -> None:
+        """As `AnyFetch.when_more`: the store tells all chunks together."""
 
     def came(self, slots: Sequence[tuple[int, int, int]], unchecked: Sequence[int] = ()) -> None:
         """The store's answer. A record of another shape is none of ours, so the prefix ends there."""

@@ -1,4 +1,8 @@
-"""`Load`: KV on its way from the store into the blocks of one request, layer by layer, in all groups of layers."""
+"""`Load`: KV on its way from the store into the blocks of one request, layer by layer, in all groups of layers.
+
+Chunks are copied while later ones are read from a tier, all but the last one that is wanted. When that has come, it
+is copied layer by layer, and each layer is there after the copy of one chunk.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ import numpy as np
 from pdlink.errors import DeadlineExceeded, TransferFailed
 from pdlink.events import KVCopied, emit
 from pdlink.reasons import ABORTED
+from pdlink.store.groups import RecordPlan
 from pdlink.store.record import holds, said_sums
 from pdlink.store.worth import COPY
 
@@ -22,7 +27,7 @@ if TYPE_CHECKING:
     from pdlink.memory.buffers import Bytes
     from pdlink.reasons import Reason
     from pdlink.store.gpu_pages import PageCopy
-    from pdlink.store.groups import Blocks, RecordGroup
+    from pdlink.store.groups import AnyPlan, Blocks, RecordGroup
     from pdlink.store.interface import AnyFetch
     from pdlink.store.record import Sums
     from pdlink.store.slots import Slot
@@ -102,12 +107,18 @@ class GroupLoad:
         self._jobs: dict[int, PageCopy] = {}
         """Copies of a GPU that are in its stream, by layer."""
         self._num_copied = 0
+        self._num_early, self._early_s, self._early_error = 0, 0.0, ""
+        """Leading chunks that were copied while others were read, how long that took, and why they were not. By the
+        copier's thread."""
         self._after = source.mark()
         """Kernels that were launched before may still use the blocks."""
         self._failed = False
         self._cancelled = False
         self._wrong: list[Slot] = []
         source.pool.share(blocks.numbers)
+        fetch.when_more(self._come)
+        if not fetch.done.done() and fetch.leading:
+            self._come()
         fetch.done.add_done_callback(self._fetched)
 
     def has_layer(self, layer: int) -> bool:
@@ -138,11 +149,34 @@ class GroupLoad:
         self._cancelled = True
         self._fetch.finish()
 
+    def _come(self) -> None:
+        """In any thread: further chunks are in the arena."""
+        self._source.copier.put(self._copy_early)
+
     def _fetched(self, _: object) -> None:
         fetched_s = time.monotonic()
         if not self._source.copier.put(partial(self._copy, fetched_s)):
             self._cancelled = True  # the source is closed: nothing is copied any more
             self._copy(fetched_s)
+
+    def _copy_early(self) -> None:
+        """In the copier's thread, while chunks are read: copy those that have come, but for the last one."""
+        if self._cancelled or self._wrong or self._fetch.done.done():
+            return
+        began_s, last = time.monotonic(), self.group.chunks_of(self._begin, self._end).stop - 1
+        came = [one for one in self._numbered(self._fetch.leading)[self._num_early :] if one[0] < last]
+        came = self._until(came, [self._holds(*one) for one in came])
+        if came:
+            plan = self._source.plan(self.group, came, self._blocks, self._begin, self._end, loading=True)
+            if self._source.gpu is None:
+                right = [self._copy_layer(plan, layer, came) for layer in range(self.num_layers)]
+                came = self._until(came, [all(of_chunk) for of_chunk in zip(*right, strict=True)])
+            else:
+                for layer in range(self.num_layers):
+                    after, self._after = self._after, None
+                    self._source.move(plan, layer, loading=True, after=after, then=self._early_came)
+        self._num_early += len(came)
+        self._early_s += time.monotonic() - began_s
 
     def _copy(self, fetched_s: float) -> None:
         """In the copier's thread, when all chunks are in the arena or will not come: since `fetched_s`."""
@@ -186,8 +220,11 @@ class GroupLoad:
         numbered = self._numbered(slots)
         if self._cancelled or not numbered:
             return self._begin
-        end = min(self._end, (numbered[-1][0] + 1) * group.chunk_tokens)
-        plan = source.plan(group, numbered, self._blocks, self._begin, end, loading=True)
+        end, rest = self._end_of(numbered), numbered[self._num_early :]
+        if not rest:
+            self._num_copied = self.num_layers
+            return end
+        plan = source.plan(group, rest, self._blocks, self._begin, end, loading=True)
         last = self.num_layers - 1
         for layer in range(last + 1):
             if self._cancelled:
@@ -205,7 +242,11 @@ class GroupLoad:
             self._jobs[layer] = job
             self._landed.notify_all()
 
+    def _early_came(self, error: str) -> None:
+        self._early_error = self._early_error or error
+
     def _came(self, layer: int, end: int, error: str) -> None:
+        error = error or self._early_error
         self._num_copied += not error
         if self._num_copied == layer + 1 < self.num_layers:
             self._land(layer, end)
@@ -213,7 +254,7 @@ class GroupLoad:
     def _settled(self, num_came: int, fetched_s: float, end: int) -> None:
         num_layers, landed_end = self.num_layers, self._begin
         try:
-            whole = self._num_copied == num_layers
+            whole = self._num_copied == num_layers and not self._early_error
             self._measure(num_came if whole else 0, fetched_s, time.monotonic())
             if self._fetch.close() and whole and end > landed_end:
                 self._land(num_layers - 1, end)
@@ -224,8 +265,8 @@ class GroupLoad:
     def _measure(self, came: int, fetched_s: float, now_s: float) -> None:
         """came: chunks that were there at `fetched_s`, and are in the blocks `now_s`."""
         if came:
-            nbytes = came * self.group.shape.payload_nbytes
-            emit(KVCopied(direction="load", nbytes=nbytes, took_s=now_s - fetched_s))
+            nbytes, took_s = came * self.group.shape.payload_nbytes, self._early_s + now_s - fetched_s
+            emit(KVCopied(direction="load", nbytes=nbytes, took_s=took_s))
         if self._cancelled:
             return
         if came:
@@ -237,27 +278,37 @@ class GroupLoad:
 
         A chunk that is not what was put ends the prefix before the layer is said to be there.
         """
-        source, group = self._source, self.group
         numbered = self._numbered(slots)
-        numbered = self._until(numbered, [self._holds(*one) for one in numbered])
-        fuses = any(slot.key in self._fetch.unchecked for _, slot in numbered)
-        plan, end = None, self._begin
+        early = numbered[: self._num_early]
+        rest = [] if self._wrong else numbered[self._num_early :]
+        rest = self._until(rest, [self._holds(*one) for one in rest])
+        plan = None
         for layer in range(self.num_layers):
-            if self._cancelled or not numbered:
+            if self._cancelled or not (early or rest):
                 return self._begin
-            if plan is None:
-                end = min(self._end, (numbered[-1][0] + 1) * group.chunk_tokens)
-                plan = group.plan(numbered, self._blocks, self._begin, end, loading=True)
-            sums = np.zeros((len(numbered), 2), np.uint64) if fuses else None
-            source.copy(plan, layer, loading=True, sums=sums)
-            if sums is not None:
-                right = [self._is_right(*one, layer, of_it) for one, of_it in zip(numbered, sums, strict=True)]
+            if rest:
+                plan = plan or self.group.plan(rest, self._blocks, self._begin, self._end, loading=True)
+                right = self._copy_layer(plan, layer, rest)
                 if not all(right):
-                    plan, numbered = None, self._until(numbered, right)
-                    end = max(self._begin, (numbered[-1][0] + 1) * group.chunk_tokens) if numbered else self._begin
-            if layer + 1 < self.num_layers and numbered:
-                self._land(layer, end)
-        return end
+                    plan, rest = None, self._until(rest, right)
+            if layer + 1 < self.num_layers and (early or rest):
+                self._land(layer, self._end_of(early + rest))
+        return self._end_of(early + rest)
+
+    def _copy_layer(self, plan: AnyPlan, layer: int, numbered: list[tuple[int, Slot]]) -> list[bool]:
+        """Copy a layer of these chunks by the CPU; of each whether it is what was put."""
+        assert isinstance(plan, RecordPlan)
+        sums = None
+        if any(slot.key in self._fetch.unchecked for _, slot in numbered):
+            sums = np.zeros((len(numbered), 2), np.uint64)
+        self._source.copy(plan, layer, loading=True, sums=sums)
+        if sums is None:
+            return [True] * len(numbered)
+        return [self._is_right(*one, layer, of_it) for one, of_it in zip(numbered, sums, strict=True)]
+
+    def _end_of(self, numbered: list[tuple[int, Slot]]) -> int:
+        """Where the positions of these leading chunks end, of those that are wanted."""
+        return min(self._end, (numbered[-1][0] + 1) * self.group.chunk_tokens) if numbered else self._begin
 
     def _numbered(self, slots: Sequence[Slot]) -> list[tuple[int, Slot]]:
         """With the numbers of their chunks: those that hold what is wanted."""

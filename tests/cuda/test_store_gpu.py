@@ -28,8 +28,22 @@ from pdlink.store.gpu_pages import GpuPages
 from pdlink_bench.gpu.tiers import measured
 from tests.cuda.double import Kv, Reached
 from tests.cuda.fake import IMAGE, Fake, fake
+from tests.store.process import until
 from tests.store.stubs import WAIT_S
-from tests.store.test_source import LAYERS, PROMPT, TOKENS, Engine, check, load, opened, value
+from tests.store.test_source import (
+    CHUNK,
+    LAYERS,
+    PROMPT,
+    TOKENS,
+    Engine,
+    GatedTier,
+    check,
+    holds,
+    load,
+    only_below,
+    opened,
+    value,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -245,6 +259,27 @@ def test_a_pass_reads_a_loaded_layer_behind_its_copy_and_waits_for_the_last_one_
     assert landed == [0, 1, 2]
     check(engine, mine, 0, 40)
     engine.stream.synchronize()
+
+
+@pytest.mark.parametrize("late", [2, 4])
+def test_chunks_are_copied_by_the_gpu_while_the_last_one_is_read(device: Device, double: Fake, late: int) -> None:
+    """Behind the kernels that still use the blocks; also where the last one does not come."""
+    tier = GatedTier()
+    with opened(tiers=[tier]) as store, closing(GpuEngine(store, device)) as engine:
+        keys = only_below(engine, store, tier, late)
+        mine = engine.blocks(2)
+        double.hold_stream(engine.stream.handle)
+        for layer in range(LAYERS):
+            engine.read(layer)  # of another request, which had the blocks before
+        _, loading = load(engine, mine)
+        double.go_on_stream(engine.stream.handle)
+        until(lambda: holds(engine, mine, 0, late * CHUNK), "what came is in the blocks")
+        if late == 2:
+            del tier.records[keys[late]]
+        tier.gate.set()
+        end = 40 if late == 4 else late * CHUNK
+        assert loading.done.result(WAIT_S) == end
+        check(engine, mine, 0, end)
 
 
 def test_blocks_are_loaded_into_when_the_kernels_that_used_them_have_run(made: Any, held: Any) -> None:

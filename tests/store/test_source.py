@@ -21,6 +21,7 @@ from pdlink.store.policies.registry import make_policy
 from pdlink.store.source import Source
 from pdlink.store.store import Store
 
+from .process import until
 from .stubs import WAIT_S, StubTier
 
 if TYPE_CHECKING:
@@ -163,6 +164,14 @@ def load(made: Engine, blocks: Sequence[int], begin: int = 0) -> tuple[int, Load
     prompt = made.prompt("load")
     end = prompt.lookup()
     return end, prompt.load(begin, end, [blocks])
+
+
+def holds(made: Engine, blocks: Sequence[int], begin: int, end: int) -> bool:
+    try:
+        check(made, blocks, begin, end)
+    except AssertionError:
+        return False
+    return True
 
 
 def check(made: Engine, blocks: Sequence[int], begin: int, end: int) -> None:
@@ -347,6 +356,91 @@ def test_a_chunk_that_its_tier_has_lost_ends_the_prefix_there() -> None:
         made.pool.give_back(mine)
         made.pool.give_back(blocks)
         assert made.pool.num_held == 0
+
+
+class GatedTier(StubTier):
+    """Gives one record when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late, self.gate = b"", threading.Event()
+
+    def get(self, key: bytes, into: memoryview) -> int | None:
+        if key == self.late:
+            wait_for(self.gate)
+        return super().get(key, into)
+
+
+def only_below(made: Engine, store: Store, tier: GatedTier, late: int) -> list[bytes]:
+    """Store the prompt, and leave it to the tier, which waits before it gives chunk `late`; all keys."""
+    prompt, blocks = made.prompt("p"), made.blocks(1)
+    made.prefill(prompt, blocks, [TOKENS])
+    made.settle()
+    made.pool.give_back(blocks)
+    assert store.flush(WAIT_S)
+    store.clear(places=["memory"])
+    keys = list(prompt.keys.by_group[0])
+    tier.late = keys[late]
+    return keys
+
+
+@pytest.mark.parametrize("begin", [0, 12])
+def test_chunks_are_copied_while_the_last_one_is_read(begin: int) -> None:
+    tier = GatedTier()
+    with opened(tiers=[tier]) as store, engine(store) as made:
+        only_below(made, store, tier, 4)
+        mine = made.blocks(2)
+        end, loading = load(made, mine, begin)
+        assert end == 40
+        until(lambda: holds(made, mine, begin, 32), "four chunks are in the blocks")
+        assert not loading.has_layer(0)
+        tier.gate.set()
+        assert loading.done.result(WAIT_S) == 40
+        assert loading.has_layer(LAYERS - 1)
+        check(made, mine, begin, 40)
+
+
+def test_what_was_copied_before_a_chunk_that_does_not_come_counts() -> None:
+    tier = GatedTier()
+    with opened(tiers=[tier]) as store, engine(store) as made:
+        keys = only_below(made, store, tier, 3)
+        mine = made.blocks(2)
+        _, loading = load(made, mine)
+        until(lambda: holds(made, mine, 0, 24), "three chunks are in the blocks")
+        del tier.records[keys[3]]
+        tier.gate.set()
+        assert loading.done.result(WAIT_S) == 24
+        check(made, mine, 0, 24)
+        made.pool.give_back(mine)
+        assert made.pool.num_held == 0
+
+
+def test_a_chunk_that_is_found_wrong_while_others_are_read_ends_the_prefix() -> None:
+    tier = GatedTier()
+    with opened(tiers=[tier]) as store, engine(store) as made:
+        keys = only_below(made, store, tier, 4)
+        tier.flip(keys[2])
+        mine = made.blocks(2)
+        _, loading = load(made, mine)
+        until(lambda: holds(made, mine, 0, 16), "two chunks are in the blocks")
+        tier.gate.set()
+        assert loading.done.result(WAIT_S) == 16
+        check(made, mine, 0, 16)
+        until(lambda: keys[2] not in tier.records, "the tier has forgotten it")
+
+
+def test_a_load_that_is_cancelled_while_chunks_are_read_gives_its_blocks_back() -> None:
+    tier = GatedTier()
+    with opened(tiers=[tier]) as store, engine(store) as made:
+        only_below(made, store, tier, 4)
+        mine = made.blocks(2)
+        _, loading = load(made, mine)
+        until(lambda: holds(made, mine, 0, 32), "four chunks are in the blocks")
+        loading.cancel()
+        assert loading.done.result(WAIT_S) == 0
+        made.pool.give_back(mine)
+        assert made.pool.num_held == 0
+        tier.gate.set()
 
 
 def test_an_aborted_load_gives_its_blocks_back_when_nothing_writes_to_them() -> None:
