@@ -1,12 +1,13 @@
-"""Threads of pdlink: each has one outermost frame, so that none ends in silence."""
+"""Threads and tasks of pdlink: none ends in silence."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable
 
 log = logging.getLogger(__name__)
@@ -30,3 +31,9 @@ def guarded(name: str, run: Callable[[], None], failed: Callable[[str], None]) -
                 log.exception("what thread %s served could not be ended", name)
 
     return threading.Thread(target=main, name=name, daemon=True)
+
+
+def tell_failure(task: asyncio.Task[Any]) -> None:
+    """Log why a task has ended that is awaited late or never: its `add_done_callback`."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("task %s has died", task.get_name(), exc_info=error)

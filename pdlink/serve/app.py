@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
+from pdlink import threads
 from pdlink.api import kv_path
 from pdlink.api.errors import stream_error
 from pdlink.api.legs import MAX_ID_CHARS, AnyParams, DecodeParams
@@ -176,6 +177,7 @@ def build_app(
 async def _in_background(work: Coroutine[Any, Any, None], _: web.Application) -> AsyncIterator[None]:
     """For as long as the app runs."""
     task = asyncio.create_task(work)
+    task.add_done_callback(threads.tell_failure)
     yield
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):

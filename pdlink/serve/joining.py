@@ -21,7 +21,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from pdlink import zmq_context
+from pdlink import threads, zmq_context
 from pdlink.api import presence
 from pdlink.config.listen import is_every_address
 from pdlink.errors import ConfigError, InvalidRequest
@@ -120,6 +120,8 @@ class Announcer:
         self._url = url_of(self._worker.config, url)
         self._context = zmq.Context()
         self._tasks = [asyncio.create_task(self._beat_on()), asyncio.create_task(self._look_up())]
+        for task in self._tasks:
+            task.add_done_callback(threads.tell_failure)
 
     def now(self) -> None:
         """Something has changed that proxies should know before the next beat is due."""
@@ -145,9 +147,9 @@ class Announcer:
         while True:
             self._poke.clear()
             now_s = time.monotonic()
-            for target, proxy in self._proxies.items():
-                self._care(target, proxy, now_s)
             try:
+                for target, proxy in self._proxies.items():
+                    self._care(target, proxy, now_s)
                 self._send(self._proxies.values())
             except Exception:  # a bug in what is reported: the probes of the proxies go on
                 log.exception("the health of this worker could not be told")
@@ -249,14 +251,14 @@ class Announcer:
             for target in self._targets:
                 try:
                     found.update(dict.fromkeys(await _addresses(target)))
-                except OSError as error:
+                except Exception as error:  # noqa: BLE001  a name server that is down, or a name that is none
                     known = [
                         each
                         for each in self._proxies
                         if (each.port, each.public_key) == (target.port, target.public_key)
                     ]
-                    found.update(dict.fromkeys(known))  # a name server that is down takes nobody away
-                    log.warning("join.proxies: %s: %s", target.host, error.strerror or error)
+                    found.update(dict.fromkeys(known))  # nobody is taken away
+                    log.warning("join.proxies: %s: %s", target.host, getattr(error, "strerror", "") or repr(error))
             for target in self._proxies.keys() - found.keys():
                 _close(self._proxies.pop(target), 0)
             new = found.keys() - self._proxies.keys()

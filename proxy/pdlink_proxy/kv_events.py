@@ -268,6 +268,8 @@ class EventListener:
                         await self._heard(model, int.from_bytes(frames[1], "big"), frames[2])
         except zmq.ZMQError as error:  # an endpoint that it cannot dial, or no more sockets
             log.warning("kv_events: cannot listen to %s: %s", self.publisher.endpoint, error)
+        except Exception:  # this publisher is not heard any more, and the others are
+            log.exception("kv_events: what %s says is not heard any more", self.publisher.endpoint)
         finally:
             self._index.forget(self.publisher)
 

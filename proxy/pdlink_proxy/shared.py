@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from pdlink import threads
 
 from .alarms import Alarms
 from .flow import Limits
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from .steps import Leg
     from .tokenizing import Tokenizing
     from .worker import Worker
-
-log = logging.getLogger("pdlink.proxy")
 
 
 @dataclass(slots=True, eq=False)
@@ -138,5 +137,4 @@ class Shared:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a task of the proxy failed unexpectedly", exc_info=error)
+        threads.tell_failure(task)

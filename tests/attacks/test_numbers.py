@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from aiohttp.test_utils import TestClient, TestServer
 
 from pdlink.api import presence
 from pdlink.api.legs import AnyParams
@@ -30,6 +31,7 @@ from pdlink.integrations.vllm_parts import params as vllm
 from pdlink.peers import messages as peers
 from pdlink.protocol import messages
 from pdlink.serve import cache_routes, openai, turning
+from pdlink.serve.store_app import build_app
 from pdlink.store import wire
 from pdlink.transport import handle_door
 from pdlink.transport.handle_door import HandleDoor
@@ -296,6 +298,19 @@ def bodies(path: str) -> Iterator[bytes]:
             text = json.dumps(spoiled)
             for edge in JSON_EDGES:
                 yield text.replace(str(mark), edge).encode()
+
+
+async def test_no_number_of_a_request_to_a_store_is_more_than_a_wrong_request(tmp_path: Path) -> None:
+    with served(tmp_path) as (store, listener):
+        async with TestClient(TestServer(build_app("s", store, listener))) as http:
+            for path in BODIES:
+                for body in bodies(path) if path.startswith(cache_routes.PATH) else ():
+                    async with http.post(path, data=body) as answer:
+                        assert answer.status < 500, (path, body)
+            async with http.get(cache_routes.PATH) as answer:
+                assert answer.status == 200
+        with client(listener.path) as honest:
+            assert put(honest, KEYS[:2]) == read(honest, KEYS[:2]) == 2
 
 
 @pytest.fixture
