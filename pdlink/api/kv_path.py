@@ -42,4 +42,6 @@ def checked(value: str | None) -> str | None:
 
 
 def path_of(value: str) -> str:
+    if value in _USUAL:
+        return value
     return value.partition(";")[0]

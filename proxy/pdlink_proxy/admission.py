@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
 _score = itemgetter(1)
 
-FIRST = Place(Why.FIRST, frozenset())
-"""Workers for a request that has just come."""
-
 
 class Admission:
     """Of one request: finds the workers of each of its attempts."""
@@ -80,20 +77,9 @@ class Admission:
         self.num_prompt_tokens = wanted.num_tokens
         """Without what `place` counts with it later."""
 
-    def begun(self, since_s: float, choice: WorkerPair, placement_s: float, placed: Decision, at_s: float) -> Placed:
-        """Its first attempt was placed, without this, and noted so. since_s, at_s: when it came, and when it was
-        placed."""
-        assert choice.prefill is not None
-        self._action, self.started_s, self.placed_s, self.placement_s = FIRST, since_s, at_s, placement_s
-        self.chosen = {Leg.PREFILL: choice.prefill, Leg.DECODE: choice.decode}
-        self.cached_tokens, self.decision = choice.cached_tokens, placed
-        return Placed(choice.prefill.work.key, choice.decode.work.key)
-
-    def place(
-        self, action: Place, num_behind: int = 0, choice: WorkerPair | Queued | ProxyBarred | None = None
-    ) -> Placed | Unplaced | Waits:
+    def place(self, action: Place, num_behind: int = 0) -> Placed | Unplaced | Waits:
         """Workers for a new attempt, or the request waits for them. num_behind: tokens of its answer that the client
-        has, which count with the prompt now. choice: of its first attempt, if it has been made."""
+        has, which count with the prompt now."""
         shared, wanted = self._shared, self.wanted
         if more := num_behind - self._num_behind:
             self._num_behind = num_behind
@@ -103,16 +89,15 @@ class Admission:
         first = action.why is Why.FIRST
         if first:
             self.num_prompt_tokens = wanted.num_tokens
-            if choice is None:
-                shared.retries.earn()
+            shared.retries.earn()
         elif action.why in (Why.RETRY, Why.RECOVER) and not shared.retries.spend(self._loop.time()):
             self.note("refused", "too many requests are tried again")
             return Unplaced("too many requests are tried again")
         queue = shared.queue
-        if choice is not None:
-            found: Placed | Unplaced | Queued = self._judged(action, choice)
-        elif first and queue.num and not queue.passes(wanted.model):
-            found = Queued("other requests wait", not shared.pools.usable(Leg.DECODE, wanted.model))
+        if first and queue.num and not queue.passes(wanted.model):
+            found: Placed | Unplaced | Queued = Queued(
+                "other requests wait", not shared.pools.usable(Leg.DECODE, wanted.model)
+            )
         else:
             found = self._try(action)
         if not isinstance(found, Queued):

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from .shared import Shared
 
 _WORKER_HEADERS = {Leg.PREFILL: "X-Pdlink-Prefill", Leg.DECODE: "X-Pdlink-Decode"}
+_STREAM = "Cache-Control: no-cache\r\nX-Accel-Buffering: no\r\n"
+"""The latter, or nginx in front would collect tokens."""
 _NO_STAGES: Mapping[str, float] = {}
 
 
@@ -69,7 +71,6 @@ class Answer:
         self._shared, self.client, self._call, self._flow = shared, client, call, flow
         self._admission, self._started_s = admission, started_s
         self._request_id = headers["X-Request-Id"]
-        self._headers = {"X-Request-Id": self._request_id}
         self.exemplar = exemplar_of(headers)
 
     @property
@@ -117,17 +118,12 @@ class Answer:
         if self.opened:
             return
         self.opened, self._opened_s = True, self._shared.loop.time()
-        headers = self._headers
-        headers[timing.HEADER] = self._times("ttft", self._opened_s)
-        self._name_attempt()
-        headers[kv_path.HEADER] = self.kv_value
-        headers["Cache-Control"] = "no-cache"
-        headers["X-Accel-Buffering"] = "no"  # or nginx in front would collect tokens
+        lines = f"{self._lines('ttft', self._opened_s)}{kv_path.HEADER}: {self.kv_value}\r\n{_STREAM}"
         early = b""
         if self._early is not None:
             early, self._early = self._early, None
             self._shared.alarms.clear(self.open)
-        self.client.begin(headers, early + data)
+        self.client.begin(lines, early + data)
         metrics = self._shared.metrics
         metrics.active_streams.add(1)
         if (first := self._flow.first_leg) is not None:
@@ -145,29 +141,28 @@ class Answer:
     # ---- an answer in one piece
 
     def respond(self, status: int, content_type: str, body: bytes) -> None:
-        headers, flow, now_s = self._headers, self._flow, self._shared.loop.time()
-        headers[timing.HEADER] = self._times("total", now_s)
-        self._name_attempt()
+        lines = self._lines("total", self._shared.loop.time())
         if 200 <= status < 300:
             if self.tally is not None:
                 self.tally.whole(body)
             self._tail = body
-            headers[kv_path.HEADER] = self.kv_value
-            if (prefill_s := flow.tries[-1].prefill_s) is not None:
+            lines += f"{kv_path.HEADER}: {self.kv_value}\r\n"
+            if (prefill_s := self._flow.tries[-1].prefill_s) is not None:
                 ttft_s = prefill_s - self._started_s
                 self._shared.metrics.ttft.observe(ttft_s, Leg.PREFILL.value, exemplar=self.exemplar)
-        if status == 503:
-            headers["Retry-After"] = str(self._shared.queue.retry_after_s())
+        elif status == 503:
+            lines += f"Retry-After: {self._shared.queue.retry_after_s()}\r\n"
         if status >= 400:
             body = error_for(self._call.path, status, body)
-        self.client.respond(status, content_type, headers, body)
+        self.client.respond(status, content_type, lines, body)
 
     def fail(self, body: bytes) -> None:
         """Our own code failed. body: an error, for a client that has heard nothing yet."""
         if self.client.begun:
             self.client.abort()
         else:
-            self.client.respond(500, "application/json", self._headers, error_for(self._call.path, 500, body))
+            lines, said = f"X-Request-Id: {self._request_id}\r\n", error_for(self._call.path, 500, body)
+            self.client.respond(500, "application/json", lines, said)
 
     # ---- its end
 
@@ -189,8 +184,8 @@ class Answer:
         now_s, whole_s = self._shared.loop.time(), None if self._call.streaming else flow.tries[-1].prefill_s
         first_s = self._opened_s if self.opened else whole_s
         queued_s, lost_s, of = until_first(flow.tries, now_s if first_s is None else first_s)
-        tries = [each.since(started_s) for each in flow.tries] if len(flow.tries) > 1 else [of.since(started_s)]
-        times = tries[flow.tries.index(of)]
+        times = of.since(started_s)
+        tries = [times] if len(flow.tries) == 1 else [each.since(started_s) for each in flow.tries]
         ttft_s = None if first_s is None else first_s - started_s
         total_s, usage = now_s - started_s, flow.usage
         if usage is not None:
@@ -229,13 +224,15 @@ class Answer:
         """Decode has sent its headers; a stream's KV path is known then, or not at all."""
         return self.attempt is not None and self.attempt.decode_spoke
 
-    def _name_attempt(self) -> None:
-        """Which transfer and which workers, by their labels: names may contain host names."""
-        if (attempt := self.attempt) is None:
-            return
-        self._headers["X-Pdlink-Transfer"] = attempt.transfer_id
-        for leg, worker in attempt.chosen.items():
-            self._headers[_WORKER_HEADERS[leg]] = worker.label
+    def _lines(self, last: str, now_s: float) -> str:
+        """Headers: which request, where its time went, which transfer, and which workers, by their labels: names may
+        contain host names."""
+        lines = f"X-Request-Id: {self._request_id}\r\n{timing.HEADER}: {self._times(last, now_s)}\r\n"
+        if (attempt := self.attempt) is not None:
+            lines += f"X-Pdlink-Transfer: {attempt.transfer_id}\r\n"
+            for leg, worker in attempt.chosen.items():
+                lines += f"{_WORKER_HEADERS[leg]}: {worker.label}\r\n"
+        return lines
 
     def _times(self, last: str, now_s: float) -> str:
         tries = self._flow.tries

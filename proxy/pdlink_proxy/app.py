@@ -157,8 +157,8 @@ class Router:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.services.config.drain_s):
                 await self.services.idle.wait()
-        for exchange in list(self.services.exchanges):
-            exchange.shut_down()
+        for running in list(self.services.requests):
+            running.shut_down()
 
     # ---- routes
 
@@ -179,13 +179,13 @@ class Router:
         if call.path in PATHS:
             headers = {**own_headers(self.services, request), **headers}
         client, over = ClientAnswer.of(request), asyncio.Event()
-        exchange = Request(self.services.shared, client, call, headers, request.headers, over.set)
-        with self.services.running(exchange):
-            exchange.begin()
+        made = Request(self.services.shared, client, call, headers, request.headers, over.set)
+        with self.services.running(made):
+            made.begin()
             try:
                 await over.wait()
             finally:  # cancelled if the client leaves
-                exchange.leave()
+                made.leave()
             return client.result()
 
     def taken(
@@ -199,19 +199,19 @@ class Router:
         call = services.entry.taken(path, said, body)
         if call is None:
             return None
-        exchanges = services.exchanges
+        running = services.requests
 
         def over() -> None:
-            exchanges.discard(exchange)
-            if not exchanges:
+            running.discard(made)
+            if not running:
                 services.idle.set()
             ended()
 
-        exchange = Request(services.shared, client, call, services.entry.leg_headers(said), said, over)
-        if not exchanges:
+        made = Request(services.shared, client, call, services.entry.leg_headers(said), said, over)
+        if not running:
             services.idle.clear()
-        exchanges.add(exchange)
-        return exchange
+        running.add(made)
+        return made
 
 
 ROUTER = web.AppKey("router", Router)

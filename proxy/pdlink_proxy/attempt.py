@@ -132,7 +132,13 @@ class Attempt:
         worker = self.chosen[leg]
         account = shared.account(asked, worker, tokens)
         self.legs[leg] = running = WorkerLeg(
-            *(hears, self.number, leg, worker, self.transfer_id, account, shared.alarms),
+            hears,
+            self.number,
+            leg,
+            worker,
+            self.transfer_id,
+            account,
+            shared.alarms,
             max_nbytes=shared.max_body_nbytes,
             streams=streams,
         )

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from aiohttp import web
 from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import HttpVersion11
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus}
 
@@ -106,20 +103,20 @@ class ClientAnswer:
         """The connection stays for another request."""
         return self.keep and self.ended
 
-    def respond(self, status: int, content_type: str, headers: Mapping[str, str], body: bytes) -> None:
-        """The whole answer. headers: of printable text."""
+    def respond(self, status: int, content_type: str, lines: str, body: bytes) -> None:
+        """The whole answer. lines: more headers, as they are sent."""
         self.begun = self.ended = True
         transport = self._connection.transport
         if transport is not None:
             length = f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n"
-            transport.write(self._head(status, length, headers) + body)
+            transport.write(self._head(status, length, lines) + body)
 
-    def begin(self, headers: Mapping[str, str], data: bytes) -> None:
+    def begin(self, lines: str, data: bytes) -> None:
         """The head of a stream of events, and the first of them."""
         self.begun = True
         framing = "Transfer-Encoding: chunked\r\n" if self._chunked else ""
         self.keep = self.keep and self._chunked
-        head = self._head(200, f"Content-Type: text/event-stream; charset=utf-8\r\n{framing}", headers)
+        head = self._head(200, f"Content-Type: text/event-stream; charset=utf-8\r\n{framing}", lines)
         self._send(head + (self.chunk(data) if data else b""))
 
     def write(self, data: bytes) -> None:
@@ -179,11 +176,8 @@ class ClientAnswer:
     def _kept(self) -> str:
         return f"Connection: {'keep-alive' if self.keep else 'close'}\r\n"
 
-    def _head(self, status: int, framing: str, headers: Mapping[str, str]) -> bytes:
+    def _head(self, status: int, framing: str, lines: str) -> bytes:
         line = _STATUS_LINES.get(status) or f"HTTP/1.1 {status} \r\n"
-        lines = ""
-        for name, value in headers.items():
-            lines += f"{name}: {value}\r\n"
         kept = "" if self.keep and self._chunked else self._kept
         return f"{line}{framing}{lines}{kept}Date: {rfc822_formatted_time()}\r\n\r\n".encode()
 

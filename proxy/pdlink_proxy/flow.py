@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pdlink._http import ANYTHING, CACHED, DONE, ERROR, FINISH, NAMED, marks_of
 from pdlink.api.answers import read_answer
@@ -76,6 +76,8 @@ from .steps import (
 from .tries import Try
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdlink.api.answers import Usage
 
     from .recovery import Recovery
@@ -102,6 +104,9 @@ class Limits:
     request_s: float
     decode_alone: bool = False
     """Decode may compute a prompt itself if prefill was lost (`on_no_prefill`)."""
+
+
+_FIRST = Place(Why.FIRST, frozenset())
 
 
 class LegState:
@@ -208,42 +213,7 @@ class Flow:
 
     def on(self, event: Event, now: float) -> list[Action]:
         """The actions for `event`, in order."""
-        if self.outcome is not None:
-            return []
-        match event:
-            case Chunk(attempt=attempt, leg=leg):
-                if not self._awaited(attempt, leg) or self._keeps(event):
-                    return []
-                return self._on_chunk(leg, event.data, now)
-            case Ended(attempt=attempt, leg=leg):
-                if not self._awaited(attempt, leg) or self._keeps(event):
-                    return []
-                return self._on_ended(leg, now)
-            case Answered():
-                state = self._legs.get(event.leg) if event.attempt == self.attempts else None
-                if state is None or not state.running or (self._rules.awaits_prefill and self._keeps(event)):
-                    return []
-                return self._on_answered(event, state, now)
-            case Lost(attempt=attempt, leg=leg):
-                if not self._awaited(attempt, leg):
-                    return []
-                self._legs[leg].running = False
-                return self._on_lost(leg, event.loss, event.detail, now)
-            case Started():
-                return [Place(Why.FIRST, self._avoid)]
-            case Placed():
-                return self._on_placed(event, now)
-            case Unplaced():
-                return self._on_unplaced(event)
-            case Waits():
-                self._waits = event
-                return []
-            case ClientLeft():
-                return self._finish(Outcome.CLIENT_LEFT, None)
-            case Tick():
-                return self._on_tick(now)
-            case ShuttingDown():
-                return self._give_up(NoWorker, "the proxy is shutting down")
+        return [] if self.outcome is not None else _REACTIONS[type(event)](self, event, now)
 
     def passes(self, attempt: int, leg: Leg, data: bytes, now: float) -> bool:
         """Whether bytes of a stream go to the client as they are, and nothing else follows: `on` of their Chunk would
@@ -275,7 +245,36 @@ class Flow:
 
     # ---- events
 
-    def _on_unplaced(self, event: Unplaced) -> list[Action]:
+    def _of_started(self, _event: Started, _now: float) -> list[Action]:
+        return [_FIRST]
+
+    def _of_chunk(self, event: Chunk, now: float) -> list[Action]:
+        if not self._awaited(event.attempt, event.leg) or self._keeps(event):
+            return []
+        return self._on_chunk(event.leg, event.data, now)
+
+    def _of_ended(self, event: Ended, now: float) -> list[Action]:
+        if not self._awaited(event.attempt, event.leg) or self._keeps(event):
+            return []
+        return self._on_ended(event.leg, now)
+
+    def _of_lost(self, event: Lost, now: float) -> list[Action]:
+        if not self._awaited(event.attempt, event.leg):
+            return []
+        self._legs[event.leg].running = False
+        return self._on_lost(event.leg, event.loss, event.detail, now)
+
+    def _of_waits(self, event: Waits, _now: float) -> list[Action]:
+        self._waits = event
+        return []
+
+    def _of_client_left(self, _event: ClientLeft, _now: float) -> list[Action]:
+        return self._finish(Outcome.CLIENT_LEFT, None)
+
+    def _of_shutting_down(self, _event: ShuttingDown, _now: float) -> list[Action]:
+        return self._give_up(NoWorker, "the proxy is shutting down")
+
+    def _on_unplaced(self, event: Unplaced, _now: float = 0.0) -> list[Action]:
         if self._last_failure is not None:
             return self._finish(Outcome.FAILED, self._last_failure)
         return self._finish(*self._words.unplaced(event))
@@ -425,7 +424,10 @@ class Flow:
         detail = _NO_FINISH if self._is_last(rest) else "the stream ended early"
         return self._on_lost(leg, Loss.MALFORMED, detail, now)
 
-    def _on_answered(self, event: Answered, state: LegState, now: float) -> list[Action]:
+    def _on_answered(self, event: Answered, now: float) -> list[Action]:
+        state = self._legs.get(event.leg) if event.attempt == self.attempts else None
+        if state is None or not state.running or (self._rules.awaits_prefill and self._keeps(event)):
+            return []
         state.running = False
         if 200 <= event.status < 300:
             found = read_answer(event.content_type, event.body)
@@ -501,7 +503,7 @@ class Flow:
         blame, *rest = self._react(leg, News.LOST, loss, answer, summary, detail, now)
         return [blame, *cancel, *rest]
 
-    def _on_tick(self, now: float) -> list[Action]:
+    def _on_tick(self, _event: Tick, now: float) -> list[Action]:
         if now >= self._request_deadline_s:
             return self._give_up(DeadlineExceeded, f"no answer within {self._limits.request_s:g} s")
         if self._waits is not None and now >= self._waits.until_s:
@@ -651,3 +653,19 @@ class Flow:
         if not state.running or (leg is Leg.PREFILL and state.spoke):
             return math.inf
         return state.since_s + (self._limits.idle_s if state.spoke else self._limits.first_byte_s)
+
+
+_REACTIONS: dict[type[Event], Callable[[Flow, Any, float], list[Action]]] = {
+    Started: Flow._of_started,
+    Placed: Flow._on_placed,
+    Unplaced: Flow._on_unplaced,
+    Waits: Flow._of_waits,
+    Chunk: Flow._of_chunk,
+    Ended: Flow._of_ended,
+    Answered: Flow._on_answered,
+    Lost: Flow._of_lost,
+    ClientLeft: Flow._of_client_left,
+    Tick: Flow._on_tick,
+    ShuttingDown: Flow._of_shutting_down,
+}
+"""By event; a match asks for one type after the other."""

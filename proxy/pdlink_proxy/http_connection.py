@@ -283,19 +283,15 @@ class Connection(asyncio.Protocol):
             fed = unusual.feed(data)
         head, body, where = fed
         if head is not None:
-            status, pairs, is_json = head
-            headers = Headers(pairs, is_json)
-            if listener.most_nbytes:
-                self._status, self._headers = status, headers
-            else:
-                listener.on_head(status, headers)
+            self._status, pairs, is_json = head
+            self._headers = Headers(pairs, is_json)
+            if not listener.most_nbytes:
+                listener.on_head(self._status, self._headers)
                 if self._listener is not listener:  # it has left
                     return
-                if listener.most_nbytes:
-                    self._status, self._headers = status, headers
         if most := listener.most_nbytes:
-            self._nbytes += len(body)
-            if self._nbytes > most:
+            self._nbytes = nbytes = self._nbytes + len(body)
+            if nbytes > most:
                 self._fail(BadAnswer.too_long(most))
             elif where & END:
                 if self._parts:

@@ -365,7 +365,7 @@ class Request:
         """Its whole answer."""
         if status >= 300:
             self._failed(leg, status)
-        else:
+        elif leg.leg is Leg.DECODE or self._shared.dialect.prefill_says:
             said = self._shared.dialect.said(headers, body)
             if leg.leg is Leg.DECODE:
                 attempt = self._attempts[leg.attempt]

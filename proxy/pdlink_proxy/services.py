@@ -110,7 +110,7 @@ class Services:
         """Of the workers, once the app runs."""
         self.decider: Decides | None = None
         """Of POST /route, if it is answered."""
-        self.exchanges: set[Endable] = set()
+        self.requests: set[Endable] = set()
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -146,23 +146,23 @@ class Services:
             await self.siblings.ask_all("members")
 
     @contextlib.contextmanager
-    def running(self, exchange: Endable) -> Iterator[None]:
+    def running(self, request: Endable) -> Iterator[None]:
         """A request runs: the end of the proxy waits for it, and ends it if it takes too long."""
-        self.exchanges.add(exchange)
+        self.requests.add(request)
         self.idle.clear()
         try:
             yield
         finally:
-            self._no_more(exchange)
+            self._no_more(request)
 
-    def _no_more(self, exchange: Endable) -> None:
-        self.exchanges.discard(exchange)
-        if not self.exchanges:
+    def _no_more(self, request: Endable) -> None:
+        self.requests.discard(request)
+        if not self.requests:
             self.idle.set()
 
     @property
     def num_running(self) -> int:
-        return len(self.exchanges)
+        return len(self.requests)
 
     @property
     def num_queued(self) -> int:

@@ -71,9 +71,9 @@ async def test_a_client_that_reads_slowly_holds_its_worker_back_and_gets_every_b
     async with proxy_of([prefill], [decode]) as proxy, connected(proxy.url) as (reader, writer):
         writer.write(request("Connection: close", stream=True))
         await reader.readuntil(b"\r\n\r\n")
-        (exchange,) = proxy.router.services.exchanges
-        assert isinstance(exchange, Request)
-        await until(lambda: exchange._behind_since_s is not None)
+        (running,) = proxy.router.services.requests
+        assert isinstance(running, Request)
+        await until(lambda: running._behind_since_s is not None)
         assert not decode.received[0].answered
         said = await reader.read()
         await until(lambda: decode.received[0].answered)

@@ -85,7 +85,7 @@ async def test_what_is_unusual_or_refused_goes_to_aiohttp(
 ) -> None:
     async with proxy_of([prefill], [decode]) as proxy:
         assert await whole(proxy, asked) == [status]
-        assert not proxy.router.services.exchanges
+        assert not proxy.router.services.requests
 
 
 async def test_aiohttp_goes_on_with_a_connection_whose_requests_differ(

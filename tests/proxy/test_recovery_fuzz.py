@@ -131,7 +131,7 @@ class _Read:
 
 
 class _Client:
-    """A flow as an exchange runs it, without connections."""
+    """A flow as a request runs it, without connections."""
 
     def __init__(self, call: Call, dialect: str, limit: int, *, prefill: bool) -> None:
         resumes = DIALECTS[dialect].resumes

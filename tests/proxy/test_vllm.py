@@ -694,3 +694,30 @@ def test_a_prefill_worker_without_its_control_address_is_refused_at_start() -> N
         load(ProxyConfig, environment={}, flags={**flags, "control": {**right, "http://a:1": "tcp://b:1"}})
     config = load(ProxyConfig, environment={}, flags={**flags, "dialect": "vllm-nixl"})
     assert config.control == {}
+
+
+@pytest.mark.parametrize(
+    ("answer", "client", "kv"),
+    [
+        (
+            {"choices": [], "kv_transfer_params": {"pdlink_kv": "cached"}},
+            {"choices": [], "kv_transfer_params": None},
+            "cached",
+        ),
+        ({"kv_transfer_params": {"pdlink_kv": "cached"}, "z": 1}, {"kv_transfer_params": None, "z": 1}, "cached"),
+        ({"kv_transfer_params": {"a": "}"}}, {"kv_transfer_params": None}, None),
+        (
+            {"response": {"kv_transfer_params": {"pdlink_kv": "cached"}}},
+            {"response": {"kv_transfer_params": None}},
+            None,
+        ),
+        ({"kv_transfer_params": {"pdlink_kv": 7}}, {"kv_transfer_params": None}, None),
+    ],
+    ids=["last", "not last", "of others", "in a response", "not ours"],
+)
+def test_transfer_parameters_are_read_and_kept_from_the_client_wherever_they_stand(
+    answer: dict[str, Any], client: dict[str, Any], kv: str | None
+) -> None:
+    document = msgspec.json.encode(answer)
+    assert DIALECTS["vllm"].said({}, document).kv == kv
+    assert msgspec.json.decode(DIALECTS["vllm"].rules.merge_answer(b"", document)) == client

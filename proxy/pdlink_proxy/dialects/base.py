@@ -7,7 +7,7 @@ sent, and how a worker is asked for its health.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -52,7 +52,7 @@ class KnownHealth:
     """Whether it has been healthy since."""
 
 
-class Said(NamedTuple):
+class Said(msgspec.Struct, frozen=True, gc=False):
     """Of a leg's KV."""
 
     kv: str | None = None
@@ -99,6 +99,8 @@ class Dialect:
     said: Callable[[Mapping[str, str], bytes], Said] = lambda _headers, _body: _NOTHING
     """What a leg's answer says of KV, by its headers and body: a whole answer, the head of a stream with an empty
     body, or an event of it without headers."""
+    prefill_says: bool = False
+    """Prefill's answers say it, too."""
     resumes: Resumes | None = None
     """How a stream goes on when its worker dies; None if it cannot."""
     sources: Callable[[Asking, str], Awaitable[tuple[Sourced, ...]]] | None = None

@@ -244,18 +244,38 @@ class _WithParams(msgspec.Struct):
     kv_transfer_params: _Params | None = None
 
 
+_WITH_PARAMS, _ONLY_PARAMS = msgspec.json.Decoder(_WithParams), msgspec.json.Decoder(_Params)
+
+
+def _last_field(document: bytes) -> tuple[int, _Params] | None:
+    """Transfer parameters that are the last field of a document, where vLLM 0.32 writes them, and where they begin.
+    None if they are not: only then must all of it be read."""
+    if (at := document.rfind(_PARAMS_MARK)) < 0:
+        return None
+    begin = at + len(_PARAMS_MARK) - 1
+    try:
+        return begin, _ONLY_PARAMS.decode(memoryview(document)[begin:-1])
+    except (ValueError, RecursionError):  # what follows them, or is around them, makes it no JSON
+        return None
+
+
 def _said(_headers: Mapping[str, str], body: bytes) -> Said:
     """What the connector writes into the answer; in a stream into the last event (vLLM 0.33), or nowhere (0.32)."""
     if _PARAMS_MARK not in body:
         return _NOTHING
-    try:
-        params = msgspec.json.decode(body, type=_WithParams).kv_transfer_params
-    except (ValueError, RecursionError):
-        return _NOTHING
+    if (found := _last_field(body)) is not None:
+        params: _Params | None = found[1]
+    else:
+        try:
+            params = _WITH_PARAMS.decode(body).kv_transfer_params
+        except (ValueError, RecursionError):
+            return _NOTHING
     return Said(params.pdlink_kv, params.pdlink_source) if params is not None else _NOTHING
 
 
 def _merge_answer(_prefill_answer: bytes, answer: bytes) -> bytes:
+    if (found := _last_field(answer)) is not None:
+        return answer[: found[0]] + b"null}"  # as vLLM writes an absent value
     return _without_params(answer)
 
 
@@ -335,6 +355,7 @@ VLLM = Dialect(
     whole=needs_all_of_it,
     resumes=Resumes(unless_repeatable),
     said=_said,
+    prefill_says=True,
     key_as_bearer=True,
     key_setting=_KEY_SETTING,
     engine_paths=(COMPLETIONS, CHAT, MESSAGES),

@@ -46,5 +46,6 @@ VLLM_NIXL = replace(
     rules_of=rules_for(_RULES),
     whole=for_one_reader,
     said=lambda _headers, _body: Said(),
+    prefill_says=False,
     needs_control=False,
 )
