@@ -4,7 +4,7 @@ Lanes take turns; in its turn each puts its records and reads them again. The ba
 nothing: memcpy and non-temporal stores by one core; one unbuffered call for each record, or parts of 8 MiB by two
 threads, as our disk tier reads, in a preallocated file that was written before. Our tier on a Valkey or Redis server
 has redis-py with hiredis beside it. Then keys are made of a long prompt, it is looked up, a disk tier of a million
-entries opens, and a store of more memory than most machines have starts.
+entries opens, and a store of more memory than most machines have starts; what is cold is in `tier_cold.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pdlink.store.tiers.direct import PAGE_NBYTES
 from pdlink.store.tiers.disk import SEGMENT_NBYTES, Disk
 from pdlink.store.tiers.journal import Journal, pack
 
-from . import harness, plot, tier_lookup, tier_peers, tier_start, tier_valkey
+from . import harness, plot, tier_cold, tier_lookup, tier_peers, tier_start, tier_valkey
 from .harness import BenchReport, TextTable, in_turns
 from .measure import Measured, gb_per_s
 from .tier_lanes import MEMCPY_RUNS, PART_NBYTES, Bare, Copied, DiskLane, Remote, memory_lanes
@@ -52,10 +52,11 @@ LEAST_AHEAD = 1.2
 BAR_NBYTES = 32 << 20
 """Size of the records that the bars are of: 256 tokens of an 8B model."""
 NUM_SEGMENTS = 3
+COLD_SIZES = tier_cold.Sizes()
 _PAGES_PER_ENTRY = 64
 """Of the records in the restart, which has no bytes of theirs."""
 _BARE = {"memory": "memcpy", "disk": "bare", "valkey": "redis-py"}
-_LOOKUP, _START = "lookup", "start"
+_LOOKUP, _START, _COLD = "lookup", "start", "cold"
 
 Found = dict[int, dict[str, Measured]]
 """By bytes of a record, then by lane."""
@@ -120,9 +121,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turn", type=positive, default=128, metavar="MIB", help="moved in each turn (%(default)s)")
     parser.add_argument("--entries", type=positive, default=1_000_000, help="of the restart (%(default)s)")
     parser.add_argument(
-        "--places", nargs="+", choices=[*_BARE, _LOOKUP, _START], default=[*_BARE, _LOOKUP, _START],
+        "--places", nargs="+", choices=[*_BARE, _LOOKUP, _START, _COLD], default=[*_BARE, _LOOKUP, _START, _COLD],
         help="what to measure (all)",
     )  # fmt: skip
+    parser.add_argument("--restarts", type=positive, default=5, help="of what is cold (%(default)s)")
     parser.add_argument("--memory", type=positive, default=60, metavar="GIB", help="of the start (%(default)s)")
     parser.add_argument(
         "--peers", nargs="+", choices=[*tier_peers.MEMORY, *tier_peers.DISK], default=(), metavar="NAME",
@@ -178,6 +180,10 @@ def _report(args: argparse.Namespace, progress: Progress) -> BenchReport:
         if _START in args.places:
             kept["start"] = tier_start.measure(args.memory << 30)
             _tell_start(report, args, kept["start"])
+        if _COLD in args.places:
+            task = progress.add_task("restarts", total=2 * args.restarts)
+            kept["cold"] = tier_cold.measure(directory, COLD_SIZES, args.restarts, lambda: progress.advance(task))
+            _tell_cold(report, args, kept["cold"])
     return report
 
 
@@ -319,6 +325,26 @@ def _tell_start(report: BenchReport, args: argparse.Namespace, started: tier_sta
             f"at most {MOST_START_S:.0f}: {_word(took_s <= MOST_START_S)}"
         )
     report.shown.append(f"memory that it has taken by then: {started.taken_nbytes >> 20} MiB")
+
+
+def _tell_cold(report: BenchReport, args: argparse.Namespace, found: Mapping[str, Measured]) -> None:
+    rows = TextTable(("what", "time", "ours GB/s", "bare GB/s", "to bare", "at least", "bar"), "after a start")
+    ours, bare = found["ours"], found["bare"]
+    for what, name in tier_cold.VERBS.items():
+        for time_ in ("first", "tenth"):
+            row = f"{what}, {time_}"
+            ratio = bare.share(row, ours, row)
+            if ratio is None:
+                continue
+            speeds = (gb_per_s(COLD_SIZES.of(what), lane.median(row)) for lane in (ours, bare))
+            least = tier_cold.BARS.get(what) if time_ == "first" else None
+            report.ok &= least is None or ratio >= least
+            judged = ("", "") if least is None else (f"{least}", _word(ratio >= least))
+            rows.add(name, time_, *(f"{speed:.2f}" for speed in speeds), f"{ratio:.2f}", *judged)
+    report.shown += [
+        f"medians of {args.restarts} restarts; {COLD_SIZES.of('store') >> 20} MiB, all kept and found",
+        rows,
+    ]
 
 
 def _word(met: bool) -> str:

@@ -2,8 +2,10 @@
 
 Two workers of our own engine, each a process with its store. In a round the first one computes a new prompt, and gets
 it again from memory, then from its disk; the second one gets it from the memory of the first one; then a conversation
-goes on from that prompt, turn by turn. Blocks are not shared between requests, so a tier answers or nobody does. What
-each worker says of the sources of a prompt is checked, and so is that a repeated prompt has the same answer.
+goes on from that prompt, turn by turn. Then each worker is killed and started again, several times: its first request
+is for that prompt, from the disk or from the peer, and the tenth is beside it. Blocks are not shared between
+requests, so a tier answers or nobody does. What each worker says of the sources of a prompt is checked, and so is
+that a repeated prompt has the same answer.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from . import harness, plot
 from .harness import BenchReport, TextTable
 from .http_load import StreamedAnswer, WrongAnswer, stream
 from .measure import Measured, gb_per_s, spread, summarise
+from .tier_cold import drop_cached
 
 if TYPE_CHECKING:
     import argparse
@@ -43,7 +46,9 @@ MODEL = "bench"
 CHUNK_TOKENS, BLOCK_TOKENS = 256, 16
 HEADS, HEAD_DIM, DTYPE_NBYTES = 4, 64, 4
 COLD, MEMORY, DISK, PEER, TURN = "computed", "memory", "disk", "a peer", "next turn"
-MOST = {MEMORY: 0.03, TURN: 0.1}
+DISK_FIRST, DISK_TENTH = "disk, first after SIGKILL", "disk, tenth"
+PEER_FIRST, PEER_TENTH = "a peer, first after SIGKILL", "a peer, tenth"
+MOST = {MEMORY: 0.03, DISK: 0.03, PEER: 0.03, TURN: 0.1, DISK_FIRST: 0.05, PEER_FIRST: 0.05}
 """Of the time of a new prompt."""
 START_TIMEOUT_S = 120.0
 SETTLE_S = 60.0
@@ -58,6 +63,7 @@ class WarmSettings:
     answer_tokens: int
     rounds: int
     layers: int
+    restarts: int
     seed: int = 0
 
     @property
@@ -111,11 +117,18 @@ class LoneWorker:
         (sourced,) = self.ask(f"/pdlink/sources?request={name}")["sources"]
         return streamed, sourced
 
-    def until_known(self, prompt: list[int], place: str, tokens: int) -> None:
-        """Wait until so many tokens are found, all of them in this place."""
+    def restart(self, directory: Path) -> None:
+        """SIGKILL it, drop what the page cache has of the directory, and start it again."""
+        self.child.kill()
+        drop_cached(directory)
+        self.child.again()
+        self.child.wait_ready(START_TIMEOUT_S)
+
+    def until_known(self, prompt: list[int], place: str | None, tokens: int) -> None:
+        """Wait until so many tokens are found, all of them in this place. place: None for any one."""
         deadline_s = time.monotonic() + SETTLE_S
         while (runs := self.ask("/pdlink/cache/lookup", {"prompt": prompt})["runs"]) != [
-            {"place": place, "tokens": tokens}
+            {"place": place or (runs[0]["place"] if runs else ""), "tokens": tokens}
         ]:
             if time.monotonic() > deadline_s:
                 raise WrongAnswer(f"{tokens} tokens are not in {place} after {SETTLE_S:.0f} s; there are {runs}")
@@ -145,13 +158,13 @@ def measure(
         engines[0].child.wait_ready(START_TIMEOUT_S)
         engines.append(LoneWorker("second", model, settings, peers=[f"tcp://127.0.0.1:{port}"]))
         engines[1].child.wait_ready(START_TIMEOUT_S)
-        return _rounds(settings, engines[0], engines[1], tick)
+        return _rounds(settings, engines[0], engines[1], directory, tick)
     finally:
         stop([engine.child for engine in engines], 10.0)
 
 
 def _rounds(
-    settings: WarmSettings, first: LoneWorker, second: LoneWorker, tick: Callable[[], None]
+    settings: WarmSettings, first: LoneWorker, second: LoneWorker, directory: Path, tick: Callable[[], None]
 ) -> tuple[Measured, dict[str, list[Any]]]:
     numbers = random.Random(settings.seed)
     measured, sources = Measured(), dict[str, list[Any]]()
@@ -168,6 +181,12 @@ def _rounds(
         tick()
         return streamed
 
+    def same(what: str, engine: LoneWorker, prompt: list[int], answer: str) -> None:
+        if one(what, engine, prompt).text != answer:
+            raise WrongAnswer(
+                f"the answer to a prompt that came from {what} is another one than when it was computed"
+            )
+
     for _ in range(settings.rounds):
         prompt = _tokens(numbers, settings.tokens)
         whole = len(prompt) // CHUNK_TOKENS * CHUNK_TOKENS
@@ -178,13 +197,22 @@ def _rounds(
                 first.ask("/pdlink/cache/move", {"prompt": prompt, "source": "memory", "destination": "disk"})
                 first.ask("/pdlink/cache/clear", {"everything": True, "places": ["memory"]})
                 first.until_known(prompt, "disk", whole)
-            if one(what, engine, prompt).text != answer:
-                raise WrongAnswer(
-                    f"the answer to a prompt that came from {what} is another one than when it was computed"
-                )
+            same(what, engine, prompt, answer)
+        again = prompt, answer
         for _ in range(settings.turns):
             prompt = [*prompt, *answer.encode(), *_tokens(numbers, settings.message_tokens)]
             answer = one(TURN, first, prompt).text
+    for _ in range(settings.restarts):
+        for engine, first_time, tenth in ((first, DISK_FIRST, DISK_TENTH), (second, PEER_FIRST, PEER_TENTH)):
+            engine.restart(directory)
+            if engine is second:  # its link to the first one comes up meanwhile
+                second.until_known(again[0], None, whole)
+            same(first_time, engine, *again)
+            for _ in range(8):
+                engine.ask("/pdlink/cache/clear", {"everything": True, "places": ["memory"]})
+                engine.complete(again[0], settings.answer_tokens, f"bench-{next(names)}")
+            engine.ask("/pdlink/cache/clear", {"everything": True, "places": ["memory"]})
+            same(tenth, engine, *again)
     for what, found in sources.items():
         _check(what, found, (settings.tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS)
     return measured, sources
@@ -195,7 +223,8 @@ def _check(what: str, sources: Sequence[dict[str, Any]], whole_tokens: int) -> N
 
     whole_tokens: of the first prompt of a conversation, in whole chunks before its last token, which is computed.
     """
-    place = {COLD: "", MEMORY: "memory", DISK: "disk", TURN: "memory"}.get(what)
+    on_disk = dict.fromkeys((DISK, DISK_FIRST, DISK_TENTH), "disk")
+    place = {COLD: "", MEMORY: "memory", TURN: "memory", **on_disk}.get(what)
     for one in sources:
         loaded = one["loaded"] if place is None else one["places"].get(place, 0)
         if what != COLD and one["loaded"] < whole_tokens:
@@ -223,6 +252,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--message-tokens", type=positive, default=256, help="of a turn; default %(default)s")
     parser.add_argument("--answer-tokens", type=positive, default=32, help="default %(default)s")
     parser.add_argument("--rounds", type=positive, default=3, help="default %(default)s")
+    parser.add_argument("--restarts", type=positive, default=5, help="of each worker; default %(default)s")
     parser.add_argument("--layers", type=positive, default=2, help="of the model; default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts; default %(default)s")
     parser.add_argument("--directory", type=Path, default=Path(), metavar="DIR", help="on the disk to measure (.)")
@@ -240,9 +270,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace, progress: Progress) -> BenchReport:
     settings = WarmSettings(
-        args.tokens, args.turns, args.message_tokens, args.answer_tokens, args.rounds, args.layers, args.seed
+        tokens=args.tokens,
+        turns=args.turns,
+        message_tokens=args.message_tokens,
+        answer_tokens=args.answer_tokens,
+        rounds=args.rounds,
+        layers=args.layers,
+        restarts=args.restarts,
+        seed=args.seed,
     )
-    task = progress.add_task("requests", total=settings.rounds * (4 + settings.turns))
+    task = progress.add_task("requests", total=settings.rounds * (4 + settings.turns) + 4 * settings.restarts)
     with tempfile.TemporaryDirectory(prefix=".pdlink-bench-", dir=args.directory) as name:
         measured, sources = measure(settings, Path(name), lambda: progress.advance(task))
     nbytes = settings.tokens * settings.token_nbytes
@@ -251,7 +288,7 @@ def _report(args: argparse.Namespace, progress: Progress) -> BenchReport:
         f"{settings.tokens:,} tokens, {nbytes / 2**20:,.0f} MiB of KV (copied by one core in {floor_s * 1e3:.0f} ms, "
         f"{gb_per_s(nbytes, floor_s):.1f} GB/s); a Llama of {settings.layers} layers, {HEADS} heads of {HEAD_DIM}, "
         f"float32; {settings.turns} turns of {settings.answer_tokens} + {settings.message_tokens} tokens; "
-        f"{settings.rounds} rounds"
+        f"{settings.rounds} rounds, {settings.restarts} restarts"
     )
     kept = {"settings": settings, "floor_s": floor_s, "measured": measured, "sources": sources}
     report = BenchReport(kept, [what], notes=what.replace("; ", "\n", 1))

@@ -8,15 +8,18 @@ from pathlib import Path
 import pytest
 
 from pdlink.cli import main
-from pdlink_bench import tier_lanes, tier_lookup, tiers
+from pdlink.store.tiers.disk import Disk
+from pdlink_bench import tier_cold, tier_lanes, tier_lookup, tiers
 
-WORDS = ["--sizes", "64", "--turn", "1", "--rounds", "2", "--entries", "2000"]
+WORDS = ["--sizes", "64", "--turn", "1", "--rounds", "2", "--entries", "2000", "--restarts", "1"]
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small segments, and bars that a busy machine meets, too: how fast something is decides no test."""
     monkeypatch.setattr(tiers, "SEGMENT_NBYTES", 40 << 20)
+    monkeypatch.setattr(tiers, "COLD_SIZES", tier_cold.Sizes(8 << 20, 24 << 20, 64 << 20))
+    monkeypatch.setattr(tier_cold, "BARS", {})
     monkeypatch.setattr(tiers, "MOST_LOOKUP_S", 60.0)
     monkeypatch.setattr(tiers, "MOST_RESTART_S", 60.0)
     monkeypatch.setattr(tiers, "MOST_START_S", 60.0)
@@ -44,7 +47,15 @@ def test_every_lane_has_figures_and_nothing_is_left_on_the_disk(tmp_path: Path) 
         for name, lane in found[place]["65536"].items():
             measured = ("get", "get CPU") if name.startswith("peer") else ("put", "put CPU", "get", "get CPU")
             assert {name: len(one["samples"]) for name, one in lane["measured"].items()} == dict.fromkeys(measured, 2)
+    times = {"store, first", "store, tenth", "burst, first", "load, first", "load, tenth"}
+    assert {lane: set(one["measured"]) for lane, one in found["cold"].items()} == {"ours": times, "bare": times}
     assert list(directory.iterdir()) == []
+
+
+def test_a_burst_of_which_a_part_is_not_on_disk_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_cold, "Disk", lambda path, name, _, **more: Disk(path, name, 12 << 20, **more))
+    with pytest.raises(OSError, match="of 5 records of a burst are on disk"):
+        tier_cold.OurStart(str(tmp_path), tier_cold.Sizes(8 << 20, 24 << 20, 64 << 20)).burst()
 
 
 @pytest.mark.parametrize("num_entries", [1, 9, 2000])

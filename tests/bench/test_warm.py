@@ -11,7 +11,20 @@ from pdlink.cli import main
 from pdlink_bench import warm
 from pdlink_bench.http_load import WrongAnswer
 
-WORDS = ["--tokens", "1024", "--turns", "1", "--rounds", "1", "--answer-tokens", "4", "--layers", "1"]
+WORDS = [
+    "--tokens",
+    "1024",
+    "--turns",
+    "1",
+    "--rounds",
+    "1",
+    "--answer-tokens",
+    "4",
+    "--layers",
+    "1",
+    "--restarts",
+    "1",
+]
 
 
 @pytest.mark.slow
@@ -25,12 +38,17 @@ def test_each_prompt_comes_from_where_its_row_says_and_nothing_is_left_on_the_di
     directory.mkdir()
     main(["bench", "warm", "--directory", str(directory), "--json", str(kept), *WORDS])
     found = json.loads(kept.read_text())
-    rows = [warm.COLD, warm.MEMORY, warm.PEER, warm.DISK, warm.TURN]
+    restarted = [warm.DISK_FIRST, warm.DISK_TENTH, warm.PEER_FIRST, warm.PEER_TENTH]
+    rows = [warm.COLD, warm.MEMORY, warm.PEER, warm.DISK, warm.TURN, *restarted]
     assert {name: len(one["samples"]) for name, one in found["measured"]["measured"].items()} == dict.fromkeys(
         rows, 1
     )
     loaded = {name: one["loaded"] for name, (one,) in found["sources"].items()}
-    assert loaded == {warm.COLD: 0, **dict.fromkeys((warm.MEMORY, warm.PEER, warm.DISK), 768), warm.TURN: 1024}
+    assert loaded == {
+        warm.COLD: 0,
+        **dict.fromkeys((warm.MEMORY, warm.PEER, warm.DISK, *restarted), 768),
+        warm.TURN: 1024,
+    }
     assert list(directory.iterdir()) == []
 
 
