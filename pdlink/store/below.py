@@ -42,19 +42,18 @@ class Brought(NamedTuple):
 
 
 class Question:
-    """Which records of a batch one tier has: asked once, for all of them, when the first of them is to be written.
-
-    For the tier's writer.
-    """
+    """Which records of a batch one tier has: asked once, for all of them, when the first of them is to be written."""
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         self._keys = keys
         self._known: dict[bytes, bool] | None = None
+        self._lock = threading.Lock()
 
     def has(self, key: bytes, ask: Callable[[Sequence[bytes]], list[bool]]) -> bool | None:
         """Whether the tier has it; None where it does not answer."""
-        if self._known is None:
-            self._known = dict(zip(self._keys, ask(self._keys), strict=False))
+        with self._lock:
+            if self._known is None:
+                self._known = dict(zip(self._keys, ask(self._keys), strict=False))
         return self._known.get(key)
 
 
@@ -158,17 +157,17 @@ class Below:
                 return Brought(expires_at_s, summed=is_hashed(record), checked=tier.verifies or checks)
             if miss is not None:
                 log.warning("tier %s: record %s is none: %s", tier.name, key.hex()[:16], miss.reason)
-            tier.writers.put(partial(self._remove, tier, key))
+            tier.writers.put(partial(self._remove, tier, key), alone=True)
         return None
 
     def forget(self, key: bytes) -> None:
         """Remove a record that was found wrong from the tiers that check none. In the background."""
         for tier in self.tiers:
             if not tier.verifies:
-                tier.writers.put(partial(self._remove, tier, key))
+                tier.writers.put(partial(self._remove, tier, key), alone=True)
 
     def _remove(self, tier: GuardedTier, key: bytes) -> None:
-        """In the writer's thread, as all that changes a tier."""
+        """While nobody writes to the tier."""
         tier.call("remove", partial(tier.tier.remove, key), None)
 
     def offer(
@@ -272,7 +271,7 @@ class Below:
     def flush(self, timeout_s: float) -> bool:
         """Wait until the writers have done what is in line; whether `timeout_s` was enough."""
         written = threading.Semaphore(0)
-        lines = [tier.writers.put(written.release) for tier in self.tiers]
+        lines = [tier.writers.put(written.release, alone=True) for tier in self.tiers]
         deadline_s = self._clock() + timeout_s
         return all(lines) and all(written.acquire(timeout=max(0.0, deadline_s - self._clock())) for _ in self.tiers)
 

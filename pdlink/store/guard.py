@@ -12,6 +12,7 @@ from pdlink.events import TierCalled, emit
 from pdlink.store.cleared import EVERYTHING
 from pdlink.store.line import Line
 from pdlink.store.tiers.base import SettlingTier
+from pdlink.store.width import Width
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,8 +29,6 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 """After a record that a tier did not take, before it is offered another one."""
 _REFUSALS = 3
 """In a row, before operators are told."""
-_READERS = 2
-"""Threads that read from one tier; two keep a disk busy with records of a megabyte and more."""
 
 
 class GuardedTier:
@@ -51,8 +50,8 @@ class GuardedTier:
         self.verifies: bool = getattr(tier, "verifies", False)
         """Whether what `get` brings is what was put, by a checksum of the tier's own."""
         self.askers = Line(f"pdlink-ask-{name}")
-        self.readers = Line(f"pdlink-read-{name}", _READERS)
-        self.writers = Line(f"pdlink-write-{name}")
+        self.readers = Line(f"pdlink-read-{name}", 2, Width(2))
+        self.writers = Line(f"pdlink-write-{name}", 1, Width(1))
         self.queued_nbytes = 0
         """Of records that wait to be written; the store's lock guards it."""
         self.queued: dict[bytes, int] = {}
@@ -152,11 +151,11 @@ class GuardedTier:
         return key in self._doomed or EVERYTHING in self._doomed
 
     def doom(self, keys: Sequence[bytes] | None, clear: bytes) -> None:
-        """Hide these records, or all, and remove them in the writer's thread."""
+        """Hide these records, or all, and remove them while nobody writes."""
         named = [EVERYTHING] if keys is None else keys
         with self._lock:
             self._doomed.update(dict.fromkeys(named, clear))
-        self.writers.put(partial(self._drop, named, clear))
+        self.writers.put(partial(self._drop, named, clear), alone=True)
 
     def try_again(self) -> None:
         """Have what is doomed still removed, if the tier would be asked now and nothing is in line for it."""
@@ -164,10 +163,10 @@ class GuardedTier:
             with self._lock:
                 may = self._allows(self._clock(), self._forgetting)
             if may:
-                self.writers.put(self.drop_again)
+                self.writers.put(self.drop_again, alone=True)
 
     def drop_again(self) -> None:
-        """Remove what is doomed still, in the writer's thread: the tier was left alone, or failed."""
+        """Remove what is doomed still, while nobody writes: the tier was left alone, or failed."""
         if self._doomed:
             with self._lock:
                 doomed = dict(self._doomed)

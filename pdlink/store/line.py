@@ -12,32 +12,48 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pdlink.store.width import Width
+
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
 class Line:
-    def __init__(self, name: str, num_threads: int = 1) -> None:
-        """Daemon threads: one that is stuck in a medium must not keep the process."""
-        self._jobs: deque[Callable[[], None]] = deque()
+    def __init__(self, name: str, num_threads: int = 1, width: Width | None = None) -> None:
+        """Daemon threads: one that is stuck in a medium must not keep the process.
+
+        width: how many of them do jobs, and whether there are more.
+        """
+        self._name, self._width = name, width
+        self._jobs: deque[tuple[Callable[[], None], bool]] = deque()
+        """And whether it is done alone."""
         self._changed = threading.Condition()
         """Guards the jobs and `_ended`."""
         self._ended = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True) for index in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._running, self._is_alone = 0, False
+        self._threads: list[threading.Thread] = []
+        with self._changed:
+            self._have(num_threads)
 
-    def put(self, job: Callable[[], None]) -> bool:
-        """Do it after what is in line. What it raises is logged. False after `end`: it is not done then."""
+    def _have(self, num_threads: int) -> None:
+        """Start what is missing of so many. Under the lock."""
+        while len(self._threads) < num_threads:
+            name = f"{self._name}-{len(self._threads)}"
+            self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
+            self._threads[-1].start()
+
+    def put(self, job: Callable[[], None], *, alone: bool = False) -> bool:
+        """Do it after what is in line. What it raises is logged. False after `end`: it is not done then.
+
+        alone: begin when all before it have ended, and end before any behind it begins.
+        """
         with self._changed:
             if not self._ended:
-                self._jobs.append(job)
+                self._jobs.append((job, alone))
                 self._changed.notify()
             return not self._ended
 
-    def submit(self, job: Callable[[], _T]) -> Future[_T]:
+    def submit(self, job: Callable[[], _T], *, alone: bool = False) -> Future[_T]:
         """The same, and what becomes of it; after `end` a future that was cancelled."""
         done: Future[_T] = Future()
 
@@ -47,7 +63,7 @@ class Line:
             except Exception as error:  # noqa: BLE001 - raised where the future is read
                 done.set_exception(error)
 
-        if not self.put(run):
+        if not self.put(run, alone=alone):
             done.cancel()
         return done
 
@@ -83,8 +99,27 @@ class Line:
             except Exception:
                 log.exception("a job of %s failed", threading.current_thread().name)
             del job  # what it refers to may be memory that somebody waits for
+            self._done()
 
     def _next(self) -> Callable[[], None] | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._jobs or self._ended)
-            return self._jobs.popleft() if self._jobs else None
+            self._changed.wait_for(lambda: self._is_free if self._jobs else self._ended)
+            if not self._jobs:
+                return None
+            self._running += 1
+            job, self._is_alone = self._jobs.popleft()
+            return job
+
+    @property
+    def _is_free(self) -> bool:
+        if self._running and (self._is_alone or self._jobs[0][1]):
+            return False
+        return self._width is None or self._running < self._width.now
+
+    def _done(self) -> None:
+        with self._changed:
+            self._running -= 1
+            if self._width is not None:
+                self._width.ended(time.monotonic(), waiting=len(self._jobs))
+                self._have(0 if self._ended else self._width.now)
+            self._changed.notify_all()

@@ -97,6 +97,8 @@ class WriteThrough:
             return
         if tier.refuses and (tier.queued or not (at_once or self._clock() >= tier.try_again_s)):
             return
+        if tier.forgets:
+            tier.writers.put(tier.drop_again, alone=True)
         keys: list[bytes] = []
         question = Question(keys)
         while debts:
@@ -150,9 +152,9 @@ class WriteThrough:
         return self.in_line(index, partial(self._put, index, shape, slot))
 
     def in_line(self, index: int, job: Callable[[], bool]) -> bool:
-        """What a job of a tier's writer says; False if that takes longer than the deadline."""
+        """What a job says that a tier's writers do alone; False if that takes longer than the deadline."""
         try:
-            return self._below.tiers[index].writers.submit(job).result(self._deadline_s)
+            return self._below.tiers[index].writers.submit(job, alone=True).result(self._deadline_s)
         except (TimeoutError, CancelledError):
             return False
 
@@ -177,7 +179,6 @@ class WriteThrough:
         tier, slot = self._below.tiers[index], lease.slots[0]
         taken: bool | None = False
         try:
-            tier.drop_again()
             with self._books.lock:
                 is_wanted = tier.queued.get(slot.key) == slot.serial
             taken = not is_wanted or self._offer(index, slot, shape, expires_at_s, question)

@@ -10,6 +10,7 @@ from pdlink.events import WriteDropped, listen
 from pdlink.store.policies.registry import make_policy
 from pdlink.store.store import Store
 from pdlink.store.turns import Retention
+from pdlink.store.width import Width
 
 from .process import until
 from .stubs import SHAPE, WAIT_S, StubTier
@@ -119,6 +120,22 @@ def test_what_was_cleared_is_not_owed_any_more() -> None:
         assert store.flush(WAIT_S)
         assert not set(tier.records) & set(KEYS[4:NUM_SLOTS])
         assert read(store, KEYS[:NUM_SLOTS]) == NUM_SLOTS
+
+
+def test_a_clear_waits_for_the_writes_that_are_under_way_in_several_threads() -> None:
+    tier = StubTier()
+    with opened(NUM_SLOTS, [tier]) as store:
+        writers = store._below.tiers[0].writers
+        with writers._changed:
+            writers._width = Width(4)
+            writers._have(4)
+        tier.going.clear()
+        put(store, KEYS[:NUM_SLOTS])
+        until(lambda: tier.calls.count("put") >= 2, "two are under way")
+        store.clear()
+        tier.going.set()
+        assert store.flush(WAIT_S)
+        assert not tier.records
 
 
 def test_the_keeper_outlives_a_record_that_expires_while_a_tier_is_to_have_it() -> None:

@@ -41,7 +41,7 @@ def open_tier(url: str, namespace: str = ALL) -> Tier:
             raise ConfigError(f"tiers.remote_url: got {url!r}; expected file:///DIRECTORY[?max_size=GIB]; correct it")
         return SharedDir(Path(unquote(parts.path)), namespace, int(max_size * 2**30))
     if scheme in SCHEMES:
-        (ttl_s, timeout_s, connections), rest = _taken(url, ttl_s=0.0, timeout_s=5.0, connections=4.0)
+        (ttl_s, timeout_s, connections), rest = _taken(url, ttl_s=0.0, timeout_s=5.0, connections=18.0)
         if timeout_s == 0 or connections < 1:
             raise ConfigError("tiers.remote_url: got timeout_s or connections of 0; expected more; raise it")
         return Valkey(rest, namespace, ttl_s=ttl_s, timeout_s=timeout_s, num_connections=int(connections))

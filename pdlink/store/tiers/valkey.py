@@ -55,7 +55,7 @@ class Valkey:
     capacity_nbytes = 0
 
     def __init__(
-        self, url: str, namespace: str, *, ttl_s: float = 0.0, timeout_s: float = 5.0, num_connections: int = 4
+        self, url: str, namespace: str, *, ttl_s: float = 0.0, timeout_s: float = 5.0, num_connections: int = 18
     ) -> None:
         """Connects to nobody yet.
 
