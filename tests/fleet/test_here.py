@@ -133,31 +133,6 @@ def test_a_start_that_takes_for_ever_is_a_failure() -> None:
     assert len(child.began_s) == 2
 
 
-def test_a_process_that_ends_whenever_it_is_ready_is_not_started_in_a_circle() -> None:
-    child = Child()
-    keeper = kept(child)
-    for _ in range(400):
-        child.dies()
-        run(child, keeper, 0.25)
-    assert len(child.began_s) < 12
-
-
-def test_looking_never_waits_for_the_process() -> None:
-    """One that hangs while it starts kept all others from being started again."""
-    hanging, other = Child(), Child()
-    hanging.starts = ["pending"]
-    keepers = [kept(hanging), kept(other)]
-    for child in (hanging, other):
-        child.now_s = STEADY_S
-        child.dies()
-    for _ in range(8):
-        for child, keeper in zip((hanging, other), keepers, strict=True):
-            child.now_s += 0.25
-            keeper.look()
-    assert len(other.began_s) == 1
-    assert other.look()
-
-
 def test_only_who_is_told_so_gives_up() -> None:
     child = Child()
     child.starts = ["failed"] * 3

@@ -48,7 +48,7 @@ async def test_a_stream_that_prefill_begins_waits_a_moment_for_decodes_headers(
     prefill: FakeWorker, decode: FakeWorker
 ) -> None:
     """Decode's first event comes only after prefill's token is here, and in time for the header."""
-    decode.needs, decode.kv = prefill, "recomputed;reason=prefill_failed"
+    decode.needs, decode.kv = prefill, "recomputed;reason=request_failed"
     async with (
         proxy_of([prefill], [decode], kv_header_grace_s=1) as proxy,
         proxy.post(stream=True) as response,
