@@ -56,6 +56,8 @@ def test_receiver_keeps_blocks_until_sender_is_quiet() -> None:
     assert machine.stop(ABORTED, 0.0) == [Send(messages.Stop("t", "aborted")), Fail(ABORTED)]
     assert machine.tick(2.9) == []
     assert machine.quiet() == [End(ABORTED)]
+    assert machine.state is ReceiverState.FAILED
+    assert machine.quiet() == []
 
 
 def test_receiver_keeps_blocks_until_the_fence_when_the_sender_stays_silent() -> None:
@@ -65,6 +67,7 @@ def test_receiver_keeps_blocks_until_the_fence_when_the_sender_stays_silent() ->
     assert machine.tick(9.0) == []
     assert machine.state is ReceiverState.DRAINING
     assert machine.fenced(9.0) == [End(ABORTED)]
+    assert machine.fenced(9.0) == []
 
 
 def test_stop_from_the_sender_is_not_the_end_either() -> None:
@@ -83,6 +86,13 @@ def test_done_that_crosses_our_stop_proves_that_nothing_is_in_flight() -> None:
 def test_payload_is_that_of_the_offered_range() -> None:
     assert offered(2, 8).nbytes == 6 * TOKEN_NBYTES
     assert Receiving("t", GROUPS, quiet_s=3.0).nbytes == 0
+
+
+def test_second_offer_changes_nothing() -> None:
+    machine = offered()
+    first = machine.offered
+    assert machine.offer(((7, 8),), 0, 8) == []
+    assert machine.offered is first
 
 
 def test_transfer_without_offer_fails_at_once() -> None:

@@ -130,6 +130,7 @@ def test_done_is_said_only_when_every_push_has_landed_and_the_first_token_is_kno
     assert machine.landed(ids[1]) == [Send(messages.Done("t", 2, 8, LAYERS, 6 * TOKEN_NBYTES, 42))]
     assert machine.state is SenderState.SENT
     assert machine.ack() == [End(None)]
+    assert machine.ack() == []
 
 
 def test_offer_of_nothing_still_completes() -> None:
@@ -207,6 +208,7 @@ def test_lost_push_keeps_its_blocks_until_the_fence() -> None:
     assert machine.num_in_flight == 1
     assert machine.fenced() == [End(LOST)]
     assert machine.num_in_flight == 0
+    assert machine.fenced() == []
 
 
 def test_end_of_a_prefill_changes_nothing_once_all_was_said() -> None:
