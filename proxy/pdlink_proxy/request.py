@@ -155,10 +155,10 @@ class Request:
 
     def begin(self) -> None:
         tokenizing, asked = self._shared.tokenizing, self._admission.wanted
-        if tokenizing is not None and tokenizing.wanted(asked):
-            self._preparing = self._shared.spawn(self._prepare(tokenizing.prepare(asked, self._call)))
-            return
         try:
+            if tokenizing is not None and (waits := tokenizing.prepare(asked, self._call)) is not None:
+                self._preparing = self._shared.spawn(self._prepare(waits))
+                return
             self.happen(_STARTED)
         except Exception as error:  # noqa: BLE001 -- of any policy or dialect
             self.fail(error)

@@ -139,8 +139,8 @@ class Decider:
             happen=happen,
             failed=failed,
         )
-        if shared.tokenizing is not None and shared.tokenizing.wanted(asked):
-            await shared.tokenizing.prepare(asked, call)
+        if shared.tokenizing is not None and (waits := shared.tokenizing.prepare(asked, call)) is not None:
+            await waits
         found = admission.place(Place(Why.FIRST, frozenset()))
         if not isinstance(found, Waits):
             return found, admission

@@ -32,13 +32,13 @@ from .steps import Leg
 from .upstream import answer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Coroutine, Mapping
 
     from pdlink.api.openai import Call
 
     from .fleet import PlacementRequest, Tokens
     from .http_client import HttpClient
-    from .known_tokens import Text
+    from .known_tokens import KnownIds, Text
     from .metrics import Metrics
     from .pools import Pools
     from .worker import Worker
@@ -73,28 +73,41 @@ class Tokenizing:
         self._asked: dict[bytes, asyncio.Task[Tokens | None]] = {}
         self._turn = itertools.count()
 
-    def wanted(self, request: PlacementRequest) -> bool:
+    def _wanted(self, request: PlacementRequest) -> bool:
         """Whether tokens of this prompt may be of use."""
         pools = self._pools
         if len(request.prompt) < CHUNK_NBYTES or not pools.kv_events.index or request.ids is not None:
             return False
         return len(pools.workers[Leg.PREFILL]) > 1 or len(pools.workers[Leg.DECODE]) > 1
 
-    async def prepare(self, request: PlacementRequest, call: Call) -> None:
-        """Set what is known of the prompt's token ids: `known_ids`, and a better `num_tokens`."""
-        text = text_of(request, call)
+    def prepare(self, request: PlacementRequest, call: Call) -> Coroutine[Any, Any, None] | None:
+        """Set what is known of the prompt's token ids: `known_ids`, and a better `num_tokens`. Returns what is to be
+        awaited for that; None if nothing is: a task would take more time than the look."""
+        text = text_of(request, call) if self._wanted(request) else None
         if text is None:
-            return
+            return None
         nbytes = len(request.prompt)
         known = self.known.find(text, nbytes)
         if known is None or known.share < 1 - CHUNK_NBYTES / nbytes:
             asked = self._ask(request, text)
             if known is None or known.share < ENOUGH:
-                found = await self._wait(asked) if asked is not None else None
-                self._counted.inc("asked" if found is not None else "late" if asked is not None else "not_asked")
-                if found is not None:
-                    request.known_ids, request.num_tokens = found, max(1, len(found))
-                    return
+                if asked is not None:
+                    return self._answered(request, known, asked)
+                self._counted.inc("not_asked")
+        self._take(request, known)
+        return None
+
+    async def _answered(
+        self, request: PlacementRequest, known: KnownIds | None, asked: asyncio.Task[Tokens | None]
+    ) -> None:
+        found = await self._wait(asked)
+        self._counted.inc("asked" if found is not None else "late")
+        if found is not None:
+            request.known_ids, request.num_tokens = found, max(1, len(found))
+        else:
+            self._take(request, known)
+
+    def _take(self, request: PlacementRequest, known: KnownIds | None) -> None:
         if known is not None:
             self._counted.inc("known")
             request.known_ids, request.num_tokens = known.ids, max(1, round(len(known.ids) / known.share))

@@ -252,6 +252,7 @@ async def test_a_worker_whose_events_stop_is_told_of_and_believed_no_more(
     await until(lambda: work.publishes)
     events.sent("http://w", 1e6)
     events.look(1e6 + SILENT_S)
+    assert not work.publishes
     assert len(events.index) == 0
     events.heard("http://w", work, "m", [publisher.endpoint])
     assert (work.publishes, bool(work.silence)) == (False, True)
