@@ -43,7 +43,7 @@ BARS = {"store": 0.8, "burst": 0.9}
 """Speed of the first of ours to the first of the bare ones, at least."""
 
 
-class Sizes(NamedTuple):
+class ColdSizes(NamedTuple):
     prompt_nbytes: int = 400 << 20
     burst_nbytes: int = 1 << 30
     arena_nbytes: int = 2 << 30
@@ -66,7 +66,7 @@ def drop_cached(directory: Path) -> None:
                 os.close(fd)
 
 
-def measure(directory: Path, sizes: Sizes, restarts: int, tick: Callable[[], None]) -> dict[str, Measured]:
+def measure(directory: Path, sizes: ColdSizes, restarts: int, tick: Callable[[], None]) -> dict[str, Measured]:
     """By lane ("ours", "bare"), seconds of each of `VERBS`, for the first and for the tenth time in a process.
 
     Raises WorkerFailed where not all was kept or found.
@@ -94,7 +94,7 @@ def measure(directory: Path, sizes: Sizes, restarts: int, tick: Callable[[], Non
 class _Start:
     """A process that does one of the verbs, and gives the seconds of the first and of the tenth time."""
 
-    def __init__(self, directory: str, sizes: Sizes) -> None:
+    def __init__(self, directory: str, sizes: ColdSizes) -> None:
         self._directory, self._sizes = Path(directory), sizes
         self._directory.mkdir(exist_ok=True)
         self._count = sizes.prompt_nbytes // _SHAPE.nbytes

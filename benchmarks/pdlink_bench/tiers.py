@@ -52,7 +52,7 @@ LEAST_AHEAD = 1.2
 BAR_NBYTES = 32 << 20
 """Size of the records that the bars are of: 256 tokens of an 8B model."""
 NUM_SEGMENTS = 3
-COLD_SIZES = tier_cold.Sizes()
+COLD_SIZES = tier_cold.ColdSizes()
 _PAGES_PER_ENTRY = 64
 """Of the records in the restart, which has no bytes of theirs."""
 _BARE = {"memory": "memcpy", "disk": "bare", "valkey": "redis-py"}

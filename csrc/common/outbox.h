@@ -26,7 +26,7 @@ struct Report {
     std::string detail{};
 };
 
-// How Python's side calls them, by number: the kinds in `_copy.pyi`, and the values of `base.Status`.
+// How Python's side calls them, by number: the kinds in `_copy.pyi`, and the values of `BatchStatus`.
 inline constexpr const char* kKindNames[] = {"batch_done", "peer_failed", "peer_closed"};
 inline constexpr const char* kOutcomeNames[] = {"ok", "timeout", "peer_failed", "cancelled"};
 

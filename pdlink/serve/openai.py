@@ -78,14 +78,10 @@ class _Generation(CommonFields, frozen=True, kw_only=True, forbid_unknown_fields
     """First tokens of the answer, which the client of a stream has already: the stream goes on behind them. If it is
     greedy, as if it had not been interrupted; drawn with the same `seed`, up to what another batch changes."""
 
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
     def check(self) -> None:
         """Check what the types do not express. Raises BadField."""
-        others = {name: value for name in self.unserved if (value := getattr(self, name)) is not None}
-        check_unserved(others, (), chat=self.is_chat, greedy=self.temperature == 0)
+        if others := {name: value for name in self.unserved if (value := getattr(self, name)) is not None}:
+            check_unserved(others, (), chat=self.is_chat, greedy=self.temperature == 0)
         if self.stream_options and self.stream_options.continuous_usage_stats:
             raise BadField("stream_options.continuous_usage_stats: usage comes at the end alone; leave it out")
         if self.output_token_ids and not (self.stream and len(self.output_token_ids) <= self.limit()):
@@ -274,7 +270,7 @@ class AnswerWriter:
 
     def __init__(self, request: Generation, transfer_id: str, created: int, num_prompt_tokens: int) -> None:
         self._chat = isinstance(request, ChatRequest)
-        self._include_usage = request.include_usage
+        self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
         self._head = {
             "id": ("chatcmpl-" if self._chat else "cmpl-") + transfer_id,
             "object": "chat.completion" if self._chat else "text_completion",

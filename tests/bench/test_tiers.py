@@ -18,7 +18,7 @@ WORDS = ["--sizes", "64", "--turn", "1", "--rounds", "2", "--entries", "2000", "
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small segments, and bars that a busy machine meets, too: how fast something is decides no test."""
     monkeypatch.setattr(tiers, "SEGMENT_NBYTES", 40 << 20)
-    monkeypatch.setattr(tiers, "COLD_SIZES", tier_cold.Sizes(8 << 20, 24 << 20, 64 << 20))
+    monkeypatch.setattr(tiers, "COLD_SIZES", tier_cold.ColdSizes(8 << 20, 24 << 20, 64 << 20))
     monkeypatch.setattr(tier_cold, "BARS", {})
     monkeypatch.setattr(tiers, "MOST_LOOKUP_S", 60.0)
     monkeypatch.setattr(tiers, "MOST_RESTART_S", 60.0)
@@ -55,7 +55,7 @@ def test_every_lane_has_figures_and_nothing_is_left_on_the_disk(tmp_path: Path) 
 def test_a_burst_of_which_a_part_is_not_on_disk_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_cold, "Disk", lambda path, name, _, **more: Disk(path, name, 12 << 20, **more))
     with pytest.raises(OSError, match="of 5 records of a burst are on disk"):
-        tier_cold.OurStart(str(tmp_path), tier_cold.Sizes(8 << 20, 24 << 20, 64 << 20)).burst()
+        tier_cold.OurStart(str(tmp_path), tier_cold.ColdSizes(8 << 20, 24 << 20, 64 << 20)).burst()
 
 
 @pytest.mark.parametrize("num_entries", [1, 9, 2000])

@@ -27,7 +27,7 @@ _EXPECTED = "expected file:///DIRECTORY, redis://HOST and its kin, s3://BUCKET a
 def open_tier(url: str, namespace: str = ALL) -> Tier:
     """A tier that others may share, whatever their models.
 
-    url: file:///DIRECTORY[?max_size=GIB], a directory that nodes mount; a server as in `resp_server.Server`, with
+    url: file:///DIRECTORY[?max_size=GIB], a directory that nodes mount; a server as in `RespServer`, with
     ttl_s, timeout_s and connections in its query; a bucket as in `object_store.bucket_of`, with timeout_s; or
     path.to.module:name, which is called with the namespace.
     namespace: keeps records apart from those of others that use the same medium.
