@@ -9,6 +9,7 @@ context, and it is independent of `PYTHONHASHSEED`, byte order and word size, be
 from __future__ import annotations
 
 from array import array
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -43,12 +44,18 @@ class Origin(NamedTuple):
 
     @property
     def namespace(self) -> bytes:
-        return namespace(**self._asdict())
+        return _namespace_of(self)
 
     @property
     def scope(self) -> str:
         """Names what KV of this model's prompts may be shared by all users."""
         return self._replace(lora="", salt="").namespace.hex()[:32]
+
+
+@lru_cache(1024)
+def _namespace_of(origin: Origin) -> bytes:
+    """Every prompt asks for it, and most have a salt that others have, too."""
+    return namespace(**origin._asdict())
 
 
 class Preimage(NamedTuple):

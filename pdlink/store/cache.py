@@ -233,7 +233,8 @@ class Cache:
         slots = self._reserved(mine.keys, mine.first, _of(salt, retention))
         copied = False
         try:
-            copied = self._copied(mine, slots, loading=False)
+            tokens = self._tokens(mine, slots)
+            copied = self._source.copy_now(self._group, slots, mine.blocks, *tokens, loading=False)
         finally:
             if not copied and self._source.quiet():
                 self._store.abandon([slot for _, slot in slots])
@@ -614,14 +615,11 @@ class Cache:
         """Copy what a fetch of chunks from `first` on has brought, and close it; the tokens that are right."""
         try:
             slots = self._arrived(mine, fetch, first)
-            copied = self._copied(mine, slots, loading=True)
+            begin, end = self._tokens(mine, slots)
+            copied = self._source.copy_now(self._group, slots, mine.blocks, begin, end, loading=True)
         finally:
             stood = fetch.close()
-        begin, end = self._tokens(mine, slots)
         return end - begin if stood and copied else 0
-
-    def _copied(self, mine: ChunkSpan, slots: Chunks, *, loading: bool) -> bool:
-        return self._source.copy_now(self._group, slots, mine.blocks, *self._tokens(mine, slots), loading=loading)
 
     def _tokens(self, mine: ChunkSpan, slots: Chunks) -> tuple[int, int]:
         """Begin and end of what is copied."""

@@ -250,7 +250,7 @@ class Store(AnyStore):
         places = self.known_at(keys[num_here:], timeout_s)
         known = places.index(-1) if -1 in places else len(places)
         found = Found(tuple(keys[: num_here + known]), (0,) * num_here + places[:known])
-        by_place = Counter(self.places[place] for place in found.places)
+        by_place = Counter(self._places[place] for place in found.places)
         emit(PrefixFound(asked=len(keys), places=by_place, took_s=self._clock() - began_s))
         return found
 
@@ -292,18 +292,17 @@ class Store(AnyStore):
 
     def _take(self, room: Room, most_nbytes: float = inf) -> tuple[Slot, ...]:
         keys, shape, holder, share, retention = room
-        if shape.nbytes > self._nbytes:
+        nbytes = shape.nbytes
+        if nbytes > self._nbytes:
             raise CapacityExceeded(
-                f"tiers.max_local_cpu_size: a record takes {shape.nbytes} bytes of {self._nbytes}; raise it, or "
+                f"tiers.max_local_cpu_size: a record takes {nbytes} bytes of {self._nbytes}; raise it, or "
                 "lower chunk_size"
             )
         if self.frozen:
             return ()
         head = self._books.leases(keys, holder, "reserve", inf)
         kept = retention._replace(ttl_s=min(retention.ttl_s, self._ttl_s))
-        reserving = self._catalog.reserving(
-            keys, shape.nbytes, holder, share, kept, self._clock(), most_nbytes=most_nbytes
-        )
+        reserving = self._catalog.reserving(keys, nbytes, holder, share, kept, self._clock(), most_nbytes=most_nbytes)
         slots: list[Slot] = []
         for piece in pieces(keys):
             with self._lock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Retention(NamedTuple):
 USUAL = Retention()
 
 
+@lru_cache(1024)
 def tenant_of(salt: str) -> str:
     """A name of one length for requests with one salt; "" without one."""
     return hashlib.blake2b(salt.encode(), digest_size=16).hexdigest() if salt else ""
