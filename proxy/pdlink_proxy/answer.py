@@ -104,7 +104,7 @@ class Answer:
             self._early += data
         elif self._flow.first_leg is Leg.PREFILL and not self._decode_spoke and grace_s > 0:
             self._early = data
-            self._shared.alarms.set(self.open, self._shared.loop.time() + grace_s)
+            self._shared.alarms.set(self.open, time.monotonic() + grace_s)
         else:
             self.open(data)
 
@@ -117,7 +117,7 @@ class Answer:
         """Begin the stream, with the events that waited for it and these."""
         if self.opened:
             return
-        self.opened, self._opened_s = True, self._shared.loop.time()
+        self.opened, self._opened_s = True, time.monotonic()
         lines = f"{self._lines('ttft', self._opened_s)}{kv_path.HEADER}: {self.kv_value}\r\n{_STREAM}"
         early = b""
         if self._early is not None:
@@ -135,13 +135,13 @@ class Answer:
             self.tally.add(data)
         self._tail += data
         self.open()
-        times = timing.comment(self._times("total", self._shared.loop.time()))
+        times = timing.comment(self._times("total", time.monotonic()))
         self.client.end(before_done(data, times + kv_path.comment(self.kv_value)))
 
     # ---- an answer in one piece
 
     def respond(self, status: int, content_type: str, body: bytes) -> None:
-        lines = self._lines("total", self._shared.loop.time())
+        lines = self._lines("total", time.monotonic())
         if 200 <= status < 300:
             if self.tally is not None:
                 self.tally.whole(body)
@@ -181,7 +181,7 @@ class Answer:
         for each in attempts:
             for leg in each.legs.values():
                 legs.append(leg.record(started_s))  # noqa: PERF401 -- two comprehensions are two calls
-        now_s, whole_s = self._shared.loop.time(), None if self._call.streaming else flow.tries[-1].prefill_s
+        now_s, whole_s = time.monotonic(), None if self._call.streaming else flow.tries[-1].prefill_s
         first_s = self._opened_s if self.opened else whole_s
         queued_s, lost_s, of = until_first(flow.tries, now_s if first_s is None else first_s)
         times = of.since(started_s)

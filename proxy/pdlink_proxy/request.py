@@ -115,8 +115,7 @@ class Request:
         """headers: for both legs; X-Request-Id also for the client. said: the client's headers. over: called once,
         when the answer is written or the client has left."""
         self._shared, self._call, self._leg_headers = shared, call, headers
-        self._loop = shared.loop
-        self._started_s = self._loop.time()
+        self._started_s = time.monotonic()
         request_id = headers["X-Request-Id"]
         dialect = shared.dialect
         self._trace = shared.tracer.begin(headers) if shared.tracer is not None else None
@@ -196,9 +195,12 @@ class Request:
         self._shared.alarms.clear(self.tick)
         answer = self._answer
         answer.close()
-        for task in (self._preparing, self._catching_up, self._last):
-            if task is not None:
-                task.cancel()
+        if self._preparing is not None:
+            self._preparing.cancel()
+        if self._catching_up is not None:
+            self._catching_up.cancel()
+        if self._last is not None:
+            self._last.cancel()
         record = answer.record(self._flow.outcome or Outcome.FAILED, self._attempts.values())
         if answer.tally is not None and (log_ := self._shared.decision_log) is not None:
             log_.add(logged(record, self._admission, answer.tally, self._attempts.values()))
@@ -228,7 +230,7 @@ class Request:
         flow, forward = self._flow, b""
         if self._lent is not None and self._relays is not None:
             self._relays.take_back(self._lent)
-        actions = flow.on(event, self._loop.time())
+        actions = flow.on(event, time.monotonic())
         if flow.said:
             self._note_said()
         for action in actions:
@@ -285,7 +287,7 @@ class Request:
         self._armed_s = math.inf
         if self._lent is not None and self._relays is not None:
             self._flow.heard(self._relays.heard_s(self._lent))
-        if self._loop.time() < self._due_s():
+        if time.monotonic() < self._due_s():
             pass
         elif self._behind_since_s is not None:
             self._abort_client()
@@ -347,7 +349,7 @@ class Request:
 
     def sent(self, leg: WorkerLeg, data: bytes) -> None:
         """Bytes of its event stream."""
-        if self._answer.opened and self._flow.passes(leg.attempt, leg.leg, data, self._loop.time()):
+        if self._answer.opened and self._flow.passes(leg.attempt, leg.leg, data, time.monotonic()):
             self._answer.count(data)
             if self._relays is None or not self._lend(leg, data):
                 self.client.write(data)
@@ -418,7 +420,7 @@ class Request:
         """Of `Lends`."""
         if self._lent_leg is not None:
             self._lent_leg.nbytes += len(data)
-        self._flow.passed(data, self._loop.time())
+        self._flow.passed(data, time.monotonic())
         self._answer.count(data)
 
     def on_returned(self, unsent: bytes, unread: bytes) -> None:
@@ -480,7 +482,7 @@ class Request:
         """Read no more of this leg until the client has read what it was sent."""
         leg.pause()
         if self._behind_since_s is None:
-            self._behind_since_s = self._loop.time()
+            self._behind_since_s = time.monotonic()
             self._catching_up = self._shared.spawn(self._catch_up())
 
     async def _catch_up(self) -> None:
