@@ -12,95 +12,79 @@ from typing import TYPE_CHECKING, Any
 from pdlink.api.fields import BadField
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
 
-def _any(_: object) -> bool:
-    return True
-
-
-def _one_of(*values: object) -> Callable[[object], bool]:
-    """Equal and of the same kind: 0 is no False, and 0.0 is 0."""
-
-    def matches(given: object) -> bool:
-        return any(given == value and isinstance(given, bool) == isinstance(value, bool) for value in values)
-
-    return matches
-
-
-_NOTHING = _one_of()
-"""Only null, which every field may be."""
-
-_NEUTRAL: dict[str, Callable[[object], bool]] = {
-    **dict.fromkeys(
-        (
-            *("user", "metadata", "safety_identifier", "prompt_cache_key", "request_id", "service_tier"),
-            *("parallel_tool_calls", "include_reasoning"),
-        ),
-        _any,
-    ),
-    "n": _one_of(1),
-    "best_of": _one_of(1),
-    "max_output_tokens": _NOTHING,
-    "max_completion_tokens": _NOTHING,
-    "logprobs": _one_of(False),
-    "suffix": _one_of(""),
-    "frequency_penalty": _one_of(0),
-    "presence_penalty": _one_of(0),
-    "repetition_penalty": _one_of(1),
-    "length_penalty": _one_of(1),
-    "min_p": _one_of(0),
-    "top_k": _one_of(0, -1),
-    "min_tokens": _one_of(0),
-    "logit_bias": _one_of({}),
-    "bad_words": _one_of([]),
-    "allowed_token_ids": _NOTHING,
-    "top_logprobs": _one_of(0),
-    "prompt_logprobs": _one_of(False),
-    "use_beam_search": _one_of(False),
-    "early_stopping": _one_of(False),
-    "truncate_prompt_tokens": _NOTHING,
-    "include_stop_str_in_output": _one_of(False),
-    "skip_special_tokens": _one_of(True),
-    "spaces_between_special_tokens": _one_of(True),
-    "detokenize": _one_of(True),
-    "return_tokens_as_token_ids": _one_of(False),
-    "response_format": _one_of({"type": "text"}),
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "max_output_tokens": (),
+    "max_completion_tokens": (),
+    "logprobs": (False,),
+    "suffix": ("",),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "top_k": (0, -1),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (False,),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "truncate_prompt_tokens": (),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "detokenize": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "response_format": ({"type": "text"},),
     **dict.fromkeys(
         (
             *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
             *("guided_decoding_backend", "guided_whitespace_pattern", "structural_tag"),
         ),
-        _NOTHING,
+        (),
     ),
-    "echo": _one_of(False),
-    "tools": _one_of([]),
-    "tool_choice": _one_of("none", "auto"),
-    "functions": _one_of([]),
-    "function_call": _one_of("none", "auto"),
-    "add_generation_prompt": _one_of(True),
-    "continue_final_message": _one_of(False),
-    "chat_template": _NOTHING,
-    "chat_template_kwargs": _one_of({}),
-    "documents": _one_of([]),
-    "mm_processor_kwargs": _one_of({}),
-    "media_io_kwargs": _one_of({}),
-    "modalities": _one_of(["text"]),
-    "audio": _NOTHING,
-    "prediction": _NOTHING,
-    "web_search_options": _NOTHING,
-    "reasoning_effort": _NOTHING,
-    "thinking_token_budget": _NOTHING,
-    "verbosity": _one_of("medium"),
-    "store": _one_of(False),
-    "prompt_embeds": _NOTHING,
-    "logits_processors": _one_of([]),
-    "vllm_xargs": _one_of({}),
+    "echo": (False,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "thinking_token_budget": (),
+    "verbosity": ("medium",),
+    "store": (False,),
+    "prompt_embeds": (),
+    "logits_processors": ([],),
+    "vllm_xargs": ({},),
 }
-"""Name to what it may say: values that leave an answer of this engine as it is."""
+"""Name to what it may say beside null: values that leave an answer of this engine as it is."""
+_ANY = frozenset(
+    (
+        *("user", "metadata", "safety_identifier", "prompt_cache_key", "request_id", "service_tier"),
+        *("parallel_tool_calls", "include_reasoning"),
+    )
+)
+"""May say anything."""
 
-_OF_CHAT = {"add_special_tokens": _one_of(False)}
-_OF_COMPLETIONS = {"add_special_tokens": _one_of(True)}
+_OF_CHAT = {"add_special_tokens": (False,)}
+_OF_COMPLETIONS = {"add_special_tokens": (True,)}
 
 _GREEDY = {"top_k", "min_p"}
 """With temperature 0 the likeliest token is taken, which these always keep."""
@@ -113,11 +97,18 @@ def check_unserved(fields: dict[str, Any], known: Iterable[str], *, chat: bool, 
     """
     neutral = _NEUTRAL | (_OF_CHAT if chat else _OF_COMPLETIONS)
     for name, value in fields.items():
+        if name in _ANY:
+            continue
         if name not in neutral:
-            near = difflib.get_close_matches(name, [*known, *neutral], n=1)
+            near = difflib.get_close_matches(name, [*known, *neutral, *_ANY], n=1)
             hint = f"did you mean {near[0]!r}?" if near else "leave it out"
             raise BadField(f"{name[:100]}: unknown field; {hint}", name[:100])
-        if value is None or neutral[name](value) or (greedy and name in _GREEDY):
+        if value is None or _says(value, neutral[name]) or (greedy and name in _GREEDY):
             continue
         shown = "" if isinstance(value, dict | list) else f", got {str(value)[:100]!r}"
         raise BadField(f"{name}: the built-in engine does not do this{shown}; leave it out", name)
+
+
+def _says(given: object, values: tuple[object, ...]) -> bool:
+    """One of these, and of its kind: 0 is no False, and 0.0 is 0."""
+    return any(given == value and isinstance(given, bool) == isinstance(value, bool) for value in values)
