@@ -278,6 +278,14 @@ def test_experts_that_vllm_moves_between_ranks_are_no_change(monkeypatch: pytest
     assert server.names != ["files"]
 
 
+def test_a_release_without_one_of_the_calls_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, eras = engine_class(), list[str]()
+    del kind.sleep
+    vllm.watch(kind, eras.append)
+    kind(Executor([Worker()], monkeypatch)).collective_rpc("reload_weights", args=(1,))
+    assert len(eras) == 1
+
+
 def test_a_second_connector_of_a_process_hears_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     kind, first, second = engine_class(), list[str](), list[str]()
     vllm.watch(kind, first.append)

@@ -51,8 +51,9 @@ def watch(engine_class: Any, changed: Callable[[str], None]) -> None:
         return wrapper
 
     for name in _WATCHED:
-        call = getattr(engine_class, name)
-        setattr(engine_class, name, watched(name, getattr(call, "__wrapped__", call)))  # of an earlier connector
+        call = getattr(engine_class, name, None)
+        if call is not None:  # else a release that has none
+            setattr(engine_class, name, watched(name, getattr(call, "__wrapped__", call)))  # of an earlier connector
 
 
 def look_here(worker: Any, method: str) -> str:
