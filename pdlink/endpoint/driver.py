@@ -105,20 +105,21 @@ class Endpoint:
         self.clock = clock or AwakeClock(timeouts.heartbeat_s)  # the loop waits for half of that at most
         work, clock = self.work, self.clock
         verifier = self.verifier = Verifier(checksums, self.groups, work.call) if checksums is not None else None
-        self._transports = {transport.name: transport for transport in transports}
+        self.transports = {transport.name: transport for transport in transports}
+        """Those that work, by name, the preferred one first."""
         for transport in transports:
             transport.guard(self.groups)
         self._opened = list(transports)
         """Also the transports given up since."""
         self._timeouts = timeouts
         self._channel = channel(f"{name}@{self.local.epoch}")
-        sessions = self.sessions = Sessions(self.local, work, clock, self._channel, self._transports, require_lane)
+        sessions = self.sessions = Sessions(self.local, work, clock, self._channel, self.transports, require_lane)
         common = Common(self.groups, work, clock, sessions, verifier, timeouts, pool)
         self.receiver = sessions.receiver = Receiver(common)
         self.sender = sessions.sender = Sender(common, batch_timeout_s, sharing or Sharing(), self._short_of_blocks)
         self._blame = Blame(name, clock.now_s)
         data_path = self.sender.data_path
-        self.reports = Reports(self._transports, self._channel, sessions, data_path, self._blame, self._settle)
+        self.reports = Reports(self.transports, self._channel, sessions, data_path, self._blame, self._settle)
         self._thread: threading.Thread | None = None
         self._stopping = False
         """No new sessions; the loop ends when all are fenced."""
@@ -186,7 +187,7 @@ class Endpoint:
             thread.join(timeout_s)
         with self.lock:
             self.sender.data_path.lanes.clear()
-        self._transports.clear()  # the last references: native engines end now, not with the interpreter
+        self.transports.clear()  # the last references: native engines end now, not with the interpreter
         self._opened.clear()
 
     def leave(self) -> None:
@@ -243,16 +244,6 @@ class Endpoint:
     def epoch(self) -> str:
         """Names this life of the worker."""
         return self.local.epoch
-
-    @property
-    def credentials(self) -> auth.Credentials | None:
-        """Our keys, and the current allow-list."""
-        return self.local.credentials
-
-    @property
-    def transports(self) -> list[Transport]:
-        """The transports that work, the preferred one first."""
-        return list(self._transports.values())
 
     def longest_absence_s(self) -> float:
         """Longest time of the last one to two minutes for which the loop was ready but could not run."""
@@ -362,7 +353,8 @@ class Endpoint:
             while commands:
                 command, cost = commands.popleft()
                 self._blame.guard("command", command, cost)
-                self._settle()
+                if sessions.ended:
+                    self._settle()
                 if self.clock.now_s() >= until_s:  # dialing takes a millisecond; the next turn goes on
                     break
             self.ticked_s = self.clock.now_s()
@@ -388,8 +380,10 @@ class Endpoint:
                     self.sessions.flush(peer)
                 except Exception as error:  # noqa: BLE001  as in `Blame.guard`
                     self._blame.charge("message", error, partial(self.sessions.lose, peer))
-            self.sessions.send_waiting()
-            self._settle()
+            if self.sessions.waiting:
+                self.sessions.send_waiting()
+            if self.sessions.ended:
+                self._settle()
 
     def _settle(self) -> None:
         """Stop the transfers of lost sessions, and end those of fenced ones. Not guarded, see `Blame`."""

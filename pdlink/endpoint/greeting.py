@@ -116,7 +116,7 @@ class Greeter:
         try:
             handshake.compare(ours, hello.identity)
             peer.untried = self._choice(peer, hello)
-            pairs = zip(ours.groups.layouts, hello.identity.groups.layouts, strict=True)
+            pairs = zip(ours.groups.layouts, peer.groups.layouts, strict=True)
             peer.templates = tuple(template(mine, theirs) for mine, theirs in pairs)
             self._check_name_is_free(peer, replaced)
         except HandshakeRefused as refusal:

@@ -122,13 +122,6 @@ class Outgoing(Transfer):
                     emit(event)
                 self._sender.act(self, self.machine.written(layer, start, end))
 
-    @property
-    def exposed_s(self) -> float | None:
-        """What prefill did not hide: from the last layer being written until the last one landed."""
-        if self.written_s is None or self.last_landed_s is None:
-            return None
-        return max(0.0, self.last_landed_s - self.written_s)
-
     def finish(self, first_token: int = 0) -> None:
         """The prompt is computed; `first_token`, the first of the answer, goes to the receiver with the last byte.
 

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pdlink.kv.groups import KVGroups
 from pdlink.protocol.messages import Bye, Refuse
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from pdlink.protocol.auth import Credentials
     from pdlink.protocol.messages import Body, Envelope, Identity
     from pdlink.transport.base import Transport
+
+NO_GROUPS = KVGroups(())
 
 
 @dataclass(slots=True)
@@ -70,7 +73,8 @@ class Peer:
     key: str = ""
     """Unique name of this session for the transport, once `introduce` has been called."""
     state: PeerState = PeerState.CONNECTING
-    identity: Identity | None = None
+    groups: KVGroups = NO_GROUPS
+    """Of its layers, once the handshake has told them."""
     transport: Transport | None = None
     """Carries the bytes of this session; None until chosen."""
     untried: list[str] = field(default_factory=list)
@@ -104,7 +108,7 @@ class Peer:
 
     def introduce(self, name: str, epoch: str, identity: Identity) -> None:
         """The handshake has named the other side."""
-        self.name, self.epoch, self.identity = name, epoch, identity
+        self.name, self.epoch, self.groups = name, epoch, identity.groups
         self.key = f"{name}#{self.number}"
 
     def is_life_of(self, name: str, epoch: str, session: int) -> bool:

@@ -113,8 +113,8 @@ class Receiver(Half[Incoming]):
                 self.act(transfer, machine.landed(layer, end, token))
             case messages.Done():
                 self._on_done(transfer, body)
-            case messages.Stop(reason=reason):
-                self.act(transfer, machine.stopped(Reason.of(reason), self.clock.awake_s()))
+            case messages.Stop(reason=reason):  # *quiet* follows when nothing is in flight
+                self.act(transfer, machine.stop(Reason.of(reason), self.clock.awake_s(), tell=False))
             case messages.Quiet():
                 self.act(transfer, machine.quiet())
             case _:
@@ -123,7 +123,7 @@ class Receiver(Half[Incoming]):
     def on_peer_lost(self, peer: Peer, reason: Reason) -> None:
         """The session is over: its requests fall back now, their blocks are quarantined until the fence."""
         for transfer in self._of(peer):
-            self.act(transfer, transfer.machine.stopped(reason, self.clock.awake_s()))
+            self.act(transfer, transfer.machine.stop(reason, self.clock.awake_s(), tell=False))
 
     def on_fenced(self, peer: Peer) -> None:
         """The peer cannot reach our pages any more."""

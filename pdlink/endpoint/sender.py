@@ -62,7 +62,7 @@ class Sender(Half[Outgoing]):
             transfer.lease = Lease(now + timeouts.request_s, min(timeouts.other_leg_s, timeouts.lease_s), now)
             self._transfers[transfer_id] = transfer
             self.live.add(transfer)
-            early = self._early.pop(transfer_id)
+            early = self._early.pop(transfer_id) if self._early.nbytes else None
             if early is not None:
                 self._take(transfer, early.peer, early.offer)
 
@@ -210,8 +210,7 @@ class Sender(Half[Outgoing]):
     # -- inside: interest of receivers -------------------------------------------------------------------------------
 
     def _on_interest(self, peer: Peer, transfer_id: str, offer: messages.Offer | None) -> None:
-        assert peer.identity is not None
-        problem = offer_problem(offer, peer.identity.groups) if offer is not None else None
+        problem = offer_problem(offer, peer.groups) if offer is not None else None
         transfer = self._transfers.get(transfer_id)
         if transfer is not None:
             self._take(transfer, peer, offer, problem)
@@ -239,9 +238,7 @@ class Sender(Half[Outgoing]):
             self._refuse(peer, machine.transfer_id, Reason(Code.TAKEN_BY_ANOTHER_RECEIVER))
             return
         if offer is not None:
-            assert peer.identity is not None
-            actions = machine.stop(problem) if problem else machine.offer(offer, peer.identity.groups)
-            self.act(transfer, actions)
+            self.act(transfer, machine.stop(problem) if problem else machine.offer(offer, peer.groups))
 
     def _on_stop(self, peer: Peer, transfer_id: str, reason: Reason) -> None:
         """A receiver ends a transfer. Always answer *quiet*, also for an unknown id, or it fences us."""
@@ -311,6 +308,8 @@ class Sender(Half[Outgoing]):
             del peer.transfers[transfer.transfer_id]
         self._ended.add(transfer.transfer_id, reason, peer.name if peer else "")
         if listeners:
+            written_s, landed_s = transfer.written_s, transfer.last_landed_s
+            exposed_s = None if written_s is None or landed_s is None else max(0.0, landed_s - written_s)
             emit(
                 TransferEnded(
                     transfer_id=transfer.transfer_id,
@@ -322,7 +321,7 @@ class Sender(Half[Outgoing]):
                     transport=peer.lane if peer else "",
                     started_s=transfer.started_s,
                     first_landed_s=transfer.first_landed_s,
-                    exposed_s=transfer.exposed_s,
+                    exposed_s=exposed_s,
                 )
             )
         self._work.defer(transfer.on_end)

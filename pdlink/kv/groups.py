@@ -46,7 +46,7 @@ class KVGroups:
         """By layer: which one of its group it is."""
         return tuple(index for layout in self.layouts for index in range(len(layout.layers)))
 
-    @property
+    @cached_property
     def num_layers(self) -> int:
         return len(self.group_of)
 

@@ -55,14 +55,6 @@ class LayerClass:
     axes_table: Table = field(compare=False)
     """`axes` for the compiled loops."""
 
-    def runs(self, src: IntArray, dst: IntArray, tokens: tuple[int, int], block_tokens: tuple[int, int]) -> RunArray:
-        """Runs of tokens [begin, end), relative to the first part of a layer."""
-        runs = _runs(
-            src, dst, tokens, block_tokens, self.src_strides, self.dst_strides, self.axes_table, self.head_nbytes
-        )
-        runs.flags.writeable = False  # layers share them
-        return runs
-
     def of_span(self, num_tokens: int) -> tuple[int, int]:
         """How many runs a span of so many tokens is, and their bytes."""
         *counts, nbytes = _box(self.axes_table, num_tokens, self.head_nbytes)
@@ -178,8 +170,14 @@ def bind(template: Template, src_blocks: BlockIds, dst_blocks: BlockIds, start: 
     dst = _needed("destination", template.dst, dst_blocks, start, end)
     if len(dst) > 1 and len(set(dst.tolist())) != len(dst):
         raise ValueError("destination blocks are not distinct: two ranges of tokens would be written to one block")
-    block_tokens = (template.src.block_tokens, template.dst.block_tokens)
-    return Plan(template, start, end, tuple(c.runs(src, dst, (start, end), block_tokens) for c in template.classes))
+    tokens, block_tokens = (start, end), (template.src.block_tokens, template.dst.block_tokens)
+    found = []
+    for shape in template.classes:
+        strides = shape.src_strides, shape.dst_strides
+        runs = _runs(src, dst, tokens, block_tokens, *strides, shape.axes_table, shape.head_nbytes)
+        runs.flags.writeable = False  # layers share them
+        found.append(runs)
+    return Plan(template, start, end, tuple(found))
 
 
 def warm_up() -> None:

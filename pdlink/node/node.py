@@ -257,7 +257,7 @@ class Node:
         """
         if self._closed:
             raise self._closed_error()
-        if self._dialable.get(peer, _UNCHECKED) is not self.endpoint.credentials:
+        if self._dialable.get(peer, _UNCHECKED) is not self.endpoint.local.credentials:
             self._check_dial(peer)
         if self._no_invitations:
             raise TransportUnavailable(self._no_invitations)
@@ -297,7 +297,7 @@ class Node:
 
     def prefilling(self, on: bool) -> None:
         """This process begins (on) or has ended to compute prefills: transports leave its cores alone meanwhile."""
-        for transport in self.endpoint.transports:
+        for transport in list(self.endpoint.transports.values()):
             transport.computing(on)
 
     # -- memory ------------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ class Node:
     @property
     def transports(self) -> list[str]:
         """Names of those it offers, the preferred one first."""
-        return [transport.name for transport in self.endpoint.transports]
+        return list(self.endpoint.transports)
 
     def allow(self, allowed: AllowList) -> None:
         """Replace the allow-list of the credentials; sessions whose key is not on it end."""
@@ -371,7 +371,7 @@ class Node:
 
     def _check_dial(self, peer: str) -> None:
         """Remember that this node may dial a peer: looking at an address takes longer than the rest of `receive`."""
-        credentials = self.endpoint.credentials
+        credentials = self.endpoint.local.credentials
         check_dial(ControlAddress.parse(peer), credentials, insecure=self._insecure)
         if len(self._dialable) >= _MAX_DIALABLE:
             self._dialable.clear()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Receiving:
     """State of one transfer on the receiver.
 
-    Driven by this worker (`offer`, `stop`, `tick`), the peer's messages (`landed`, `done`, `stopped`, `quiet`) and
+    Driven by this worker (`offer`, `stop`, `tick`), the peer's messages (`landed`, `done`, `stop`, `quiet`) and
     the transport (`fenced`).
     """
 
@@ -33,14 +33,11 @@ class Receiving:
         self.state = ReceiverState.EXPECTED
         self.reason: Reason | None = None
         self.offered: messages.Offer | None = None
-        self._groups = groups
-        self._num_layers = groups.num_layers
+        self.nbytes = 0
+        """Of all that is offered for."""
+        self._groups, self._num_layers = groups, groups.num_layers
         self._quiet_s = quiet_s
         self._quiet_by_s = float("inf")
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.offered is None else self._groups.nbytes(self.offered.start, self.offered.end)
 
     # -- this worker -------------------------------------------------------------------------------------------------
 
@@ -57,12 +54,23 @@ class Receiving:
         if self.state is not ReceiverState.EXPECTED:
             return []
         self.offered = messages.Offer(self.transfer_id, start, end, blocks, self._num_layers, per_layer, verify)
-        self._move(ReceiverEvent.OFFER)
+        self.nbytes = self._groups.nbytes(start, end)
+        self.state = RECEIVER[self.state, ReceiverEvent.OFFER]
         return [Send(self.offered)]
 
-    def stop(self, reason: Reason, now: float) -> list[Action]:
-        """This worker ends the transfer (abort, deadline): send *stop*."""
-        return self._stop(reason, now, tell=True)
+    def stop(self, reason: Reason, now: float, *, tell: bool = True) -> list[Action]:
+        """This worker ends the transfer (abort, deadline): send *stop*. tell: False if the sender has ended it."""
+        if self.state in RECEIVER_ENDS or self.state is ReceiverState.DRAINING:
+            return []
+        self.reason = reason
+        self.state = RECEIVER[self.state, ReceiverEvent.STOP]
+        actions: list[Action] = [Send(messages.Stop.because(self.transfer_id, reason))] if tell else []
+        actions.append(Fail(reason))
+        if self.state is ReceiverState.FAILED:
+            actions.append(End(reason))
+        else:
+            self._quiet_by_s = now + self._quiet_s
+        return actions
 
     def tick(self, now: float) -> list[Action]:
         """Close the data connection if *quiet* did not come in time."""
@@ -97,15 +105,11 @@ class Receiving:
                 for name, ours, theirs in zip(names, expected, reported, strict=True)
                 if ours != theirs
             )
-            return self._stop(Reason(Code.INCOMPLETE, wrong), now, tell=True)
+            return self.stop(Reason(Code.INCOMPLETE, wrong), now)
         if mismatch:
-            return self._stop(Reason(Code.CHECKSUM, mismatch), now, tell=True)
-        self._move(ReceiverEvent.DONE)
+            return self.stop(Reason(Code.CHECKSUM, mismatch), now)
+        self.state = RECEIVER[self.state, ReceiverEvent.DONE]
         return [Send(messages.Ack(self.transfer_id)), Deliver(done.first_token), End(None)]
-
-    def stopped(self, reason: Reason, now: float) -> list[Action]:
-        """The sender ends this transfer; *quiet* follows when nothing is in flight."""
-        return self._stop(reason, now, tell=False)
 
     def quiet(self) -> list[Action]:
         """Nothing of this transfer is in flight on the sender, nor will be."""
@@ -115,28 +119,12 @@ class Receiving:
 
     def fenced(self, now: float) -> list[Action]:
         """The data connection is closed: the peer cannot reach our pages any more."""
-        return self._stop(Reason(Code.PEER_LOST), now, tell=False) + self._end(ReceiverEvent.FENCED)
+        return self.stop(Reason(Code.PEER_LOST), now, tell=False) + self._end(ReceiverEvent.FENCED)
 
     # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _move(self, event: ReceiverEvent) -> None:
-        self.state = RECEIVER[self.state, event]
-
-    def _stop(self, reason: Reason, now: float, *, tell: bool) -> list[Action]:
-        if self.state in RECEIVER_ENDS or self.state is ReceiverState.DRAINING:
-            return []
-        self.reason = reason
-        self._move(ReceiverEvent.STOP)
-        actions: list[Action] = [Send(messages.Stop.because(self.transfer_id, reason))] if tell else []
-        actions.append(Fail(reason))
-        if self.state is ReceiverState.FAILED:
-            actions.append(End(reason))
-        else:
-            self._quiet_by_s = now + self._quiet_s
-        return actions
 
     def _end(self, event: ReceiverEvent) -> list[Action]:
         if self.state is not ReceiverState.DRAINING:
             return []
-        self._move(event)
+        self.state = RECEIVER[self.state, event]
         return [End(self.reason)]

@@ -55,6 +55,8 @@ class Sending:
         """Source block tables by group, from token 0 on; None until `publish`."""
         self.offered: messages.Offer | None = None
         self.num_tokens = 0
+        self.nbytes = 0
+        """Of all that the receiver needs; 0 before the offer."""
         self._groups, self._group_of = groups, groups.group_of
         self._num_layers = groups.num_layers
         self._push_nbytes, self._shared_nbytes = push_nbytes, min(push_nbytes, SHARED_NBYTES)
@@ -139,19 +141,20 @@ class Sending:
             return self.stop(Reason(Code.WINDOW_BLOCKS))
         self.offered = offer
         self._needed = theirs.needed(offer.start, offer.end)
+        self.nbytes = self._groups.nbytes_of(self._needed)
         self._pushed = [self._needed[group][0] for group in self._group_of]
         self._block_tokens = tuple(
             math.lcm(ours.block_tokens, its.block_tokens)
             for ours, its in zip(self._groups.layouts, theirs.layouts, strict=True)
         )
-        self._move(SenderEvent.OFFER)
+        self.state = SENDER[self.state, SenderEvent.OFFER]
         return self._check_range() or self._push_ready(range(self._num_layers)) + self._complete()
 
     def ack(self) -> list[Action]:
         """The receiver has everything."""
         if self.state is not SenderState.SENT:
             return []
-        self._move(SenderEvent.ACK)
+        self.state = SENDER[self.state, SenderEvent.ACK]
         return [End(None)]
 
     def stop(self, reason: Reason) -> list[Action]:
@@ -159,7 +162,7 @@ class Sending:
         if self.state in SENDER_ENDS or self.state is SenderState.DRAINING:
             return []
         self.reason = reason
-        self._move(SenderEvent.STOP)
+        self.state = SENDER[self.state, SenderEvent.STOP]
         return [Send(messages.Stop.because(self.transfer_id, reason)), Fail(reason), *self._quiet()]
 
     # -- the transport -----------------------------------------------------------------------------------------------
@@ -203,7 +206,7 @@ class Sending:
         self._in_flight.clear()
         actions = self.stop(Reason(Code.PEER_LOST))
         if self.state is SenderState.DRAINING:
-            self._move(SenderEvent.FENCED)
+            self.state = SENDER[self.state, SenderEvent.FENCED]
             actions.append(End(self.reason))
         return actions
 
@@ -229,19 +232,11 @@ class Sending:
             for layer in range(self._num_layers)
         )  # fmt: skip
 
-    @property
-    def nbytes(self) -> int:
-        """Of all that the receiver needs; 0 before the offer."""
-        return self._groups.nbytes_of(self._needed) if self._needed else 0
-
     def _handed_over(self) -> list[bool]:
         """Per layer: whether the transport has been handed all that the receiver needs."""
         if not self._pushed:
             return [False] * self._num_layers
         return [self._pushed[layer] >= self._needed[group][1] for layer, group in enumerate(self._group_of)]
-
-    def _move(self, event: SenderEvent) -> None:
-        self.state = SENDER[self.state, event]
 
     def _check_range(self) -> list[Action]:
         """Stop if the offer exceeds this prompt. Nothing before both are known."""
@@ -290,7 +285,7 @@ class Sending:
         if self.state is not SenderState.WRITING or self._first_token is None or self._in_flight:
             return []
         assert self.offered is not None
-        self._move(SenderEvent.COMPLETE)
+        self.state = SENDER[self.state, SenderEvent.COMPLETE]
         done = messages.Done(
             transfer_id=self.transfer_id,
             start=self.offered.start,
@@ -304,7 +299,7 @@ class Sending:
     def _quiet(self) -> list[Action]:
         if self._in_flight:
             return []
-        self._move(SenderEvent.QUIET)
+        self.state = SENDER[self.state, SenderEvent.QUIET]
         return [Send(messages.Quiet(self.transfer_id)), End(self.reason)]
 
 

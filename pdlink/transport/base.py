@@ -68,10 +68,6 @@ class BatchStatus(enum.Enum):
     CANCELLED = "cancelled"
 
 
-_STATUS = {status.value: status for status in BatchStatus}
-"""A look-up takes a tenth of the time of `BatchStatus(value)`."""
-
-
 class BatchDone(msgspec.Struct, frozen=True, gc=False):
     """The one report of a batch."""
 
@@ -99,15 +95,6 @@ class PeerClosed(msgspec.Struct, frozen=True, gc=False):
 
 
 Occurrence = BatchDone | PeerFailed | PeerClosed
-
-
-def occurrence(
-    kind: str, peer: str, ticket: int, status: str, nbytes: int, submitted_s: float, done_s: float, detail: str
-) -> Occurrence:
-    """The occurrence of one report of a native engine (`csrc/common/outbox.h`)."""
-    if kind == "batch_done":
-        return BatchDone(ticket, peer, _STATUS[status], nbytes, submitted_s, done_s, detail)
-    return PeerFailed(peer, detail) if kind == "peer_failed" else PeerClosed(peer)
 
 
 class Transport(ABC):

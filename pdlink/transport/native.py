@@ -12,7 +12,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 from pdlink.errors import TransportFailure, TransportUnavailable
-from pdlink.transport.base import Occurrence, Transport, occurrence
+from pdlink.transport.base import BatchDone, BatchStatus, Occurrence, PeerClosed, PeerFailed, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +35,9 @@ class NativeEngine(Protocol):
 AnyEngine = TypeVar("AnyEngine", bound=NativeEngine)
 Kept = TypeVar("Kept", bound="AnyBuffer")
 
+
+_STATUS = {status.value: status for status in BatchStatus}
+"""A look-up takes a tenth of the time of `BatchStatus(value)`."""
 
 CLOSE_GRACE_S = 1.0
 """How long `close()` waits for peers that are not quiet yet; the promise is two seconds in all."""
@@ -99,7 +102,7 @@ class NativeTransport(Transport, Generic[AnyEngine, Kept]):
 
     def poll(self) -> list[Occurrence]:
         """As in the contract; what was not fetched before `close()` can still be fetched after it."""
-        return [] if self._native is None else [occurrence(*report) for report in self._native.poll()]
+        return [] if self._native is None else [_occurrence(*report) for report in self._native.poll()]
 
     def fileno(self) -> int:
         return self._engine.fileno()
@@ -120,3 +123,12 @@ class NativeTransport(Transport, Generic[AnyEngine, Kept]):
         self._closed = True
         if self._native is not None:
             self._native.close(CLOSE_GRACE_S)
+
+
+def _occurrence(
+    kind: str, peer: str, ticket: int, status: str, nbytes: int, submitted_s: float, done_s: float, detail: str
+) -> Occurrence:
+    """The occurrence of one report of a native engine (`csrc/common/outbox.h`)."""
+    if kind == "batch_done":
+        return BatchDone(ticket, peer, _STATUS[status], nbytes, submitted_s, done_s, detail)
+    return PeerFailed(peer, detail) if kind == "peer_failed" else PeerClosed(peer)

@@ -138,8 +138,8 @@ class TcpTransport(NativeTransport[_tcp.Engine, "AnyBuffer"]):
         self._to_guard = groups
 
     def open_blocks(self, peer: str, blocks: Sequence[Sequence[int]]) -> None:
-        if self._bands is not None:
-            self._engine.open_blocks(peer, self._bands.numbers(blocks))
+        if self._native is not None and self._bands is not None:
+            self._native.open_blocks(peer, self._bands.numbers(blocks))
 
     def close_blocks(self, peer: str, blocks: Sequence[Sequence[int]]) -> None:
         if self._native is not None and self._bands is not None:

@@ -168,7 +168,7 @@ def test_transfer_over_a_slow_link_is_ready_when_the_link_has_carried_it() -> No
     nbytes = 21 * 3 * 2 * 2 * 16
     """Tokens, layers, K and V, heads, bytes of a head."""
     pair = Pair()
-    slow_down(pair.prefill.endpoint.transports, LinkFaults(link_nbytes_per_s=nbytes / 0.3))
+    slow_down(pair.prefill.endpoint.transports.values(), LinkFaults(link_nbytes_per_s=nbytes / 0.3))
     try:
         log, handler = pair.announce("t"), pair.expect("t")
         began_s = time.monotonic()

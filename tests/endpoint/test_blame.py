@@ -264,7 +264,7 @@ def test_a_transport_that_cannot_be_asked_is_closed_and_the_next_one_taken(
     prefill = two.prefill.endpoint
     assert [peer.transport.name for peer in prefill.peers() if peer.transport] == ["loopback"]
     monkeypatch.setattr(two.prefill.transport, "poll", fail)
-    until(lambda: [transport.name for transport in prefill.transports] == ["second"], "the first is given up")
+    until(lambda: list(prefill.transports) == ["second"], "the first is given up")
     until(lambda: not two.decode.endpoint.peers(), "decode has heard of it")
     assert two.transfer("over the second", SRC, DST, TOKENS) == ["ready 42", "released"]
     assert prefill.failure == ""

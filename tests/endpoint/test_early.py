@@ -8,7 +8,7 @@ import pytest
 
 from pdlink.endpoint import early
 from pdlink.endpoint.early import EarlyInterest
-from pdlink.endpoint.ended import EndedTransfers
+from pdlink.endpoint.half import EndedTransfers
 from pdlink.endpoint.peer import Peer
 from pdlink.protocol.messages import Offer
 from pdlink.reasons import ABORTED, Code

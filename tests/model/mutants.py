@@ -16,7 +16,7 @@ from pdlink.endpoint import data_path, liveness
 from pdlink.endpoint.data_path import DataPath
 from pdlink.endpoint.driver import Endpoint
 from pdlink.endpoint.early import Early, EarlyInterest
-from pdlink.endpoint.ended import EndedTransfers
+from pdlink.endpoint.half import EndedTransfers
 from pdlink.endpoint.incoming import Incoming
 from pdlink.endpoint.order import Order
 from pdlink.endpoint.peer import Peer, PeerState
@@ -32,7 +32,7 @@ from pdlink.protocol.actions import End
 from pdlink.protocol.leases import Lease
 from pdlink.protocol.receiving import Receiving
 from pdlink.protocol.sending import Sending
-from pdlink.protocol.states import ReceiverEvent, ReceiverState, SenderState
+from pdlink.protocol.states import RECEIVER, ReceiverEvent, ReceiverState, SenderState
 from pdlink.reasons import Code, Reason
 from pdlink.transport.base import PeerFailed
 
@@ -44,14 +44,14 @@ Change = tuple[Any, str, "Callable[[Any], Callable[..., Any]]"]
 
 
 def _free_at_stop(right: Any) -> Callable[..., Any]:
-    def _stop(self: Receiving, *args: Any, **named: Any) -> Any:
+    def stop(self: Receiving, *args: Any, **named: Any) -> Any:
         actions = right(self, *args, **named)
         if self.state is ReceiverState.DRAINING:
-            self._move(ReceiverEvent.QUIET)
+            self.state = RECEIVER[self.state, ReceiverEvent.QUIET]
             actions.append(End(self.reason))
         return actions
 
-    return _stop
+    return stop
 
 
 def _idle_with_transfers(_right: Any) -> Callable[..., Any]:
@@ -197,7 +197,8 @@ def _again_and_again(right: Any) -> Callable[..., Any]:
 
 def _take_it_again(right: Any) -> Callable[..., Any]:
     def announce(self: Sender, transfer: Any) -> None:
-        self._ended._forget(transfer.transfer_id)
+        if self._ended.get(transfer.transfer_id) is not None:
+            self._ended._forget(transfer.transfer_id)
         old = self._transfers.pop(transfer.transfer_id, None)
         if old is not None and old.peer is not None:
             del old.peer.transfers[transfer.transfer_id]
@@ -313,7 +314,7 @@ class Mutant:
 
 
 _PLANTED: tuple[tuple[Any, ...], ...] = (
-    ("blocks freed at stop", "gentle", (Receiving, "_stop", _free_at_stop)),
+    ("blocks freed at stop", "gentle", (Receiving, "stop", _free_at_stop)),
     (
         "quiet at stop, pushes in flight",
         "gentle",

@@ -395,7 +395,9 @@ def test_failed_opening_leaves_nothing_open(steady_descriptors: None) -> None:
 
 def test_closed_node_frees_its_native_engines() -> None:
     prefill, decode = (pdlink.Node(name, layout(4), deadlines=TIMEOUTS) for name in ("prefill", "decode"))
-    engines = [weakref.ref(transport) for node in (prefill, decode) for transport in node.endpoint.transports]
+    engines = [
+        weakref.ref(transport) for node in (prefill, decode) for transport in node.endpoint.transports.values()
+    ]
     assert engines
     outgoing = prefill.send("t", SRC, TOKENS)
     incoming = decode.receive("t", prefill.address, SRC, range(TOKENS))

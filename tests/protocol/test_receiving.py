@@ -72,7 +72,7 @@ def test_receiver_keeps_blocks_until_the_fence_when_the_sender_stays_silent() ->
 
 def test_stop_from_the_sender_is_not_the_end_either() -> None:
     machine = offered()
-    assert machine.stopped(PREEMPTED, 0.0) == [Fail(PREEMPTED)]
+    assert machine.stop(PREEMPTED, 0.0, tell=False) == [Fail(PREEMPTED)]
     assert machine.state is ReceiverState.DRAINING
     assert machine.quiet() == [End(PREEMPTED)]
 
@@ -102,7 +102,7 @@ def test_transfer_without_offer_fails_at_once() -> None:
 
 def test_lost_peer_fails_the_request_before_and_frees_blocks_after_the_fence() -> None:
     machine = offered()
-    assert machine.stopped(LOST, 0.0) == [Fail(LOST)]
+    assert machine.stop(LOST, 0.0, tell=False) == [Fail(LOST)]
     assert machine.fenced(1.0) == [End(LOST)]
 
 
@@ -117,7 +117,7 @@ def test_news_after_the_end_changes_nothing() -> None:
     machine.done(done(), 0.0)
     after = [
         machine.stop(ABORTED, 0.0),
-        machine.stopped(ABORTED, 0.0),
+        machine.stop(ABORTED, 0.0, tell=False),
         machine.quiet(),
         machine.fenced(0.0),
         machine.tick(99.0),

@@ -53,7 +53,7 @@ def main(words: Sequence[str]) -> int:
 
     def make_node(*arguments: Any, **options: Any) -> Node:
         node = Node(*arguments, channel=channels(faults), **options)
-        slow_down(node.endpoint.transports, faults)
+        slow_down(node.endpoint.transports.values(), faults)
         return node
 
     def slow(config: ModelConfig, device: str = "cpu") -> LoadedModel:
