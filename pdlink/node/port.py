@@ -83,10 +83,6 @@ class EnginePort:
         if outgoing is not None:
             outgoing.withdraw(timeout_s)
 
-    def prefilling(self, on: bool) -> None:
-        """A forward pass with prompt tokens begins (on), or has ended: transports leave its cores alone meanwhile."""
-        self.node.prefilling(on)
-
     def layer_written(self, layer: int, spans: Iterable[tuple[str, int, int]]) -> None:
         """Tokens [start, end) of each (request_id, start, end) are in their blocks for `layer` (`layer_ready`)."""
         for request_id, start, end in spans:

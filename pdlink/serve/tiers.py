@@ -20,6 +20,7 @@ from pdlink.store.worth import Choice, Speed, longest_look_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
     from pdlink.engine.engine import Engine
     from pdlink.kv.hashing import Chain
@@ -48,14 +49,11 @@ class _Request:
     blocks: Sequence[int] = ()
     """Another object after each admission."""
     load: Load | None = None
+    found: int = 0
+    """Leading tokens that the look-up found."""
     offered_s: float | None = None
     """When it asked the prefill worker for KV."""
     num_offered: int = 0
-
-    @property
-    def found(self) -> int:
-        """Leading tokens that the look-up found."""
-        return self.prompt.end if self.prompt is not None else 0
 
 
 class Tiered:
@@ -85,11 +83,18 @@ class Tiered:
 
     # --- The thread that starts requests
 
-    def begin(self, request_id: str, tokens: tuple[int, ...], salt: str, retention: Retention | None) -> Chain | None:
-        """The engine is about to get this request, which ends with `ended`. What names its blocks, with tiers."""
-        chain = None if self._source is None else self._source.chain(salt, self._block_tokens)
+    def begin(
+        self, request_id: str, tokens: tuple[int, ...], salt: str, retention: Retention | None
+    ) -> tuple[Chain | None, bool]:
+        """The engine is about to get this request, which ends with `ended`.
+
+        What names its blocks, with tiers, and whether it waits for a look-up. A prompt shorter than a chunk has
+        nothing in the store, nor is it kept.
+        """
+        source = self._source
+        chain = None if source is None else source.chain(salt, self._block_tokens)
         self._requests[request_id] = _Request(request_id, tokens, salt, retention, chain)
-        return chain
+        return chain, source is not None and len(tokens) >= source.chunk_tokens
 
     def look(self, request_id: str, *, receives: bool) -> None:
         """The engine has it, and waits for the look-up: no longer than the whole prompt would take otherwise.
@@ -100,28 +105,25 @@ class Tiered:
         if request is None or source is None:
             return
         now_s, timeout_s = time.monotonic(), source.lookup_timeout_s
-        other = self._receiving if receives else self._computing
         if self._load_if_faster:
+            other = self._receiving if receives else self._computing
             timeout_s = longest_look_s(timeout_s, other, len(request.tokens), now_s)
-        if len(request.tokens) > source.chunk_tokens:
-            self._lookers.put(partial(self._look, source, request, now_s + timeout_s))
-        else:  # too short to be found
-            self._look(source, request, now_s)
+        self._lookers.put(partial(self._look, source, request, now_s + timeout_s))
 
     def _look(self, source: Source, request: _Request, deadline_s: float) -> None:
-        """In a looker's thread, if it may wait. Holds nothing."""
+        """In a looker's thread. Holds nothing."""
         try:
             keys = source.keys(request.tokens, request.salt, chain=request.chain)
             prompt = source.prompt(request.request_id, keys, request.retention)
-            prompt.lookup(timeout_s=max(0.0, deadline_s - time.monotonic()))
+            request.found = prompt.lookup(timeout_s=max(0.0, deadline_s - time.monotonic()))
             request.prompt = prompt
         finally:
-            self._engine().soon(partial(self._found, request))
+            self._engine().soon(partial(self._looked_up, request))
 
     # --- The engine's thread
 
-    def _found(self, request: _Request) -> None:
-        if self._is_live(request):
+    def _looked_up(self, request: _Request) -> None:
+        if self._requests.get(request.request_id) is request:
             self._engine().kv_found(request.request_id, request.found)
 
     def ended(self, request_id: str, *, forget: bool = False) -> None:
@@ -143,64 +145,60 @@ class Tiered:
         if request.load is not None:  # into blocks that it has no more
             request.load.cancel()
         request.blocks, request.load, request.offered_s = block_table, None, None
-        if external_tokens == len(request.tokens):
-            self._receive(request, num_cached_tokens)
-        else:
-            self._compute(request, num_cached_tokens, waits=external_tokens > num_cached_tokens)
-
-    def _compute(self, request: _Request, cached: int, *, waits: bool) -> None:
-        """What is not loaded is computed here. waits: whether the engine waits for a load, even of nothing."""
-        self._port.admitted(request.request_id, request.blocks, cached)
-        choice = self._choose(request, cached, self._computing)
-        if choice.end > cached and not waits:
+        cached, receives = num_cached_tokens, external_tokens == len(request.tokens)
+        if not receives:
+            self._port.admitted(request_id, block_table, cached)
+        choice = self._choose(request, cached, self._receiving if receives else self._computing)
+        waits = external_tokens > cached  # the engine does, for a load even of nothing
+        if choice.end > cached and not (receives or waits):
             choice = choice._replace(end=cached, reason="not_awaited")
         if choice.end > cached:
-            self._load(
-                request,
-                cached,
-                choice,
-                self._go_on,
-                partial(self._landed, request, cached, choice.end, request.blocks),
-            )
-            return
-        if waits:
-            self._engine().kv_ends(request.request_id, cached)
-        self._tell(request, cached, cached, choice)
-
-    def _receive(self, request: _Request, cached: int) -> None:
-        """What is not loaded is offered for: a prefill worker computes it."""
-        choice = self._choose(request, cached, self._receiving)
-        if choice.end > cached:
-            self._load(request, cached, choice, lambda *loaded: self._engine().soon(partial(self._offer, *loaded)))
+            self._load(request, cached, choice, receives=receives)
+        elif receives:
+            self._offer(request, cached, choice, cached)
         else:
-            self._offer(request, cached, choice, request.blocks, cached)
+            if waits:
+                self._engine().kv_ends(request_id, cached)
+            self._tell(request, cached, choice, cached)
 
     def _choose(self, request: _Request, cached: int, other: Speed) -> Choice:
-        if request.prompt is None:
-            return Choice(cached, "no_tiers" if self._source is None else "look_up_failed")
-        return request.prompt.choose(cached, other, always=not self._load_if_faster)
+        if request.prompt is not None:
+            return request.prompt.choose(cached, other, always=not self._load_if_faster)
+        if self._source is None:
+            return Choice(cached, "no_tiers")
+        return Choice(cached, "not_found" if len(request.tokens) < self._source.chunk_tokens else "look_up_failed")
 
-    def _load(
-        self,
-        request: _Request,
-        cached: int,
-        choice: Choice,
-        then: Callable[[_Request, int, Choice, Sequence[int], int], None],
-        landed: Callable[[int, int], None] | None = None,
-    ) -> None:
+    def _load(self, request: _Request, cached: int, choice: Choice, *, receives: bool) -> None:
+        """What is not loaded is computed here, or (receives) offered for: a prefill worker computes it."""
         assert request.prompt is not None
         blocks = request.blocks
+        landed = None if receives else partial(self._landed, request, cached, choice.end, blocks)
         request.load = request.prompt.load(cached, choice.end, [blocks], landed)
-        request.load.done.add_done_callback(lambda done: then(request, cached, choice, blocks, done.result()))
 
-    def _offer(self, request: _Request, cached: int, choice: Choice, blocks: Sequence[int], end: int) -> None:
-        """Tokens before `end` are here. If the request has ended meanwhile, its blocks are others'."""
-        if self._has(request, blocks):
-            request.offered_s, request.num_offered = time.monotonic(), len(request.tokens) - end
-            if end > cached:
-                self._engine().kv_arrived(request.request_id, end)
-            self._port.admitted(request.request_id, blocks, end)
-            self._tell(request, cached, end, choice, receives=True)
+        def over(done: Future[int]) -> None:
+            self._engine().soon(partial(self._loaded, request, blocks, cached, choice, done.result(), receives))
+
+        request.load.done.add_done_callback(over)
+
+    def _loaded(
+        self, request: _Request, blocks: Sequence[int], cached: int, choice: Choice, end: int, receives: bool
+    ) -> None:
+        """A load has ended there. If the request has ended meanwhile, its blocks are others'."""
+        if not self._has(request, blocks):
+            return
+        if not receives:
+            self._engine().kv_ends(request.request_id, end)
+            self._tell(request, cached, choice, end)
+            return
+        if end > cached:
+            self._engine().kv_arrived(request.request_id, end)
+        self._offer(request, cached, choice, end)
+
+    def _offer(self, request: _Request, cached: int, choice: Choice, end: int) -> None:
+        """Tokens before `end` are here: a prefill worker is asked for the others."""
+        request.offered_s, request.num_offered = time.monotonic(), len(request.tokens) - end
+        self._port.admitted(request.request_id, request.blocks, end)
+        self._tell(request, cached, choice, end, receives=True)
 
     def layer_needed(self, request_id: str, layer: int, timeout_s: float) -> bool:
         request = self._requests.get(request_id)
@@ -214,7 +212,7 @@ class Tiered:
         return True
 
     def prefilling(self, on: bool) -> None:
-        self._port.prefilling(on)
+        self._port.node.prefilling(on)
         now_s = time.monotonic()
         if on:
             self._pass_s, self._pass_tokens = now_s, 0
@@ -246,38 +244,17 @@ class Tiered:
                 prompt.store(0, len(tokens), blocks, layer)
             prompt.close()
 
-    def _is_live(self, request: _Request) -> bool:
-        return self._requests.get(request.request_id) is request
-
     def _has(self, request: _Request, blocks: Sequence[int]) -> bool:
         """Whether the request has these blocks still."""
-        return self._is_live(request) and request.blocks is blocks
+        return self._requests.get(request.request_id) is request and request.blocks is blocks
 
     def _begin_pass(self, request: _Request, blocks: Sequence[int], end: int) -> None:
         if self._has(request, blocks):
             self._engine().kv_coming(request.request_id, end)
 
-    def _end_load(self, request: _Request, blocks: Sequence[int], end: int) -> None:
-        if self._has(request, blocks):
-            self._engine().kv_ends(request.request_id, end)
-
-    # --- The copier's thread
-
-    def _landed(
-        self, request: _Request, cached: int, wanted_end: int, blocks: Sequence[int], layer: int, end: int
-    ) -> None:
-        """A layer of a load is here. If the load fails, computing reports it again, and that ends a transfer."""
-        self._port.layer_written(layer, [(request.request_id, cached, end)])
-        if layer == 0 and end == wanted_end:
-            self._engine().soon(partial(self._begin_pass, request, blocks, end))
-
-    def _go_on(self, request: _Request, cached: int, choice: Choice, blocks: Sequence[int], end: int) -> None:
-        """The load has ended there; the rest is computed, or has been."""
-        self._engine().soon(partial(self._end_load, request, blocks, end))
-        self._tell(request, cached, end, choice)
-
-    def _tell(self, request: _Request, cached: int, end: int, choice: Choice, *, receives: bool = False) -> None:
-        rest = len(request.tokens) - end
+    def _tell(self, request: _Request, cached: int, choice: Choice, end: int, *, receives: bool = False) -> None:
+        rest, prompt = len(request.tokens) - end, request.prompt
+        places = prompt.tokens_by_place(cached, end) if prompt is not None and end > cached else {}
         emit(
             PromptSourced(
                 request_id=request.request_id,
@@ -290,9 +267,19 @@ class Tiered:
                 load_s=choice.load_s,
                 other_s=choice.other_s,
                 began_s=request.load.began_s if request.load is not None else time.monotonic(),
-                places=request.prompt.tokens_by_place(cached, end) if request.prompt is not None else {},
+                places=places,
             )
         )
+
+    # --- The copier's thread
+
+    def _landed(
+        self, request: _Request, cached: int, wanted_end: int, blocks: Sequence[int], layer: int, end: int
+    ) -> None:
+        """A layer of a load is here. If the load fails, computing reports it again, and that ends a transfer."""
+        self._port.layer_written(layer, [(request.request_id, cached, end)])
+        if layer == 0 and end == wanted_end:
+            self._engine().soon(partial(self._begin_pass, request, blocks, end))
 
     def close(self) -> None:
         """After the engine has ended."""

@@ -203,14 +203,14 @@ class Worker:
         try:
             leg = self._leg(stream, params) if params is not None else None
             is_prefill = isinstance(leg, PrefillLeg)
-            chain = self.tiers.begin(request_id, prompt, salt, retention)
+            chain, looks = self.tiers.begin(request_id, prompt, salt, retention)
             self.engine.submit(
                 GenerationRequest(
                     request_id,
                     prompt,
                     replace(sampling, max_tokens=1) if is_prefill else sampling,
                     external_tokens=len(prompt) if isinstance(leg, DecodeLeg) else 0,
-                    awaits_lookup=self.source is not None,
+                    awaits_lookup=looks,
                     goes_on=is_prefill and sampling.max_tokens > 1,
                     num_answered=num_answered,
                     salt=salt,
@@ -223,7 +223,8 @@ class Worker:
             with self._lock:
                 del self._running[request_id]
             raise
-        self.tiers.look(request_id, receives=isinstance(leg, DecodeLeg))
+        if looks:
+            self.tiers.look(request_id, receives=isinstance(leg, DecodeLeg))
         if leg is not None:
             leg.submitted()
         return stream

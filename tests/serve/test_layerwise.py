@@ -15,6 +15,7 @@ from pdlink.errors import TransferFailed
 from pdlink.node.node import Node
 from pdlink.node.port import EnginePort
 from pdlink.protocol.deadlines import Deadlines
+from pdlink.reasons import Reason
 from pdlink.serve.legs import DecodeLeg
 from pdlink.serve.stream import Stream
 from tests.endpoint.conftest import until
@@ -117,7 +118,7 @@ def test_a_transfer_that_fails_during_the_pass_is_computed_here(link: Link) -> N
 
     def layer_needed(name: str, layer: int, timeout_s: float) -> bool:
         if layer == 1:
-            threading.Thread(target=link.leg.incoming.cancel, args=("enough",)).start()
+            threading.Thread(target=link.leg.incoming.cancel, args=(Reason.of("enough"),)).start()
         return link.port.layer_needed(name, layer, 20 * timeout_s)
 
     link.decode.heard.on_layer_needed = layer_needed

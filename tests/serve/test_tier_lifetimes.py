@@ -183,8 +183,8 @@ def test_loads_that_fill_the_memory_together_are_shorter_and_wait_for_nobody(
         right, goes_on, loads = worker.tiers._load, threading.Event(), itertools.count(1)
         worker.source.copier.put(lambda: wait_for(goes_on))
 
-        def load(*args: Any) -> None:
-            right(*args)
+        def load(*args: Any, receives: bool) -> None:
+            right(*args, receives=receives)
             if next(loads) == len(prompts):
                 goes_on.set()
 

@@ -308,7 +308,7 @@ class WorkerHalf:
 
     def _prefilling(self, on: bool) -> None:
         for port in self._ports:
-            port.prefilling(on)
+            port.node.prefilling(on)
 
     # -- transfers ---------------------------------------------------------------------------------------------------
 
