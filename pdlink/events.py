@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar, cast
 
@@ -164,16 +164,6 @@ class PromptSourced(Event, frozen=True, kw_only=True, gc=False):
     """When the load began."""
     places: dict[str, int] = {}
     """Where the loaded tokens were: memory, disk and so on."""
-
-    def by_source(self) -> dict[str, int]:
-        """Tokens by the word that metrics have for their source: the engine's own blocks are device, the store's
-        memory is host, tiers below it have their kind; what nobody says the place of was in memory."""
-        found = Counter(device=self.cached, prefill=self.received, computed=self.computed, host=self.loaded)
-        for place, tokens in self.places.items():
-            if place != "memory":
-                found["host"] -= tokens
-                found[place.partition(" ")[0]] += tokens
-        return dict(found)
 
 
 class RequestEnded(Event, frozen=True, kw_only=True, gc=False):

@@ -46,6 +46,8 @@ PACKAGES = [ROOT / "pdlink", ROOT / "proxy/pdlink_proxy"]
 DEADLINE_S = 20.0
 NUM_WALKS = 8
 """Of a request."""
+PEER_S = 150.0
+"""Makes heartbeats of 12.5 s: on a busy machine one in half a second falls into every walk."""
 SETTLE_S, IDLE_S = 0.3, 2.0
 """From the end of a request until nothing of it is left, and how long workers with nothing to do are listened to."""
 
@@ -207,7 +209,7 @@ def request(_arguments: argparse.Namespace) -> list[Span]:
     """A request through two workers of the built-in engine over tcp, without a proxy: both legs at once.
 
     By thread what is the request's own, then of all threads everything and what is its own: from the POST until both
-    answers and the transfer have ended. The workers' periodic lines are off.
+    answers and the transfer have ended. The workers' periodic lines are off, and their heartbeats far apart.
     """
     idle, walks = asyncio.run(_requests(Recorder()))
     shortest = min(walks, key=lambda walk: len({step for steps in walk.values() for step in steps if step.begins}))
@@ -243,6 +245,7 @@ async def _requests(recorder: Recorder) -> tuple[set[Step], list[dict[str, list[
         clients = {}
         for role in ("prefill", "decode"):
             settings = {"transport": {"kind": "tcp"}, "cache": {"num_blocks": 256}, "summary_s": 0}
+            settings["timeouts"] = {"peer_s": PEER_S}
             worker = Worker(WorkerConfig.model_validate({"role": role, **settings}), role)
             await asyncio.to_thread(worker.open)
             stack.callback(worker.close)

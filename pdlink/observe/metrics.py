@@ -5,6 +5,7 @@ Each class declares what one part of pdlink counts and which events it counts; a
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from typing import TYPE_CHECKING, Any
 
 from pdlink.events import (
@@ -236,7 +237,14 @@ class PromptMetrics:
         self.handlers: Handlers = {PromptSourced: self._sourced}
 
     def _sourced(self, event: PromptSourced) -> None:
-        for source, tokens in event.by_source().items():
+        """The engine's own blocks are device, the store's memory is host, tiers below it have their kind; what nobody
+        says the place of was in memory."""
+        found = Counts(device=event.cached, prefill=event.received, computed=event.computed, host=event.loaded)
+        for place, tokens in event.places.items():
+            if place != "memory":
+                found["host"] -= tokens
+                found[place.partition(" ")[0]] += tokens
+        for source, tokens in found.items():
             self.prompt_tokens.add(tokens, source)
 
 

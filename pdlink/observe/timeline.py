@@ -16,6 +16,10 @@ import msgspec
 
 from pdlink.events import Event, LayerLanded, LayerWritten, PromptSourced, TransferEnded
 from pdlink.observe.busy import Busy
+from pdlink.observe.sources import Sourced, sourced
+
+MAX_PROMPTS = 4000
+_MAX_ID_CHARS = 256
 
 _TransferEvent = LayerWritten | LayerLanded | TransferEnded
 
@@ -81,17 +85,33 @@ class Dump(msgspec.Struct, frozen=True):
 
 
 class Timeline:
-    """Keeps the events of the last `capacity` transfers. Pass the instance to `pdlink.events.listen`."""
+    """Keeps the events of the last `capacity` transfers, and where the KV of `MAX_PROMPTS` prompts came from.
+
+    Pass the instance to `pdlink.events.listen`.
+    """
 
     def __init__(self, name: str, capacity: int = 64) -> None:
         self._name, self._capacity = name, capacity
         self._lock = threading.Lock()
         self._transfers: OrderedDict[str, list[_TransferEvent]] = OrderedDict()
-        self._prompts: deque[PromptSourced] = deque(maxlen=capacity)
+        self._callers: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        """The caller's id and the leg, by the engine's id."""
+        self._prompts: deque[tuple[PromptSourced, str, Sourced | None]] = deque(maxlen=MAX_PROMPTS)
+        """With the caller's id, and what is told to who asks by it."""
+
+    def named(self, request_id: str, caller_id: str, leg: str) -> None:
+        """A request of this engine's id begins, which its caller calls `caller_id`."""
+        if 0 < len(caller_id) <= _MAX_ID_CHARS:
+            with self._lock:
+                self._callers[request_id] = caller_id, leg
+                if len(self._callers) > MAX_PROMPTS:
+                    self._callers.popitem(last=False)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, PromptSourced):
-            self._prompts.append(event)
+            with self._lock:
+                caller_id, leg = self._callers.get(event.request_id, ("", ""))
+                self._prompts.append((event, caller_id, sourced(event, leg) if caller_id else None))
         if not isinstance(event, _TransferEvent):
             return
         with self._lock:
@@ -107,16 +127,22 @@ class Timeline:
             transfers = [list(events) for events in reversed(self._transfers.values())]
         return list(itertools.islice((found for events in transfers if (found := _ended(events))), most))
 
+    def sources(self, caller_id: str) -> list[Sourced]:
+        """Of the prompts of a caller's request, oldest first."""
+        with self._lock:
+            return [told for _, known, told in self._prompts if known == caller_id and told is not None]
+
     def dump(self) -> Dump:
         """All of it, for `pdlink.observe.trace`."""
         with self._lock:
+            prompts = [event for event, _, _ in self._prompts][-self._capacity :]
             transfers = [(name, list(events)) for name, events in self._transfers.items()]
         return Dump(
             name=self._name,
             clock=clock(),
             now_s=time.monotonic(),
             transfers=[_kept(name, events) for name, events in transfers],
-            prompts=list(self._prompts),
+            prompts=prompts,
         )
 
 

@@ -23,7 +23,6 @@ from pdlink.api.route_token import HEADER, RouteToken, peer_of
 from pdlink.errors import DeadlineExceeded, InvalidApiKey, InvalidRequest, PdlinkError
 from pdlink.events import listen
 from pdlink.logs import about
-from pdlink.observe.sources import Sources
 from pdlink.observe.summary import WorkerSummary, tell
 from pdlink.observe.timeline import Timeline
 from pdlink.observe.trace import TRACE_HEADER, TRACE_TYPE, Laid, make
@@ -69,8 +68,8 @@ def build_app(
     """
     checks = [callers_with(http_key, route_key)] if http_key is not None else []
     app = web.Application(middlewares=[errors_as_json, *checks])
-    metrics, timeline, sources = health.metrics_of(worker), Timeline(worker.name), Sources()
-    stop = [listen(metrics.counting), listen(timeline), listen(sources)]
+    metrics, timeline = health.metrics_of(worker), Timeline(worker.name)
+    stop = [listen(metrics.counting), listen(timeline)]
     every_s = worker.config.summary_s
     if every_s:
         summary = WorkerSummary()
@@ -82,7 +81,7 @@ def build_app(
         spans.open()
     reader = ThreadPoolExecutor(1, thread_name_prefix="pdlink-long-prompts")
 
-    generate = partial(_generate, worker, reader, sources, traced)
+    generate = partial(_generate, worker, reader, timeline, traced)
 
     async def tokenize(request: web.Request) -> web.Response:
         """As vLLM's: the tokens that a completion of this prompt, or a chat of these messages, is computed from."""
@@ -139,7 +138,7 @@ def build_app(
         return web.Response(body=made.data, content_type=TRACE_TYPE, headers={TRACE_HEADER: str(made)})
 
     async def sources_of(request: web.Request) -> web.Response:
-        found = sources.of(request.query.get("request", ""))
+        found = timeline.sources(request.query.get("request", ""))
         return json_response({"sources": list(map(msgspec.structs.asdict, found))})
 
     async def state_of(_: web.Request) -> web.Response:
@@ -187,7 +186,7 @@ async def _in_background(work: Coroutine[Any, Any, None], _: web.Application) ->
 async def _generate(
     worker: Worker,
     reader: ThreadPoolExecutor,
-    sources: Sources,
+    timeline: Timeline,
     traced: WorkerSpans | None,
     kind: type[CompletionRequest] | type[ChatRequest],
     http: web.Request,
@@ -207,7 +206,7 @@ async def _generate(
             return web.Response(body=answer.last_events(), content_type="text/event-stream")
         sampling = rest_of(sampling, answered)
     leg, caller_id = params.leg if params else "", http.headers.get("X-Request-Id", "")
-    sources.named(request_id, caller_id, leg)
+    timeline.named(request_id, caller_id, leg)
     if traced is not None:
         said = (http.headers.get("traceparent"), http.headers.get("tracestate"))
         traced.began(request_id, transfer_id, leg, caller_id, *said)

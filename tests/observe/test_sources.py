@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pdlink.events import PromptSourced
 from pdlink.observe.metrics import WorkerMetrics
-from pdlink.observe.sources import Sources
 from pdlink.observe.timeline import Timeline
 from pdlink.observe.trace import Laid, make
 from tests.observe.traced import events_of
@@ -46,12 +45,13 @@ def test_the_timeline_shows_a_load_with_its_reason_and_both_estimates() -> None:
 
 
 def test_a_prompt_is_found_by_the_id_that_its_caller_gave() -> None:
-    sources = Sources()
-    sources(EVENT)
-    assert sources.of("") == [], "nobody named it"
-    sources.named("r", "theirs", "prefill")
-    sources.named("s", "x" * 257, "prefill")
-    sources(EVENT)
-    sources(EVENT)
-    assert [(each.leg, each.loaded, each.reason) for each in sources.of("theirs")] == [("prefill", 240, "faster")] * 2
-    assert sources.of("other") == []
+    timeline = Timeline("prefill-0")
+    timeline(EVENT)
+    assert timeline.sources("") == [], "nobody named it"
+    timeline.named("r", "theirs", "prefill")
+    timeline.named("s", "x" * 257, "prefill")
+    timeline(EVENT)
+    timeline(EVENT)
+    told = [(each.leg, each.loaded, each.reason) for each in timeline.sources("theirs")]
+    assert told == [("prefill", 240, "faster")] * 2
+    assert timeline.sources("other") == []
