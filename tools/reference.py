@@ -23,12 +23,12 @@ from pdlink.config import ProxyConfig, RayUpConfig, StoreConfig, UpConfig, Worke
 from pdlink.errors import LocalError, PdlinkError, RemoteError
 from pdlink.integrations.vllm_parts.settings import ConnectorSettings
 from pdlink.integrations.vllm_parts.stats import declared
-from pdlink.observe.metrics import StoreProcessMetrics, WorkerMetrics
+from pdlink.observe.metrics import CODES, StoreProcessMetrics, WorkerMetrics
 from pdlink.reasons import Code
 from pdlink_proxy.metrics import Metrics as ProxyMetrics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pydantic import BaseModel
     from pydantic.fields import FieldInfo
@@ -202,6 +202,10 @@ _LABORATORY = ("pdlink bench", "pdlink chaos")
 """Commands of another distribution, which need not be installed here: a line each, and benchmarks/README.md."""
 
 
+_MANY = 3
+"""Options that are not told twice."""
+
+
 def cli() -> str:
     parser = whole_parser()
     commands = [
@@ -214,6 +218,7 @@ def cli() -> str:
             takers.setdefault(option, []).append(each.prog)
     common = {option for option, names in takers.items() if len(names) > 2 and option[0].startswith("-")}
     lines, epilogs = ["# Command line", MADE_BY, ""], set[str | None]()
+    told: dict[str, list[tuple[str, str]]] = {}
     for each, text in commands:
         lines += [f"## {each.prog}", ""]
         if not each.description and text:
@@ -228,16 +233,30 @@ def cli() -> str:
                     lines.append(f"| {link} | {_cell(choice.help or '')} |")
                 lines.append("")
         options = list(_options(each))
-        lines += _table([option for option in options if option not in common])
+        own = [option for option in options if option not in common]
+        if twin := next(
+            (
+                name
+                for name, other in told.items()
+                if len(own) > _MANY and {each for each in own if each[0][0] == "-"} < {*other}
+            ),
+            None,
+        ):
+            own = [option for option in own if not option[0].startswith("-")]
+            lines += [f"Its options are among those of [`{twin}`](#{_anchor(twin)}).", ""]
+        else:
+            told[each.prog] = own
+        lines += _table(own)
         shared = [option.split()[0] for option, words in options if (option, words) in common]
         if shared and each is not parser:
             lines += [
                 "Also " + ", ".join(f"`{option}`" for option in shared if not option.startswith("--log-")) + "."
             ]
             lines = lines[:-1] if lines[-1] == "Also ." else [*lines, ""]
-        if each.epilog not in epilogs:
+        about = (each.epilog or "").partition("\n")[0]  # the others show other settings as examples
+        if about not in epilogs:
             lines += _shown(each.epilog)
-        epilogs.add(each.epilog)
+        epilogs.add(about)
         if each is parser:
             lines += ["## Options of several commands", ""]
             lines += _table([option for option in takers if option in common])
@@ -364,10 +383,16 @@ def metrics() -> str:
         for metric, named in rows:
             kind = metric.kind if same else f"{metric.kind} of {', '.join(named)}"
             labels = "; ".join(
-                f"`{label}`" + (f": {', '.join(values)}" if values else "") for label, values in metric.known.items()
+                f"`{label}`" + (f": {_labels(values)}" if values else "") for label, values in metric.known.items()
             )
             lines.append(f"| `{metric.name}` | {kind} | {_cell(labels)} | {_cell(metric.text)} |")
     return _within("docs/monitoring.md", lines[1:])
+
+
+def _labels(values: Sequence[str]) -> str:
+    if tuple(values) == CODES:
+        return "a [code](troubleshooting.md#why-a-transfer-failed)"
+    return ", ".join(values)
 
 
 _BEGIN, _END = (f"<!-- {word}: made by `make reference` -->" for word in ("begin", "end"))

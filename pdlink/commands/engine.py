@@ -21,8 +21,8 @@ ENGINES = {"vllm": ("vLLM", ("prefill", "decode", "both")), "sglang": ("SGLang",
 """Name of the command to that of the engine, and what a server of it can be."""
 
 DESCRIPTION = """\
-Start one {engine} server with everything set that pdlink needs on several hosts, and print the proxy's line that goes
-with it. The server takes the place of this command. What stands behind -- is {engine}'s own.
+Start one {engine} server with all that pdlink needs on several hosts, and print the proxy's line for it. The server
+takes the place of this command. Flags of {engine} stand behind --.
 
   openssl rand -hex 32 > token; chmod 600 token                   once; the same file on every host
   pdlink {command} prefill MODEL --listen 10.0.0.1 --token token -- {flags}
@@ -47,21 +47,19 @@ def add_arguments(command: Parser, name: str) -> None:
         "--listen",
         default="127.0.0.1",
         metavar="HOST[:PORT]",
-        help="where others reach its HTTP (127.0.0.1; port 8100 of prefill, 8200 of decode, 8000 of both); other "
-        "servers reach it from 400 above that port",
+        help="where others reach its HTTP (127.0.0.1, port 8100 of prefill, 8200 of decode, 8000 of both); control "
+        "plane takes the port 400 above",
     )
     command.add_argument(
         "--token",
         metavar="FILE",
-        help="with a secret that all servers and the proxy share; keys are made of it. Needed where other hosts "
-        "reach the server, unless --set security.insecure=true is written out",
+        help="with a secret that all servers and the proxy share; needed where other hosts reach the server, or "
+        "--set security.insecure=true",
     )
     if name == "vllm":
         command.add_argument("--disk", metavar="DIR", help="keep prompts there; needs --disk-size")
         command.add_argument("--disk-size", type=float, metavar="GIB", help="space for them")
-    command.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="any setting of pdlink in it; repeatable"
-    )
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting; repeatable")
     command.add_argument("--print", action="store_true", help="print the command instead of running it")
     command.hint = f"; flags of {engine} stand behind --"
     command.set_defaults(run=run, engine=name)
