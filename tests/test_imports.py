@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"api", "protocol", "endpoint.token", "serve", "engine.places", "integrations.vllm_parts.settings"}
     | {"pdlink_proxy"},
     "plan": BASE | {"api", "observe", "pdlink_proxy"},
-    "doctor": BASE | {"api", "serve", "observe", "protocol"},
+    "doctor": BASE | {"api", "serve", "observe", "protocol", "store.interface"},  # names of a store's places
     "integrations": BASE
     | {
         "api",
