@@ -214,7 +214,7 @@ def test_what_is_slower_to_load_than_to_compute_is_computed() -> None:
         ("slower", 0, 5 * CHUNK + 3),
     ]
     assert events[2].found == 5 * CHUNK
-    assert events[2].load_s > events[2].other_s > 0
+    assert events[2].load_s > events[2].other_s >= 0
 
 
 def test_the_next_turn_of_a_conversation_needs_no_push_of_what_decode_has_kept() -> None:

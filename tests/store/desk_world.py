@@ -198,7 +198,8 @@ class World:
 
     def _tick(self, _: _Client, dice: Dice) -> None:
         self.now_s += dice.below(4)
-        self.counts["expired"] += self.store._catalog.expire(self.now_s)
+        with self.store._lock:  # its keeper ends leases, too
+            self.counts["expired"] += self.store._catalog.expire(self.now_s)
 
     def _restart(self, _: _Client, dice: Dice) -> None:
         """The store dies and begins again, with another arena. What clients write in the old one is void."""

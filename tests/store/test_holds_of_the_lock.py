@@ -115,13 +115,13 @@ def test_named_records_are_cleared_in_pieces(counted: tuple[Store, CountingLock]
 
 def test_records_that_expire_together_go_in_pieces(counted: tuple[Store, CountingLock]) -> None:
     store, lock = counted
+    gone = threading.Event()
+    store.listen(lambda change: gone.set() if change.key == KEYS[-1] and not change.is_there else None)
     with store._lock:
         for record in store._catalog._records.values():
             record.expires_s = 1.0
             store._catalog._deadlines.add(1.0, record)
         lock._steps = 0
         store._keeper.wake()
-    gone = threading.Event()
-    store.listen(lambda change: gone.set() if change.key == KEYS[-1] and not change.is_there else None)
     assert gone.wait(10.0)
     assert lock.most_steps < MOST_STEPS
