@@ -54,6 +54,10 @@ class _Request:
     offered_s: float | None = None
     """When it asked the prefill worker for KV."""
     num_offered: int = 0
+    untold: Callable[[int], None] | None = None
+    """Tells where its KV came from, once it is known where its load ended."""
+    loaded_end: int | None = None
+    """Where it will end: its last layer is here."""
 
 
 class Tiered:
@@ -72,6 +76,7 @@ class Tiered:
         self._port, self._source, self._engine = port, source, engine
         self._load_if_faster = load_if_faster
         self._block_tokens = 0 if source is None else source.groups[0].layout.block_tokens
+        self._num_layers = 0 if source is None else source.groups[0].num_layers
         self._requests: dict[str, _Request] = {}
         """Added to before the engine knows the request; otherwise the engine's thread's."""
         self._lookers = Line("pdlink-store-look", _LOOKERS)
@@ -130,6 +135,8 @@ class Tiered:
         """The request is over, or was not accepted. forget: its KV is not to be trusted."""
         request = self._requests.pop(request_id, None)
         if request is not None:
+            if request.untold is not None and request.loaded_end is not None:  # computed before the load was over
+                request.untold(request.loaded_end)
             if request.load is not None:
                 request.load.cancel()
             if request.prompt is not None:
@@ -145,6 +152,7 @@ class Tiered:
         if request.load is not None:  # into blocks that it has no more
             request.load.cancel()
         request.blocks, request.load, request.offered_s = block_table, None, None
+        request.untold = request.loaded_end = None
         cached, receives = num_cached_tokens, external_tokens == len(request.tokens)
         if not receives:
             self._port.admitted(request_id, block_table, cached)
@@ -173,6 +181,7 @@ class Tiered:
         assert request.prompt is not None
         blocks = request.blocks
         landed = None if receives else partial(self._landed, request, cached, choice.end, blocks)
+        request.untold = None if receives else partial(self._tell, request, cached, choice)
         request.load = request.prompt.load(cached, choice.end, [blocks], landed)
 
         def over(done: Future[int]) -> None:
@@ -189,6 +198,7 @@ class Tiered:
         if not receives:
             self._engine().kv_ends(request.request_id, end)
             self._tell(request, cached, choice, end)
+            request.untold = None
             return
         if end > cached:
             self._engine().kv_arrived(request.request_id, end)
@@ -240,7 +250,7 @@ class Tiered:
         if request is not None and self._source is not None:
             keys = self._source.keys(tokens, request.salt, chain=request.chain)
             prompt = self._source.prompt(request_id, keys, request.retention)
-            for layer in range(self._source.groups[0].num_layers):
+            for layer in range(self._num_layers):
                 prompt.store(0, len(tokens), blocks, layer)
             prompt.close()
 
@@ -278,6 +288,8 @@ class Tiered:
     ) -> None:
         """A layer of a load is here. If the load fails, computing reports it again, and that ends a transfer."""
         self._port.layer_written(layer, [(request.request_id, cached, end)])
+        if end == wanted_end and layer == self._num_layers - 1:
+            request.loaded_end = end
         if layer == 0 and end == wanted_end:
             self._engine().soon(partial(self._begin_pass, request, blocks, end))
 

@@ -23,7 +23,7 @@ PART = b"\x03" + struct.pack(">Q", 2**20) + bytes(2**20)
 """A part of 1 MiB, and more to come."""
 MOST_NBYTES = 2 * 2**30
 """What it would send if nobody stopped it."""
-GROWTH_NBYTES = 512 * 2**20
+GROWTH_NBYTES = 2**30
 """What comes on loopback between two looks on a loaded machine; 16 MiB are allowed."""
 
 

@@ -147,7 +147,8 @@ def reference_used_before(pair: Pair) -> None:
     assert transfer(pair, "t2") == ["ready 42", "released"]
     with Stranger(pair).join() as stranger:
         stranger.say(messages.Offer("t2", 0, TOKENS, ((5, 1),), 3))
-        assert stranger.hear(messages.Stop).reason == "already_sent"
+        # Which of the two depends on whether the transfer is forgotten by then.
+        assert stranger.hear(messages.Stop).reason in ("already_sent", "taken_by_another_receiver")
 
 
 def reference_out_of_range(pair: Pair) -> None:
