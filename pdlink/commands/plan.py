@@ -9,9 +9,8 @@ from pdlink.commands.parser import positive, positive_float
 from pdlink.config.proxy import DEFAULT_POLICIES
 
 DESCRIPTION = """\
-How many prefill and decode workers a traffic needs, before anything is bought: the ratio in closed form, then the
-splits of so many workers that may be the best one, in a simulation behind the proxy's own policies, each with the
-highest rate at which the promise is kept. docs/deploy.md says what is modelled, and what is not.
+How many prefill and decode workers a traffic needs: the ratio in closed form, then the best splits, simulated behind
+the proxy's own policies, with the highest rate at which each keeps the promise. docs/deploy.md says what is modelled.
 
   pdlink plan trace.jsonl --workers 24 --ttft 2 --per-token 0.02
   pdlink plan trace.csv --curves curves.json --rate 40

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Look for what is wrong, and say what to do about it. Without URL: this machine, and the settings in --config. With
-the URL of a proxy: its workers, too, and one small real transfer between each prefill and each decode worker, which
-shakes hands, moves the KV of a random prompt and measures it.
+the URL of a proxy: its workers, too, and one small real transfer between each prefill and each decode worker.
 """
 EPILOG = """\
   pdlink doctor --config configs/prefill.yaml    before a start
