@@ -94,9 +94,9 @@ class Prefixes {
     // The holder has these blocks in `medium`, a bit of kMedia. They follow the one named `parent`, or `root` if
     // there is none. Returns how many were taken: none where the parent is unknown, as after missed events.
     //
-    // A block that is told again is another copy of it, which stays when the first one is removed. Only blocks without
-    // a parent are not counted again: vLLM tells the hits of a request so (kv_cache_report_mode "full"), which add no
-    // copy, and a copy too many would never go.
+    // A block that is told again is another copy of it, which stays when the first one is removed. Only blocks
+    // without a parent are not counted again: vLLM tells the hits of a request so (kv_cache_report_mode "full"),
+    // which add no copy, and a copy too many would never go.
     std::size_t stored(Holder holder, Key medium, std::span<const Id> ids, const Id* parent, Key root,
                        std::span<const std::uint32_t> tokens);
     void removed(Holder holder, Key medium, std::span<const Id> ids);
