@@ -158,14 +158,18 @@ def test_tokens_depend_on_every_group(hybrid: Hybrid, group: int) -> None:
 
 
 def test_many_at_once_are_all_transferred_and_nothing_stays_held(hybrid: Hybrid) -> None:
-    """Decode is short of blocks, and preempts."""
+    """Decode is short of blocks, and preempts; on a busy machine requests may come too far apart for it at first."""
     pair, lengths = hybrid.pair, hybrid.crowd
-    received = pair.transferred()
-    with ThreadPoolExecutor(len(lengths)) as threads:
-        asked = {n: threads.submit(pair.tokens, prompt_of(n, n + 500), max_tokens=300) for n in lengths}
-        assert all(len(answer.result()[0]) == 300 for answer in asked.values())
-    assert pair.decode.metric("vllm:num_preemptions_total") > 0
-    assert pair.transferred() - received == sum(length - 1 for length in lengths)
+    for seed in (500, 5000, 50000):
+        received = pair.transferred()
+        with ThreadPoolExecutor(len(lengths)) as threads:
+            asked = {n: threads.submit(pair.tokens, prompt_of(n, n + seed), max_tokens=300) for n in lengths}
+            assert all(len(answer.result()[0]) == 300 for answer in asked.values())
+        assert pair.transferred() - received == sum(length - 1 for length in lengths)
+        if pair.decode.metric("vllm:num_preemptions_total"):
+            break
+    else:
+        pytest.fail("decode preempted nobody")
     assert pair.decode.metric("vllm:pdlink_transfer_failures_total") == 0
     for server in (pair.prefill, pair.decode):
         until(server.holds_nothing, f"{server.name} holds nothing")
