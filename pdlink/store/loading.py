@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Load:
-    """Implements `pdlink.kv.sources.AnyLoad`. Layers are counted through all groups, in their order."""
+    """KV on its way from the store into blocks. Layers are counted through all groups, in their order."""
 
     def __init__(self, begin: int, end: int, loads: Sequence[GroupLoad]) -> None:
         self.began_s = time.monotonic()

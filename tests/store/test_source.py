@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pdlink.kv.layout import KVLayout
-    from pdlink.kv.sources import AnyLoad
     from pdlink.store.gpu_pages import GpuPages
     from pdlink.store.interface import AnyStore
     from pdlink.store.loading import Load
@@ -193,7 +192,7 @@ def test_the_parts_are_what_engines_ask_for() -> None:
         blocks = made.blocks(0)
         made.prefill(prompt, blocks, [TOKENS])
         made.settle()
-        loading: AnyLoad = prompt.load(0, prompt.lookup(), [blocks])
+        loading: Load = prompt.load(0, prompt.lookup(), [blocks])
         loading.wait_layer(LAYERS - 1, WAIT_S)
         assert loading.has_layer(0)
 
