@@ -68,15 +68,13 @@ def load(
     Raises ConfigError that names the key, the value and what would be valid.
     """
     data: dict[str, Any] = {}
-    for dotted, value in (defaults or {}).items():
-        _put(kind, data, dotted.split("."), value)
+    nest(data, defaults or {}, kind)
     if path is not None:
         for key, value in _read_file(kind, Path(path)).items():
             _put(kind, data, [key], value)
     for parts, value in _from_environment(kind, os.environ if environment is None else environment):
         _put(kind, data, parts, value)
-    for dotted, value in (flags or {}).items():
-        _put(kind, data, dotted.split("."), value)
+    nest(data, flags or {}, kind)
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -240,6 +238,13 @@ def _takes(kind: type[BaseModel], key: Sequence[str], value: Any) -> bool:
             return index == len(key) - 1 or _holds_keys(field)
         kind = section
     return isinstance(value, dict) or _short_of(kind) is not None
+
+
+def nest(data: dict[str, Any], values: Mapping[str, Any], kind: type[BaseModel] | None = None) -> None:
+    """Set values of dotted keys in a section and those below it. Raises ConfigError where a section would have to be
+    what is one value already."""
+    for dotted, value in values.items():
+        _put(kind, data, dotted.split("."), value)
 
 
 def _put(kind: type[BaseModel] | None, data: dict[str, Any], key: Sequence[str], value: Any) -> None:

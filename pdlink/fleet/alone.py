@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdlink.config import SglangConfig, load, read_token
 from pdlink.config.listen import HostPort, place_of
+from pdlink.config.loading import nest
 from pdlink.endpoint.token import http_key_of
 from pdlink.errors import ConfigError
 from pdlink.fleet.vllm import CONNECTORS
@@ -81,12 +82,13 @@ class ServerCommand(NamedTuple):
 
 def vllm(asked: Asked, executable: str) -> ServerCommand:
     """Raises ConfigError for settings that the connector would refuse."""
-    extra = _nested(asked.settings)
+    extra: dict[str, Any] = {}
+    nest(extra, asked.settings)
     extra.setdefault("name", f"{asked.role}-{as_name(asked.http.host)}-{asked.http.port}")
     extra.setdefault("listen", str(asked.control))
     environment = {}
     if asked.token_file is not None:
-        extra.setdefault("security", {})["token_file"] = asked.token_file
+        nest(extra, {"security.token_file": asked.token_file})
         environment["VLLM_API_KEY"] = http_key_of(read_token(asked.token_file, "--token"))
     read(extra)
     transfer = {
@@ -134,18 +136,6 @@ def sglang(asked: Asked, executable: str) -> ServerCommand:
         environment,
         _proxy("sglang", asked, [f"--{asked.role} {asked.url}"]),
     )
-
-
-def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections of dotted keys."""
-    found: dict[str, Any] = {}
-    for dotted, value in settings.items():
-        *sections, key = dotted.split(".")
-        section = found
-        for name in sections:
-            section = section.setdefault(name, {})
-        section[key] = value
-    return found
 
 
 def _proxy(dialect: str, asked: Asked, about: Sequence[str]) -> str:

@@ -132,3 +132,10 @@ def test_the_proxy_knows_the_key_of_connectors_that_share_its_token(token: str) 
     [entry] = from_settings(config, DIALECTS[config.dialect]).prefill
     key = credentials_of(SECRET).keys.public
     assert entry.control == (f"tcp://h:8500?key={key}", f"tcp://h:8501?key={key}")
+
+
+def test_a_section_that_is_set_as_one_value_is_refused_in_words(
+    capsys: pytest.CaptureFixture[str], token: str
+) -> None:
+    assert main(["vllm", "prefill", "M", "--token", token, "--set", "security=5", "--print"]) == 2
+    assert "security is a single value, not a section" in capsys.readouterr().err
