@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from pdlink import cli
-from pdlink.engine.models import LoadedModel, load_model
+from pdlink.engine.forward import LoadedModel
+from pdlink.engine.models import load_model
 from pdlink.serve.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdlink.config import ModelConfig
-    from pdlink.engine.attention import QuerySpan
-    from pdlink.engine.paged_cache import PagedCache
+    from pdlink.engine.forward import PagedCache, QuerySpan
 
 AT_ONCE_S = 0.02
 """So late after the one before a pass still counts as following at once."""

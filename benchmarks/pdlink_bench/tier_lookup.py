@@ -84,7 +84,7 @@ def _forms() -> dict[str, Any]:
 
 
 def _namespace() -> bytes:
-    return hashing.namespace(model="bench", revision="", dtype="uint8")
+    return hashing.namespace(hashing.Origin("bench", revision="", dtype="uint8"))
 
 
 def _pickled(ids: Any, chunk_tokens: int) -> list[bytes]:

@@ -14,6 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
+import select
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,7 +27,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pdlink import zmq_context
 from pdlink.endpoint.inflow import Inflow
-from pdlink.endpoint.polling import Poller
 from pdlink.errors import ConfigError, InvalidRequest, TransportFailure
 from pdlink.protocol.auth import ControlAddress
 from pdlink.protocol.messages import MAX_FRAME_NBYTES
@@ -81,6 +83,10 @@ _ZAP = "inproc://zeromq.zap.01"
 """Where libzmq asks, within one context, whether a key may connect (rfc.zeromq.org/spec/27)."""
 
 
+_POLLIN = int(zmq.POLLIN)
+"""`&` of two flags runs some thirty lines of `enum`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Received:
     route: str
@@ -133,6 +139,67 @@ class _Dialed:
     """Only its holder can answer on this connection; empty without credentials."""
     fd: int = -1
     """Of the connection, once libzmq has told that there is one."""
+
+
+class Poller:
+    """Waits for sockets and plain descriptors; idle sockets cost nothing.
+
+    zmq_poll asks every socket each time: 18 ms for 2,000 sessions of two sockets each (2 cores, libzmq 4.3.5). epoll
+    on the sockets' descriptors (ZMQ_FD) does not, but is edge-triggered: any call on the socket, a send too, clears
+    the event. So sockets after a send, or not read to their end, are checked without an event (`suspects`).
+    """
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}
+        """By descriptor."""
+        self._fds: dict[zmq.Socket[bytes], int] = {}
+        self.suspects: set[zmq.Socket[bytes]] = set()
+        """Sockets that may be readable although their descriptor does not say so. Add one after a send, or after an
+        incomplete read: the next `poll` checks it without an event."""
+
+    def register(self, socket: zmq.Socket[bytes]) -> None:
+        fd = socket.getsockopt(zmq.FD)
+        assert isinstance(fd, int)
+        self._epoll.register(fd, select.EPOLLIN)
+        self._sockets[fd], self._fds[socket] = socket, fd
+        self.suspects.add(socket)
+
+    def unregister(self, socket: zmq.Socket[bytes]) -> None:
+        """Call before closing it. Ignored if it is not registered."""
+        fd = self._fds.pop(socket, None)
+        if fd is not None:
+            del self._sockets[fd]
+            self._epoll.unregister(fd)
+            self.suspects.discard(socket)
+
+    def watch(self, fd: int) -> None:
+        """Wait for this plain descriptor, too."""
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        self._epoll.unregister(fd)
+
+    def poll(self, timeout_s: float) -> tuple[set[zmq.Socket[bytes]], set[int]]:
+        """Readable sockets and watched descriptors, after `timeout_s` at the latest."""
+        deadline_s = time.monotonic() + timeout_s
+        suspects, self.suspects = self.suspects, set()
+        ready = {socket for socket in suspects if _readable(socket)}
+        fds: set[int] = set()
+        while True:
+            left_s = 0.0 if ready else max(0.0, deadline_s - time.monotonic())
+            news = self._epoll.poll(math.ceil(left_s * 1000) / 1000)  # rounding down would busy-wait
+            for fd, _ in news:
+                socket = self._sockets.get(fd)
+                if socket is None:
+                    fds.add(fd)
+                elif _readable(socket):
+                    ready.add(socket)
+            if ready or fds or time.monotonic() >= deadline_s:
+                return ready, fds
+
+    def close(self) -> None:
+        self._epoll.close()
 
 
 class Channel:
@@ -287,7 +354,8 @@ class Channel:
         Iterating reads the frames, one of each connection in turn. Unread frames wait in their sockets.
         """
         assert self._poller is not None, "bind() first"
-        self._inflow.look()
+        if time.monotonic() >= self._inflow.look_at_s:
+            self._inflow.look()
         ready, fds = self._poller.poll(timeout_s)
         for socket in ready:
             self._poller.suspects.add(socket)  # until it is read to its end
@@ -432,6 +500,12 @@ class Channel:
         if self._context is not None:
             zmq_context.end(self._context)  # also closes sockets of a `bind` that failed halfway
             self._context = None
+
+
+def _readable(socket: zmq.Socket[bytes]) -> bool:
+    events = socket.getsockopt(zmq.EVENTS)
+    assert isinstance(events, int)
+    return bool(events & _POLLIN)
 
 
 def _fd_of(part: zmq.Frame) -> int:

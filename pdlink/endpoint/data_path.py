@@ -1,4 +1,8 @@
-"""`DataPath`: brings the sender's pushes to their transports, and the ends of pushes back to the machines.
+"""What is sent, and its way. `Outgoing`: the KV of one request on its way to the worker that decodes it. `DataPath`:
+brings its pushes to their transports, and the ends of pushes back to its machine.
+
+`Outgoing.layer_ready` is the hot path: one lock, one decision of the machine, and one native call if the offer is
+there and the transport has room. It never waits for a peer.
 
 A push is one batch of its transport. Pushes over one transport leave in the order of its `Order`: what fits into the
 window is handed over, the rest waits. A stopped transfer takes back its waiting pushes at once, because they never
@@ -10,31 +14,178 @@ from __future__ import annotations
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pdlink.endpoint.half import Half, Transfer
 from pdlink.endpoint.order import Order, QueuedPush
+from pdlink.endpoint.signals import Signal
 from pdlink.errors import PdlinkError
-from pdlink.events import HandlingFailed, LayerLanded, emit, listeners
+from pdlink.events import HandlingFailed, LayerLanded, LayerWritten, emit, listeners
 from pdlink.kv.plan import bind
 from pdlink.logs import about
+from pdlink.protocol.sending import Sending
 from pdlink.protocol.states import SENDER_ENDS
-from pdlink.reasons import Code, Reason
+from pdlink.reasons import ABORTED, Code, Reason
 from pdlink.transport.base import BatchStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Generator, Sequence
+    from types import TracebackType
 
     from pdlink.endpoint.half import Common
-    from pdlink.endpoint.outgoing import Outgoing
+    from pdlink.endpoint.order import Backlog
+    from pdlink.endpoint.peer import Peer
     from pdlink.endpoint.sharing import Sharing
     from pdlink.endpoint.verifying import Verifier
+    from pdlink.kv.groups import AnyTables
     from pdlink.kv.plan import Plan, Template
     from pdlink.protocol.actions import Action, Push
     from pdlink.protocol.messages import Checksum
+    from pdlink.protocol.sending import Lease
     from pdlink.transport.base import BatchDone, Transport
 
 log = logging.getLogger(__name__)
+
+
+class SenderPort(Half["Outgoing"], ABC):
+    """What one transfer knows of `Sender`, which says what each does."""
+
+    cut_at_nbytes: int
+
+    @abstractmethod
+    def announce(self, transfer: Outgoing) -> None: ...
+    @abstractmethod
+    def act(self, transfer: Outgoing, actions: Sequence[Action]) -> None: ...
+    @abstractmethod
+    def on_peer_lost(self, peer: Peer, reason: Reason) -> None: ...
+    @abstractmethod
+    def wait_idle(self, transfer: Outgoing, timeout_s: float) -> bool: ...
+
+
+class Outgoing(Transfer):
+    """The sending end of a transfer, made by `Node.send`.
+
+    `done` is set when the receiver has everything, `released` right after it; when the transfer fails, `released`
+    follows as soon as no push reads the blocks any more.
+    """
+
+    accepted: Signal
+    """Set when the receiver has asked for this transfer, in a session whose handshake holds."""
+
+    # For the endpoint, under its lock:
+    machine: Sending
+    lease: Lease
+    """How long its KV is kept; held by `peer` once there is one."""
+    peer: Peer | None = None
+    """The receiver, once it has shown interest."""
+    backlog: Backlog[PushBatch] | None = None
+    """Its waiting pushes, from the first one on."""
+    plans: dict[tuple[int, int, int], Plan]
+    """Byte runs by group and token range: every layer of a chunk uses the same."""
+    checksums: list[Checksum]
+    nbytes = 0
+    """Landed so far."""
+    first_landed_s: float | None = None
+    last_landed_s: float | None = None
+    written_s: float | None = None
+    """When the last layer so far was written, on the clock of events; kept for listeners."""
+    finished_s: float | None = None
+    """When prefill ended (`Clock.awake_s`)."""
+
+    _failure = "its KV was not sent"
+    _finished = False
+
+    def __init__(self, sender: SenderPort, transfer_id: str) -> None:
+        """Raises InvalidRequest for a used id, TransferFailed if the transfer was stopped already."""
+        super().__init__(sender, transfer_id)
+        self.accepted = Signal()
+        self._sender = sender
+        self.machine = Sending(transfer_id, sender.groups, sender.cut_at_nbytes)
+        self.plans, self.checksums = {}, []
+        self.started_s = sender.clock.now_s()
+        sender.announce(self)
+
+    def publish(self, blocks: AnyTables, num_tokens: int, num_cached_tokens: int = 0) -> None:
+        """The KV of the request's `num_tokens` tokens will be in these blocks, from token 0 on.
+
+        blocks: one list for each group of layers, or the list of the only group. Where a group does not keep all
+        tokens, blocks that hold none of those it keeps may be anything.
+        num_cached_tokens: the first so many are in them already, for all layers. The blocks must stay as they are
+        until `released`; with a pool the node holds a reference of its own, so they do.
+        """
+        self.num_tokens = num_tokens
+        tables = self._sender.groups.tables(blocks)
+        with self._sender.lock:
+            if self.machine.state not in SENDER_ENDS:
+                self._hold(tables)
+                self._sender.act(self, self.machine.publish(tables, num_tokens, num_cached_tokens))
+
+    def extend(self, blocks: AnyTables) -> None:
+        """More blocks behind those published, for an engine that reserves them chunk by chunk."""
+        tables = self._sender.groups.tables(blocks)
+        with self._sender.lock:
+            if self.machine.state not in SENDER_ENDS:
+                self._hold(tables)
+                self.machine.extend(tables)
+
+    def layer_ready(self, layer: int, start: int = 0, end: int | None = None) -> None:
+        """Tokens [start, end) of `layer` are in the published blocks; `end` None stands for all tokens.
+
+        Each layer is reported front to back, once for every chunk. If the receiver's offer is here the bytes are
+        handed to the transport before this returns: one lock and one native call, no waiting. On a GPU it is enough
+        that the kernels which write the layer were launched in this thread's current stream.
+        """
+        if end is None:
+            end = self.num_tokens
+        with self._sender.lock:
+            if self.machine.state not in SENDER_ENDS:
+                if listeners:
+                    event = LayerWritten(transfer_id=self.transfer_id, layer=layer, start=start, end=end)
+                    self.written_s = event.at_s
+                    emit(event)
+                self._sender.act(self, self.machine.written(layer, start, end))
+
+    def finish(self, first_token: int = 0) -> None:
+        """The prompt is computed; `first_token`, the first of the answer, goes to the receiver with the last byte.
+
+        A transfer whose layers have not all been reported by now fails.
+        """
+        self._finished = True
+        with self._sender.lock:
+            self.finished_s = self._sender.clock.awake_s()
+            self._sender.act(self, self.machine.finish(first_token))
+
+    def withdraw(self, timeout_s: float) -> None:
+        """Wait until no push reads the published blocks any more, and take them back (preemption).
+
+        Publish again to go on. A transfer whose pushes do not end within `timeout_s` fails: later writes only reach
+        pages that the receiver keeps in quarantine. Not for a callback, nor for the endpoint's thread.
+        """
+        with self._sender.lock:
+            if self._sender.wait_idle(self, timeout_s):
+                self.machine.withdraw()
+        self._let_go()
+
+    def cancel(self, reason: Reason = ABORTED) -> None:
+        with self._sender.lock:
+            self._sender.act(self, self.machine.stop(reason))
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the receiver has everything. Raises TransferFailed, DeadlineExceeded after `timeout_s`."""
+        self._wait(self.done, timeout_s, "the receiver did not have all of it")
+
+    def __await__(self) -> Generator[object, None, None]:
+        yield from self.done.__await__()
+        self._raise()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """A finished transfer goes on without its caller: the receiver may still take its time to offer blocks."""
+        if kind is not None or not self._finished:
+            super().__exit__(kind, error, trace)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,19 +212,10 @@ class PushLane:
 class DataPath:
     """Used under the endpoint's lock."""
 
-    def __init__(
-        self,
-        common: Common,
-        batch_timeout_s: float,
-        sharing: Sharing,
-        act: Callable[[Outgoing, Sequence[Action]], None],
-    ) -> None:
-        """batch_timeout_s: counts from the hand-over of a push, not from the start of its wait.
-
-        act(transfer, actions): does what a machine answered to the end of a push.
-        """
+    def __init__(self, sender: SenderPort, common: Common, batch_timeout_s: float, sharing: Sharing) -> None:
+        """batch_timeout_s: counts from the hand-over of a push, not from the start of its wait."""
         self._now_s, self._sessions, self._verifier = common.clock.now_s, common.sessions, common.verifier
-        self._batch_timeout_s, self._sharing, self._act = batch_timeout_s, sharing, act
+        self._sender, self._batch_timeout_s, self._sharing = sender, batch_timeout_s, sharing
         self._groups = common.groups
         self.lanes: dict[str, PushLane] = {}
         """By name of the transport."""
@@ -107,7 +249,7 @@ class DataPath:
         transfer.backlog = None
         transfer.plans.clear()
         for batch in batches:
-            self._act(transfer, transfer.machine.dropped(batch.push.push_id))
+            self._sender.act(transfer, transfer.machine.dropped(batch.push.push_id))
 
     def release(self) -> None:
         """Hand over what has room now. Call periodically."""
@@ -154,7 +296,7 @@ class DataPath:
         if self._num_waiting:
             self.notify()
         if done.status is not BatchStatus.OK:
-            self._act(
+            self._sender.act(
                 transfer,
                 transfer.machine.lost(push.push_id, Reason(Code.PUSH_FAILED, f"{done.status.value}: {done.detail}")),
             )
@@ -175,7 +317,7 @@ class DataPath:
         if push.offer.verify != "off" and self._verifier is not None and self._verifier.wants(push):
             self._compute_checksums(self._verifier, transfer, push)
         else:
-            self._act(transfer, transfer.machine.landed(push.push_id))
+            self._sender.act(transfer, transfer.machine.landed(push.push_id))
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -209,14 +351,14 @@ class DataPath:
         log.warning("transfer %s: cannot push layer %d: %s", name, layer, error, extra=about(transfer_id=name))
         machine, peer = transfer.machine, transfer.peer
         if not planned:
-            self._act(transfer, machine.stop(Reason(Code.PUSH_FAILED, f"impossible: {error}")))
-            self._act(transfer, machine.dropped(push.push_id))
+            self._sender.act(transfer, machine.stop(Reason(Code.PUSH_FAILED, f"impossible: {error}")))
+            self._sender.act(transfer, machine.dropped(push.push_id))
             return
-        self._act(transfer, machine.lost(push.push_id, Reason(Code.PUSH_FAILED, f"refused: {error}")))
+        self._sender.act(transfer, machine.lost(push.push_id, Reason(Code.PUSH_FAILED, f"refused: {error}")))
         assert peer is not None
-        self._sessions.lose(peer, Reason(Code.PEER_LOST, str(error)))
-        for other in list(peer.transfers.values()):  # now, or all its other pushes would fail one by one
-            other.cancel(Reason(Code.PEER_LOST, str(error)))
+        reason = Reason(Code.PEER_LOST, str(error))
+        self._sessions.lose(peer, reason)
+        self._sender.on_peer_lost(peer, reason)  # now, or all its other pushes would fail one by one
 
     def _compute_checksums(self, verifier: Verifier, transfer: Outgoing, push: Push) -> None:
         """Until they are there the push counts as in flight: its blocks are read, and *done* waits for it."""
@@ -226,13 +368,13 @@ class DataPath:
             if machine.state not in SENDER_ENDS:
                 transfer.checksums += checksums
                 self.notify()
-                self._act(transfer, machine.landed(push.push_id))
+                self._sender.act(transfer, machine.landed(push.push_id))
 
         def failed(reason: Reason) -> None:
             if machine.state not in SENDER_ENDS:
-                self._act(transfer, machine.stop(reason))
+                self._sender.act(transfer, machine.stop(reason))
                 self.notify()
-                self._act(transfer, machine.landed(push.push_id))
+                self._sender.act(transfer, machine.landed(push.push_id))
 
         verifier.compute(push, computed, failed)
 

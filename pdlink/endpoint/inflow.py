@@ -68,7 +68,8 @@ class Inflow:
         self.delivered: set[int] = set()
         """Descriptors of connections of which libzmq has delivered a whole message since the last look at them."""
         self._turns: deque[_Connection] = deque()
-        self._next_look_s = 0.0
+        self.look_at_s = 0.0
+        """When the next look is due (time.monotonic)."""
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -82,11 +83,8 @@ class Inflow:
             self._turns.append(connection)
 
     def look(self) -> int:
-        """Shut down connections that hold too much, every `LOOK_S`; returns how many."""
-        now_s = time.monotonic()
-        if now_s < self._next_look_s:
-            return 0
-        self._next_look_s = now_s + LOOK_S
+        """Shut down connections that hold too much; returns how many. For every `LOOK_S`."""
+        self.look_at_s = time.monotonic() + LOOK_S
         if self._calm and not self._has_grown():
             return 0
         num_ended = 0

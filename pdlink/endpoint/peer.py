@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdlink.endpoint.order import PeerQueue
-    from pdlink.endpoint.transfer import Transfer
     from pdlink.kv.plan import Template
     from pdlink.protocol.auth import Credentials
     from pdlink.protocol.messages import Body, Envelope, Identity
@@ -100,8 +99,8 @@ class Peer:
     """Frames taken in this session; the number that their next one must have."""
     flow: PeerQueue[Any] | None = None
     """Its place in the order of the transport; only on the sending side, from the first push on."""
-    transfers: dict[str, Transfer] = field(default_factory=dict)
-    """Live ones by id: from it if we dialed, else to it."""
+    transfers: dict[str, None] = field(default_factory=dict)
+    """Ids of live ones: from it if we dialed, else to it."""
     early: dict[str, None] = field(default_factory=dict)
     """Ids of transfers that it has shown interest in and whose request has not come here yet."""
     early_nbytes: int = 0

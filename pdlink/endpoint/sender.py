@@ -9,22 +9,20 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from pdlink.endpoint.data_path import DataPath
+from pdlink.endpoint.data_path import DataPath, SenderPort
 from pdlink.endpoint.early import EarlyInterest
-from pdlink.endpoint.half import Half
 from pdlink.endpoint.live import LiveTransfer
-from pdlink.endpoint.outgoing import Outgoing
 from pdlink.events import MessageDropped, TransferEnded, emit, listeners
 from pdlink.protocol import messages
 from pdlink.protocol.actions import Action, End, Fail, Push, Send
-from pdlink.protocol.leases import Lease
-from pdlink.protocol.sending import offer_problem
+from pdlink.protocol.sending import Lease
 from pdlink.protocol.states import SenderState
 from pdlink.reasons import Code, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from pdlink.endpoint.data_path import Outgoing
     from pdlink.endpoint.half import Common
     from pdlink.endpoint.peer import Peer
     from pdlink.endpoint.sharing import Sharing
@@ -33,7 +31,7 @@ _MAX_ATTEMPTS = 10_000
 """Attempts remembered by `complete`; the oldest are forgotten first."""
 
 
-class Sender(Half[Outgoing]):
+class Sender(SenderPort):
     """Every transfer this worker sends. Public methods may be called from any thread."""
 
     def __init__(
@@ -43,7 +41,7 @@ class Sender(Half[Outgoing]):
         super().__init__(common)
         self._short_of_blocks = short_of_blocks
         self.cut_at_nbytes = sharing.push_nbytes
-        self.data_path = DataPath(common, batch_timeout_s, sharing, self.act)
+        self.data_path = DataPath(self, common, batch_timeout_s, sharing)
         self._early = EarlyInterest()
         self._complete: OrderedDict[str, int] = OrderedDict()
         """Number of transfers, by attempt, once all of an attempt are announced."""
@@ -82,7 +80,8 @@ class Sender(Half[Outgoing]):
     def stopped(self, transfer_id: str) -> Reason | None:
         """Why this transfer failed; None if it did not."""
         with self.lock:
-            return self._ended.get(transfer_id)
+            ended = self._ended.get(transfer_id)
+            return ended.reason if ended is not None else None
 
     def cancel(self, transfer_id: str, reason: Reason) -> None:
         """This worker ends the transfer. Unknown and ended ids are ignored."""
@@ -210,12 +209,13 @@ class Sender(Half[Outgoing]):
     # -- inside: interest of receivers -------------------------------------------------------------------------------
 
     def _on_interest(self, peer: Peer, transfer_id: str, offer: messages.Offer | None) -> None:
-        problem = offer_problem(offer, peer.groups) if offer is not None else None
+        words = peer.groups.problem(offer.blocks, offer.start, offer.end) if offer is not None else ""
+        problem = Reason(Code.BAD_OFFER, f"offer {words}") if words else None
         transfer = self._transfers.get(transfer_id)
         if transfer is not None:
             self._take(transfer, peer, offer, problem)
-        elif transfer_id in self._ended:
-            self._refuse(peer, transfer_id, self._ended.get(transfer_id) or Reason(Code.ALREADY_SENT))
+        elif (ended := self._ended.get(transfer_id)) is not None:
+            self._refuse(peer, transfer_id, ended.reason or Reason(Code.ALREADY_SENT))
         elif problem is None and _attempt_of(transfer_id) in self._complete:
             self._refuse_other_prompt(peer, transfer_id)
         else:
@@ -231,7 +231,7 @@ class Sender(Half[Outgoing]):
         machine = transfer.machine
         if transfer.peer is None:
             transfer.peer = peer
-            peer.transfers[machine.transfer_id] = transfer
+            peer.transfers[machine.transfer_id] = None
             transfer.lease.hold(self.timeouts.lease_s, self.clock.awake_s())
             self._work.defer(transfer.accepted.set)
         elif transfer.peer is not peer:
@@ -246,7 +246,7 @@ class Sender(Half[Outgoing]):
         if transfer is not None and transfer.peer is peer:
             self.act(transfer, transfer.machine.stop(reason))
             return
-        unknown = transfer_id not in self._transfers and transfer_id not in self._ended
+        unknown = transfer_id not in self._transfers and self._ended.get(transfer_id) is None
         if unknown and (early is None or early.peer is peer):
             self._early.pop(transfer_id)
             self._ended.add(transfer_id, reason, peer.name)  # refuses its request if it comes later

@@ -25,7 +25,7 @@ class Work:
         self.commands: deque[tuple[Callable[[], None], Cost | None]] = deque()
         self.callbacks: deque[Callable[[], None]] = deque()
         self.wake_fd = -1
-        """Readable after a wake-up."""
+        """An eventfd, readable after a wake-up until the thread reads it."""
         self.asleep = False
         """Whether the thread waits, or is about to: new work must wake it."""
 
@@ -50,10 +50,6 @@ class Work:
         if self.asleep:
             self.asleep = False
             os.eventfd_write(self.wake_fd, 1)
-
-    def woken(self) -> None:
-        """The descriptor was readable."""
-        os.eventfd_read(self.wake_fd)
 
     def close(self) -> None:
         """End wake-ups. Safe to call twice."""

@@ -20,17 +20,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from pdlink.engine.attention import QuerySpan
+from pdlink.engine.answer import Detokenizer, choose
+from pdlink.engine.forward import QuerySpan
 from pdlink.engine.pace import Pace
 from pdlink.engine.request import TokenOutput
-from pdlink.engine.sampling import choose
 from pdlink.engine.scheduler import EarlyPass, PassWork, Scheduler, Sequence
-from pdlink.engine.text import Detokenizer
 from pdlink.errors import (
     CapacityExceeded,
     EngineFailure,
@@ -40,26 +39,22 @@ from pdlink.errors import (
     ProtocolError,
     RequestAborted,
 )
-from pdlink.kv.hashing import Chain, namespace
+from pdlink.kv.hashing import Chain, Origin, namespace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdlink.config import EngineConfig
-    from pdlink.engine.models import LoadedModel
-    from pdlink.engine.paged_cache import PagedCache
+    from pdlink.engine.forward import LoadedModel, PagedCache
     from pdlink.engine.request import EngineListener, GenerationRequest, KVListener
     from pdlink.memory.blocks import BlockPool
 
-    Complete = Callable[[str, list[int], tuple[int, ...]], None]
+    Complete = Callable[[str, list[int], tuple[int, ...], Chain], None]
     Prompts = tuple[tuple[str, int, int], ...]
     """(request_id, start, end) of the prompt tokens in a pass."""
 
 _EARLY_WAIT_S = 0.1
 """How long one early pass may wait for layers, all together. New requests and aborts wait as long."""
-
-_MAX_SALTS = 1024
-"""Salts whose namespaces are remembered."""
 
 _IDLE_WAIT_S = 1.0
 """Longest sleep of the loop: a fallback, since every change wakes it."""
@@ -83,11 +78,14 @@ class Engine:
         *,
         share_prefixes: bool,
         on_complete: Complete | None = None,
+        origin: Origin | None = None,
+        chunk_tokens: int | None = None,
     ) -> None:
         """`pool` counts the blocks of `cache` and may be shared with others who hold some of them.
 
-        on_complete(request_id, tokens, blocks): told of each complete answer before it gives its blocks back, which
-        hold the KV of these tokens of prompt and answer.
+        on_complete(request_id, tokens, blocks, chain): told of each complete answer before it gives its blocks back,
+        which hold the KV of these tokens of prompt and answer; chain: as of `submit`.
+        origin, chunk_tokens: of others who name the KV of the same tokens; None where nobody does.
         """
         if pool.num_blocks != cache.layout.num_blocks:
             raise ValueError(f"pool: got {pool.num_blocks} blocks, the cache has {cache.layout.num_blocks}")
@@ -103,7 +101,8 @@ class Engine:
             max_running=config.max_running,
             share_prefixes=share_prefixes,
         )
-        self._namespace_of = lru_cache(_MAX_SALTS)(self._namespace)
+        self._origin = origin or Origin(model.name, model.revision, model.dtype)
+        self._chunk_tokens = chunk_tokens
         self.pace = Pace()
         self._sequences: dict[str, Sequence] = {}
         self._wakeup = threading.Condition()
@@ -115,9 +114,10 @@ class Engine:
 
     # --- Any thread
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: GenerationRequest) -> Chain:
         """Accept the request; from now on the listener hears of it, and of its end.
 
+        Returns what hashes its tokens, once for all who name their KV; the caller's while `awaits_lookup` holds.
         Raises InvalidRequest (empty prompt, token outside the vocabulary, id in use), CapacityExceeded (can never
         fit) or Overloaded (too many requests now, or the engine is stopping).
         """
@@ -126,6 +126,8 @@ class Engine:
         if num_blocks > self._pool.num_blocks:
             raise CapacityExceeded(f"{num_blocks} KV blocks are needed, this worker has {self._pool.num_blocks}")
         limit = self._config.max_running + self._config.max_waiting
+        seed = namespace(self._origin._replace(salt=request.salt))
+        chain = Chain(seed, self._cache.block_tokens, self._chunk_tokens)
         with self._wakeup:  # reentrant, for `soon`
             if self._stopping:
                 raise Overloaded("the engine is stopping")
@@ -134,7 +136,8 @@ class Engine:
             if len(self._live) >= limit:
                 raise Overloaded(f"{len(self._live)} requests are running or queued, the limit is {limit}")
             self._live.add(request.request_id)
-            self.soon(partial(self._on_submit, request))
+            self.soon(partial(self._on_submit, request, chain))
+        return chain
 
     def abort(self, request_id: str) -> None:
         """End the request with RequestAborted, in whatever state it is. Unknown ids are ignored."""
@@ -429,7 +432,8 @@ class Engine:
 
     def _end(self, sequence: Sequence, error: PdlinkError | None) -> None:
         if error is None and self._on_complete is not None:
-            self._on_complete(sequence.request_id, sequence.tokens[: sequence.num_computed], tuple(sequence.blocks))
+            tokens, blocks = sequence.tokens[: sequence.num_computed], tuple(sequence.blocks)
+            self._on_complete(sequence.request_id, tokens, blocks, sequence.chain)
         self._scheduler.remove(sequence)
         del self._sequences[sequence.request_id]
         with self._wakeup:
@@ -457,16 +461,18 @@ class Engine:
             call()
         return num_calls
 
-    def _on_submit(self, request: GenerationRequest) -> None:
+    def _on_submit(self, request: GenerationRequest, chain: Chain) -> None:
         begin = len(request.prompt_token_ids) - request.num_answered
         detokenizer = Detokenizer(self._model.tokenizer, request.prompt_token_ids[:begin], request.sampling.stop)
         for token in request.prompt_token_ids[begin:]:
             detokenizer.add(token)
         sequence = Sequence(
             request=request,
+            request_id=request.request_id,
+            num_prompt=len(request.prompt_token_ids),
             detokenizer=detokenizer,
             tokens=list(request.prompt_token_ids),
-            chain=request.chain or Chain(self._namespace_of(request.salt), self._cache.block_tokens),
+            chain=chain,
             external_end=request.external_tokens,
             awaits_lookup=request.awaits_lookup,
         )
@@ -477,7 +483,3 @@ class Engine:
         sequence = self._sequences.get(request_id)
         if sequence is not None:
             self._end(sequence, RequestAborted(f"request {request_id!r} was aborted"))
-
-    def _namespace(self, salt: str) -> bytes:
-        model = self._model
-        return namespace(model=model.name, revision=model.revision, dtype=model.dtype, salt=salt)

@@ -1,4 +1,4 @@
-"""A model, its tokenizer, and the few facts about them that the engine, the handshake and block keys need.
+"""Loads a model, its tokenizer, and the few facts about them that the engine, the handshake and block keys need.
 
 transformers' model code and weight loading are used as they are. What our paged attention cannot compute is refused
 here, at start: after loading, one short forward pass with the paged cache is compared with transformers' own.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -17,76 +16,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from pdlink.content import digest_of
-from pdlink.engine import attention, tiny
-from pdlink.engine.attention import QuerySpan
-from pdlink.engine.paged_cache import PagedCache
+from pdlink.engine import forward, tiny
+from pdlink.engine.forward import LoadedModel, PagedCache, QuerySpan
 from pdlink.engine.places import find_model
 from pdlink.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from pdlink.config import ModelConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
-    model: Any
-    """A transformers causal LM in eval mode, set to paged attention."""
-    tokenizer: Any
-    name: str
-    revision: str
-    """What the weights depend on besides the name: the hub commit where it is known."""
-    content: str
-    """Digest of config, tokenizer and weights."""
-    dtype: str
-    """As torch spells it ("float32"), of weights and KV."""
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    """Token ids lie in [0, vocab_size)."""
-    longest_token: int
-    """Characters of the longest token's text, at most."""
-    eos_token_ids: frozenset[int]
-    max_tokens: int
-    """Longest prompt plus answer: the smaller of what is configured and what the model has positions for."""
-    device: torch.device = torch.device("cpu")
-    """Where weights and KV are."""
-
-    def logits(
-        self,
-        cache: PagedCache,
-        tokens: torch.Tensor,
-        spans: Sequence[QuerySpan],
-        rows: Sequence[int],
-        *,
-        layer_written: Callable[[int], None] | None = None,
-    ) -> torch.Tensor:
-        """One forward pass: float32 logits [len(rows), vocab_size] of those rows of the flattened batch, on the CPU.
-
-        tokens: [N] ids of `spans`, one after the other; their KV is in `cache` afterwards. layer_written: see
-        `PagedCache.begin`. Raises RuntimeError when the model cannot compute (out of memory, for one).
-        """
-        positions = cache.begin(spans, layer_written=layer_written)
-        try:
-            with torch.inference_mode():
-                output = self.model(
-                    tokens[None].to(self.device),
-                    position_ids=positions,
-                    past_key_values=cache,
-                    use_cache=True,
-                    logits_to_keep=torch.tensor(rows, dtype=torch.int64).to(self.device),
-                    paged_cache=cache,
-                )
-        finally:
-            cache.end()
-        return cast("torch.Tensor", output.logits[0].float().cpu())
 
 
 def load_model(config: ModelConfig, device: str = "cpu") -> LoadedModel:
     """The configured model, ready for the engine. Raises ConfigError that says why it cannot be loaded or run."""
-    attention.register()
+    forward.register()
     where = torch.device("cuda", 0) if device == "cuda" else torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"engine.device is {device!r}, and torch {torch.__version__} finds no CUDA device")
@@ -95,7 +36,7 @@ def load_model(config: ModelConfig, device: str = "cpu") -> LoadedModel:
         model = tiny.build_model(
             seed=config.seed, num_layers=config.num_layers, max_tokens=config.max_tokens, dtype=dtype
         )
-        model.set_attn_implementation(attention.IMPLEMENTATION)
+        model.set_attn_implementation(forward.IMPLEMENTATION)
         revision = f"seed-{config.seed}-layers-{config.num_layers}"
         return _describe(model.to(where), tiny.build_tokenizer(), config, revision, _digest_of(model), where)
     model, tokenizer = _from_pretrained(config, dtype)
@@ -197,7 +138,7 @@ def _compare_with_transformers(loaded: LoadedModel) -> None:
     try:
         with torch.inference_mode():
             expected = model(ids[None].to(loaded.device), use_cache=False).logits[0].cpu()
-        model.set_attn_implementation(attention.IMPLEMENTATION)
+        model.set_attn_implementation(forward.IMPLEMENTATION)
         parts = []
         for start, end in _PROBE_CHUNKS:
             rows = list(range(end - start))

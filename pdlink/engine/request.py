@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdlink.errors import PdlinkError
-    from pdlink.kv.hashing import Chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +64,6 @@ class GenerationRequest:
     died. Sampling and text go on behind them, as if they had been chosen here; `max_tokens` counts the others."""
     salt: str = ""
     """Prefixes are shared only between requests of equal salt: keeps tenants apart."""
-    chain: Chain | None = None
-    """Hashes its tokens, for others who name them, too; the engine makes one if None."""
 
     def check(self, *, max_tokens: int, vocab_size: int) -> None:
         """Raises InvalidRequest for an impossible request, CapacityExceeded for more than `max_tokens` tokens."""

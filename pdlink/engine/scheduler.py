@@ -22,14 +22,17 @@ from pdlink.errors import PoolExhausted
 from pdlink.kv import hashing
 
 if TYPE_CHECKING:
+    from pdlink.engine.answer import Detokenizer
     from pdlink.engine.request import GenerationRequest
-    from pdlink.engine.text import Detokenizer
     from pdlink.memory.blocks import BlockPool
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     request: GenerationRequest
+    request_id: str
+    num_prompt: int
+    """Tokens of the prompt."""
     detokenizer: Detokenizer
     tokens: list[int]
     """Prompt, then answer."""
@@ -53,12 +56,6 @@ class Sequence:
     given_token: int | None = None
     """First token of the answer, where the whole prompt's KV arrives."""
     early: EarlyPass | None = None
-    request_id: str = field(init=False)
-    num_prompt: int = field(init=False)
-    """Tokens of the prompt."""
-
-    def __post_init__(self) -> None:
-        self.request_id, self.num_prompt = self.request.request_id, len(self.request.prompt_token_ids)
 
     @property
     def is_all_external(self) -> bool:
@@ -161,7 +158,8 @@ class Scheduler:
         if not self._share_prefixes:
             return
         num_full = end // self._block_tokens
-        keys = self._keys(sequence, num_full)
+        sequence.chain.extend(sequence.tokens)
+        keys = sequence.chain.blocks
         for index in range(sequence.num_named, num_full):
             preimage = partial(
                 hashing.preimage,
@@ -217,7 +215,8 @@ class Scheduler:
             # The last prompt token is computed here: its logits give the first token of the answer.
             shareable = sequence.num_prompt if sequence.is_all_external else sequence.num_prompt - 1
             num_shareable = shareable // self._block_tokens
-            found = self._pool.find(self._keys(sequence, num_shareable)[len(known) : num_shareable])
+            sequence.chain.extend(sequence.tokens)
+            found = self._pool.find(sequence.chain.blocks[len(known) : num_shareable])
         try:
             fresh = self._pool.take(self.blocks_for(sequence.request) - len(known) - len(found))
         except PoolExhausted:
@@ -228,9 +227,3 @@ class Scheduler:
         sequence.table = torch.tensor(sequence.blocks)
         sequence.num_named = len(known)
         sequence.num_computed = sequence.num_cached = len(known) * self._block_tokens
-
-    def _keys(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
-        """Names of that many blocks, or more."""
-        if len(sequence.chain.blocks) < num_blocks:
-            sequence.chain.extend(sequence.tokens)
-        return sequence.chain.blocks

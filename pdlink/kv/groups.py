@@ -6,27 +6,58 @@ group. A transfer moves one range of tokens; what that means in a group is `KVLa
 out alike, so no message names more than the range and a list of blocks a group.
 
 Layers are counted through all groups, in their order.
+
+`bands` says which bytes belong to which block, for the transport that guards them. A *band* is a part of a region
+in which block b has the bytes [begin + b * stride, begin + b * stride + extent). Where K and V, or all layers, of a
+block lie side by side they are one band; axes outside of the blocks (heads in some layouts) make a band for each of
+their steps.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from operator import index
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import numpy as np
 
 from pdlink.errors import InvalidRequest, LayoutMismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-    from pdlink.kv.layout import KVLayout
+    from pdlink.kv.layout import KVLayout, LayerLayout, Part
 
 AnyTables = Sequence[int] | Sequence[Sequence[int]]
 """Block ids: one list for each group, or the list of the only group."""
 Tables = tuple[tuple[int, ...], ...]
 """Block ids: one list for each group."""
+BandArray = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+"""[n, 6] int64, C-contiguous: region, begin, stride, extent, first, count: of block `first` + b, for b below `count`.
+In order of region and begin, not overlapping."""
+
+_Band = tuple[int, int, int, int]
+"""Region, begin, stride, extent."""
+
+
+class Bands(NamedTuple):
+    """All bands of a cache. The blocks of its groups are counted one group after the other."""
+
+    table: BandArray
+    num_blocks: int
+    firsts: tuple[int, ...]
+    """By group: number of its block 0. Groups that share memory share numbers: a block is one group's at a time."""
+
+    def numbers(self, tables: Sequence[Sequence[int]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """The numbers of these blocks, given by group."""
+        if len(tables) == 1:
+            return np.array(tables[0], dtype=np.int64) + self.firsts[0]
+        return np.array(
+            [first + b for first, table in zip(self.firsts, tables, strict=True) for b in table], np.int64
+        )
 
 
 @dataclass(frozen=True)
@@ -73,10 +104,6 @@ class KVGroups:
         """By group: positions [first, last) of what is transferred of tokens [start, end)."""
         return tuple(layout.needed(start, end) for layout in self.layouts)
 
-    def nbytes(self, start: int, end: int) -> int:
-        """Payload of tokens [start, end) in all groups."""
-        return self.nbytes_of(self.needed(start, end))
-
     def nbytes_of(self, ranges: Sequence[tuple[int, int]]) -> int:
         """Payload of positions [first, last) of each group."""
         return sum((last - first) * each for each, (first, last) in zip(self.token_nbytes, ranges, strict=True))
@@ -86,14 +113,17 @@ class KVGroups:
 
         Raises InvalidRequest for another number of lists, and for what is no integer.
         """
-        if len(self.layouts) == 1 and not (len(blocks) and isinstance(blocks[0], Sized)):
-            return (_ids(cast("Sequence[int]", blocks)),)
         given = cast("Sequence[Sequence[int]]", blocks)
+        if len(self.layouts) == 1 and not (len(blocks) and isinstance(blocks[0], Sized)):
+            given = (cast("Sequence[int]", blocks),)
         if len(given) != len(self.layouts) or not all(isinstance(table, Sized) for table in given):
             raise InvalidRequest(
                 f"blocks: got {len(given)} items for {len(self.layouts)} groups of layers; one list of blocks each"
             )
-        return tuple(map(_ids, given))
+        try:
+            return tuple(tuple(map(index, table)) for table in given)
+        except TypeError as error:
+            raise InvalidRequest(f"blocks: got {error}; block ids are integers") from None
 
     def part(self, tables: Tables, start: int, end: int) -> Tables:
         """Of lists from token 0 on the blocks that hold what is transferred of tokens [start, end)."""
@@ -104,6 +134,8 @@ class KVGroups:
 
     def problem(self, tables: Tables, start: int, end: int) -> str:
         """Why an offer of these lists is not one of the blocks of tokens [start, end); empty if it is."""
+        if not 0 <= start <= end:
+            return f"of tokens [{start}, {end})"
         if len(tables) != len(self.layouts):
             return f"of {len(tables)} lists of blocks; there are {len(self.layouts)} groups of layers"
         for group, (layout, table) in enumerate(zip(self.layouts, tables, strict=True)):
@@ -166,23 +198,89 @@ def _places(layout: KVLayout) -> Iterator[tuple[int, int, int, int]]:
     of one form; the layout may be a peer's, and its steps are not counted through.
     """
     for layer in layout.layers:
-        axes = [
-            (layer.token_stride, 1 if layout.state else layout.block_tokens),
-            (layer.head_stride, layout.num_heads),
-        ]
-        nbytes = layout.head_nbytes
-        nbytes += sum((count - 1) * stride for stride, count in axes if stride < layer.block_stride)
+        nbytes, _ = _in_block(layout, layer, layer.block_stride)
         for part in layer.parts:
             yield part.region, layer.block_stride, part.offset, part.offset + nbytes
-
-
-def _ids(table: Sequence[int]) -> tuple[int, ...]:
-    try:
-        return tuple(map(index, table))
-    except TypeError as error:
-        raise InvalidRequest(f"blocks: got {error}; block ids are integers") from None
 
 
 def groups_of(layout: KVLayout | KVGroups) -> KVGroups:
     """A cache of one group is mostly given as its layout."""
     return layout if isinstance(layout, KVGroups) else KVGroups((layout,))
+
+
+def bands(groups: KVGroups) -> Bands:
+    """All bands of a cache. Raises LayoutMismatch if its blocks do not lie so, as where their bytes overlap."""
+    pools: list[tuple[int, int, list[_Band]]] = []
+    """Number of the first block, number of blocks, and bands, of groups that share memory."""
+    firsts = []
+    for layout in groups.layouts:
+        layout.check("own")
+        layout.check_writable("own")
+        mine = _bands(layout)
+        shared = [
+            pool
+            for pool in pools
+            if any(_overlap(one, pool[1], two, layout.num_blocks) for one in pool[2] for two in mine)
+        ]
+        if not shared:
+            pools.append((sum(pool[1] for pool in pools), layout.num_blocks, mine))
+            firsts.append(pools[-1][0])
+            continue
+        first, count, theirs = shared[0]
+        if len(shared) > 1 or count != layout.num_blocks:
+            raise LayoutMismatch(f"own groups share memory, but not blocks: {count} and {layout.num_blocks}")
+        theirs[:] = _joined((*theirs, *mine), count)
+        firsts.append(first)
+    rows = sorted((*band, first, count) for first, count, found in pools for band in found)
+    return Bands(np.array(rows, dtype=np.int64).reshape(-1, 6), sum(pool[1] for pool in pools), tuple(firsts))
+
+
+def _overlap(one: _Band, one_count: int, two: _Band, two_count: int) -> bool:
+    """Whether two bands have a byte in common, going by their whole lengths."""
+    one_end, two_end = (
+        begin + (count - 1) * stride + extent
+        for (_, begin, stride, extent), count in ((one, one_count), (two, two_count))
+    )
+    return one[0] == two[0] and one[1] < two_end and two[1] < one_end
+
+
+def _bands(layout: KVLayout) -> list[_Band]:
+    found = []
+    for layer in layout.layers:
+        for part in layer.parts:
+            outer, stride, extent = _steps(layout, layer, part)
+            found += [(part.region, part.offset + begin, stride, extent) for begin in outer]
+    return _joined(found, layout.num_blocks)
+
+
+def _joined(bands: Iterable[_Band], num_blocks: int) -> list[_Band]:
+    """Bands side by side, or with bytes in common, made one. Raises LayoutMismatch for bands that interleave."""
+    joined: list[list[int]] = []
+    for region, begin, stride, extent in sorted(bands):
+        if joined:
+            last = joined[-1]
+            inside = begin + extent - last[1]
+            if (region, stride) == (last[0], last[2]) and inside <= stride:
+                last[3] = max(last[3], inside)
+                continue
+            if region == last[0] and begin < last[1] + (num_blocks - 1) * last[2] + last[3]:
+                raise LayoutMismatch(f"own layout interleaves blocks of strides {last[2]} and {stride} at {begin}")
+        joined.append([region, begin, stride, extent])
+    return [(region, begin, stride, extent) for region, begin, stride, extent in joined]
+
+
+def _steps(layout: KVLayout, layer: LayerLayout, part: Part) -> tuple[list[int], int, int]:
+    """Where the bands of a part begin, counted from it, and their stride and extent."""
+    # An only block may have all of the region.
+    block_stride = layer.block_stride if layout.num_blocks > 1 else layout.extent(part.region)
+    extent, outside = _in_block(layout, layer, block_stride)
+    outer = [range(0, stride * count, stride) for stride, count in outside if count > 1]
+    return [sum(steps) for steps in itertools.product(*outer)], block_stride, extent
+
+
+def _in_block(layout: KVLayout, layer: LayerLayout, block_stride: int) -> tuple[int, list[tuple[int, int]]]:
+    """Bytes that a part of a block has side by side, and (stride, count) of the axes outside of the blocks."""
+    axes = [(layer.token_stride, 1 if layout.state else layout.block_tokens), (layer.head_stride, layout.num_heads)]
+    inside = [axis for axis in axes if axis[0] < block_stride]
+    nbytes = layout.head_nbytes + sum((count - 1) * stride for stride, count in inside)
+    return nbytes, [axis for axis in axes if axis not in inside]

@@ -32,30 +32,23 @@ _TOKEN_NBYTES = 4
 
 
 class Origin(NamedTuple):
-    """What the namespace of a stored prompt is made of; the fields are those of `namespace`."""
+    """What KV depends on besides the tokens; a `namespace` is made of it."""
 
     model: str
     revision: str
     dtype: str
-    layout: str
-    chunk_tokens: int
+    layout: str = ""
+    """How the stored bytes are arranged, for keys of stored bytes; empty where blocks never leave their pool."""
+    chunk_tokens: int = 0
+    """Tokens per key, where others may use another number."""
     lora: str = ""
     salt: str = ""
-
-    @property
-    def namespace(self) -> bytes:
-        return _namespace_of(self)
+    """Keeps tenants apart."""
 
     @property
     def scope(self) -> str:
         """Names what KV of this model's prompts may be shared by all users."""
-        return self._replace(lora="", salt="").namespace.hex()[:32]
-
-
-@lru_cache(1024)
-def _namespace_of(origin: Origin) -> bytes:
-    """Every prompt asks for it, and most have a salt that others have, too."""
-    return namespace(**origin._asdict())
+        return namespace(self._replace(lora="", salt="")).hex()[:32]
 
 
 class Preimage(NamedTuple):
@@ -70,24 +63,14 @@ class Preimage(NamedTuple):
     """Of that namespace, for stores with KV of several models."""
 
 
-def namespace(
-    *,
-    model: str,
-    revision: str,
-    dtype: str,
-    layout: str = "",
-    chunk_tokens: int = 0,
-    lora: str = "",
-    salt: str = "",
-) -> bytes:
+@lru_cache(1024)
+def namespace(origin: Origin) -> bytes:
     """The parent of first chunks: equal only where KV of equal tokens may be shared.
 
-    layout: how the stored bytes are arranged, for keys of stored bytes; empty where blocks never leave their pool.
-    chunk_tokens: tokens per key, where others may use another number. salt: keeps tenants apart.
+    Remembered: every prompt asks for it, and most have a salt that others have, too.
     """
-    fields = (str(SCHEMA), model, revision, dtype, layout, str(chunk_tokens), lora, salt)
     material = b""
-    for field in fields:
+    for field in (str(SCHEMA), *map(str, origin)):
         data = field.encode()
         material += len(data).to_bytes(8, "little") + data  # so that ("ab", "c") and ("a", "bc") differ
     return _derived(_NAMESPACE, material)
@@ -143,6 +126,8 @@ class Chain:
         begin = at = self._num_tokens
         block_end = (len(self.blocks) + 1) * self._block_tokens
         chunk_end = (len(self._chunks) + 1) * self._chunk_tokens
+        if min(block_end, chunk_end) > len(tokens):
+            return
         ids, link = _bytes_of(tokens[begin:]), self._link
         while (end := min(block_end, chunk_end)) <= len(tokens):
             link.update(ids[(at - begin) * _TOKEN_NBYTES : (end - begin) * _TOKEN_NBYTES])
@@ -205,7 +190,7 @@ def is_preimage(known: Preimage, key: bytes) -> bool:
     """Whether `key`, of one chunk, is the hash of what is said of it. Cost: one hash of the chunk."""
     if not len(known.tokens) or (known.parent is None and known.origin is None):
         return False
-    parent = known.parent or (known.origin.namespace if known.origin is not None else b"")
+    parent = known.parent or (namespace(known.origin) if known.origin is not None else b"")
     return chain(parent, np.asarray(known.tokens, np.uint32), len(known.tokens)) == [key]
 
 

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pdlink.endpoint.incoming import Incoming
-from pdlink.endpoint.outgoing import Outgoing
+from pdlink.endpoint.data_path import Outgoing
+from pdlink.endpoint.receiver import Incoming
 from pdlink.reasons import Code, Reason
 
 if TYPE_CHECKING:
@@ -123,4 +123,5 @@ class LaunchedIncoming(Incoming):
 
     def offer(self, blocks: AnyTables, tokens: range) -> None:
         """By the thread that launches what uses these blocks. A cancelled transfer offers nothing any more."""
-        self._order.when_written(partial(self._offer, *self._checked(blocks, tokens)), self.cancel)
+        tables, _, _ = self._checked(blocks, tokens)
+        self._order.when_written(partial(super().offer, tables, tokens), self.cancel)

@@ -30,9 +30,9 @@ import numpy as np
 from pdlink.config import TransportConfig, is_loopback
 from pdlink.config.listen import is_every_address
 from pdlink.endpoint.channel import Channel
+from pdlink.endpoint.data_path import Outgoing as Outgoing
 from pdlink.endpoint.driver import Endpoint
-from pdlink.endpoint.incoming import Incoming as Incoming
-from pdlink.endpoint.outgoing import Outgoing as Outgoing
+from pdlink.endpoint.receiver import Incoming as Incoming
 from pdlink.errors import ConfigError, TransferFailed, TransportUnavailable
 from pdlink.kv.groups import KVGroups, groups_of
 from pdlink.kv.plan import warm_up
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
+    from pdlink.endpoint.half import Transfer
     from pdlink.endpoint.live import LiveTransfer
     from pdlink.endpoint.sharing import Sharing
-    from pdlink.endpoint.transfer import Transfer
     from pdlink.kv.groups import AnyTables
     from pdlink.kv.layout import KVLayout
     from pdlink.memory.blocks import BlockPool

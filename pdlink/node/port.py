@@ -115,7 +115,7 @@ class EnginePort:
         outgoing, incoming = self._outgoing.pop(request_id, None), self._incoming.pop(request_id, None)
         if outgoing is not None and reason is not None:
             outgoing.cancel(reason)
-        if incoming is not None:
+        if incoming is not None and not incoming.done.is_set():
             incoming.cancel(reason or Reason(Code.ABORTED, "the request has ended"))
 
     def _check(self, request_id: str) -> None:

@@ -24,9 +24,8 @@ from pdlink.events import (
     TransferEnded,
     WriteDropped,
 )
-from pdlink.observe.busy import Busy
 from pdlink.observe.gauges import ClientGauges, EngineGauges, LinkGauges, StoreGauges
-from pdlink.observe.series import FINE_SECONDS, SECONDS, Counter, Histogram, ProcessMetrics, Registry
+from pdlink.observe.series import FINE_SECONDS, SECONDS, Busy, Counter, Histogram, ProcessMetrics, Registry
 from pdlink.reasons import Code, Reason
 
 if TYPE_CHECKING:

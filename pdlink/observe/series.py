@@ -45,6 +45,9 @@ Numbers: TypeAlias = dict[str, list[tuple[tuple[str, ...], list[float]]]]
 """By metric, for each combination of labels: one number, or of a histogram those of its buckets and their sum."""
 
 
+_MOST_SPANS = 64
+"""A span that began before so many gaps counts the older ones as if nothing had been in flight in them."""
+
 _Key = TypeVar("_Key", bound=str | tuple[str, ...])
 
 
@@ -312,3 +315,34 @@ class ProcessMetrics:
             for sample in family.samples:
                 if (metric := self._of_kernel.get(sample.name)) is not None:
                     metric.series()[0] = float(sample.value)
+
+
+class Busy:
+    """The time in which at least one of many overlapping spans goes on, while they are told one by one.
+
+    Adds up their union. They come in the order of their ends, or almost.
+    """
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+        self._spans: list[tuple[float, float]] = []
+        """Disjoint, in order: what later spans may still overlap."""
+
+    def add(self, begin_s: float, end_s: float) -> float:
+        """What this span adds to the total."""
+        spans = self._spans
+        covered_s = 0.0
+        after = []
+        while spans and spans[-1][1] >= begin_s:
+            span = spans.pop()
+            if span[0] > end_s:
+                after.append(span)
+                continue
+            covered_s += span[1] - span[0]
+            begin_s, end_s = min(begin_s, span[0]), max(end_s, span[1])
+        spans.append((begin_s, end_s))
+        spans.extend(reversed(after))
+        del spans[:-_MOST_SPANS]
+        gained_s = end_s - begin_s - covered_s
+        self.total_s += gained_s
+        return gained_s

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pdlink.events import Event, FallbackUsed, LayerLanded, TransferEnded
 from pdlink.logs import summaries
-from pdlink.observe.busy import Busy
+from pdlink.observe.series import Busy
 
 if TYPE_CHECKING:
     from collections.abc import Callable

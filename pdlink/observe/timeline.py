@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from pdlink.events import Event, LayerLanded, LayerWritten, PromptSourced, TransferEnded
-from pdlink.observe.busy import Busy
+from pdlink.observe.series import Busy
 from pdlink.observe.sources import Sourced, sourced
 
 MAX_PROMPTS = 4000

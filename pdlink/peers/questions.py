@@ -7,6 +7,7 @@ connection that ends fails the questions that are under way on it; the next ques
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from concurrent.futures import Future, InvalidStateError
@@ -117,7 +118,7 @@ class Questions:
             arrived, ready = self._channel.poll(wait_s)
             self._work.asleep = False
             if self._work.wake_fd in ready:
-                self._work.woken()
+                os.eventfd_read(self._work.wake_fd)
             until_s = time.monotonic() + _TURN_S
             for item in arrived:
                 match item:

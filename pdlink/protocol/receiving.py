@@ -54,7 +54,7 @@ class Receiving:
         if self.state is not ReceiverState.EXPECTED:
             return []
         self.offered = messages.Offer(self.transfer_id, start, end, blocks, self._num_layers, per_layer, verify)
-        self.nbytes = self._groups.nbytes(start, end)
+        self.nbytes = self._groups.nbytes_of(self._groups.needed(start, end))
         self.state = RECEIVER[self.state, ReceiverEvent.OFFER]
         return [Send(self.offered)]
 

@@ -16,6 +16,7 @@ No I/O, no clock: every method returns actions for the driver.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -303,6 +304,33 @@ class Sending:
         return [Send(messages.Quiet(self.transfer_id)), End(self.reason)]
 
 
+@dataclass(slots=True)
+class Lease:
+    """The promise to keep one transfer's memory for its receiver while that gives signs of life, up to a limit.
+
+    Kept on this side's clock, never on that of another host. Until a receiver holds it, nothing renews it. A sign of
+    life of a peer renews all its leases. At its limit a lease ends for good.
+    """
+
+    limit_s: float
+    """The lease ends then in any case."""
+    length_s: float
+    """The lease ends after this much silence."""
+    from_s: float
+    """Silence counts from here, or from the peer's last sign of life if that is later."""
+
+    def hold(self, length_s: float, now: float) -> None:
+        """From now on a peer holds this lease: its signs of life renew it."""
+        self.length_s, self.from_s = length_s, now
+
+    def ended(self, now: float, heard_s: float | None) -> Code | None:
+        """Why the lease is over: DEADLINE, LEASE_EXPIRED, or None. heard_s: last sign of life of its receiver."""
+        if now >= self.limit_s:
+            return Code.DEADLINE
+        renewed_s = self.from_s if heard_s is None else max(self.from_s, heard_s)
+        return Code.LEASE_EXPIRED if now >= renewed_s + self.length_s else None
+
+
 def cut(start: int, end: int, token_nbytes: int, block_tokens: int, push_nbytes: int) -> list[tuple[int, int]]:
     """[start, end) in about equal ranges; all but the first begin at multiples of `block_tokens`.
 
@@ -329,11 +357,3 @@ def joined(pushes: Sequence[Push], most_nbytes: int) -> list[Push]:
         else:
             made.append(push)
     return made
-
-
-def offer_problem(offer: messages.Offer, groups: KVGroups) -> Reason | None:
-    """Why this offer is invalid; None if it is valid. groups: the receiver's, from its handshake."""
-    if not 0 <= offer.start <= offer.end:
-        return Reason(Code.BAD_OFFER, f"tokens [{offer.start}, {offer.end})")
-    problem = groups.problem(offer.blocks, offer.start, offer.end)
-    return Reason(Code.BAD_OFFER, f"offer {problem}") if problem else None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from pdlink.engine.models import LoadedModel
+    from pdlink.engine.forward import LoadedModel
     from pdlink.store.interface import AnyStore
     from pdlink.store.source import Source
 

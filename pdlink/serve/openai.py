@@ -22,7 +22,7 @@ from pdlink.serve.unserved import check_unserved
 from pdlink.store.turns import DEFAULT_PRIORITY, MAX_PRIORITY, MAX_PRIORITY_S, MIN_PRIORITY, Retention
 
 if TYPE_CHECKING:
-    from pdlink.engine.models import LoadedModel
+    from pdlink.engine.forward import LoadedModel
     from pdlink.engine.request import TokenOutput
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -60,6 +60,8 @@ class _Generation(CommonFields, frozen=True, kw_only=True, forbid_unknown_fields
 
     unserved: ClassVar[tuple[str, ...]] = ("n", "max_output_tokens")
     """Fields of `CommonFields` that the engine does not do."""
+    default_tokens: ClassVar[int]
+    """Of an answer, where the client gives no number."""
     is_chat: ClassVar[bool] = False
     model: str
     max_tokens: SomeTokens | None = None
@@ -84,11 +86,6 @@ class _Generation(CommonFields, frozen=True, kw_only=True, forbid_unknown_fields
             check_unserved(others, (), chat=self.is_chat, greedy=self.temperature == 0)
         if self.stream_options and self.stream_options.continuous_usage_stats:
             raise BadField("stream_options.continuous_usage_stats: usage comes at the end alone; leave it out")
-        if self.output_token_ids and not (self.stream and len(self.output_token_ids) <= self.limit()):
-            raise BadField(
-                f"output_token_ids: got {len(self.output_token_ids)}; expected at most max_tokens = {self.limit()}, "
-                "and a stream; leave them out"
-            )
 
     def retention(self, priority_limit: int | None) -> Retention | None:
         """How the tiers keep the prompt's KV; None for one that is less urgent than `priority_limit`: not at all."""
@@ -98,22 +95,27 @@ class _Generation(CommonFields, frozen=True, kw_only=True, forbid_unknown_fields
         ttl_s = float("inf") if asked.ttl_s is None else asked.ttl_s
         return Retention(priority=asked.priority, priority_s=asked.duration_s, ttl_s=ttl_s)
 
-    def limit(self) -> int:
-        """Tokens to generate."""
-        raise AssertionError("every kind of request has its own limit")
-
     def token_ids(self, model: LoadedModel) -> tuple[int, ...]:
         """The prompt. Raises InvalidRequest, CapacityExceeded."""
         raise AssertionError("every kind of request has its own prompt")
 
     def sampling(self) -> SamplingParams:
-        """The engine's parameters. Without the client's seed, the proxy's: both legs must sample alike."""
+        """The engine's parameters. Without the client's seed, the proxy's: both legs must sample alike.
+
+        Raises BadField for more `output_token_ids` than tokens.
+        """
+        max_tokens = self.max_completion_tokens or self.max_tokens or self.default_tokens
+        if self.output_token_ids and not (self.stream and len(self.output_token_ids) <= max_tokens):
+            raise BadField(
+                f"output_token_ids: got {len(self.output_token_ids)}; expected at most max_tokens = {max_tokens}, "
+                "and a stream; leave them out"
+            )
         seed = self.seed
         if seed is None:
             seed = self.kv_transfer_params.seed if self.kv_transfer_params else secrets.randbits(63)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
-            max_tokens=self.limit(),
+            max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             seed=seed,
@@ -125,11 +127,9 @@ class _Generation(CommonFields, frozen=True, kw_only=True, forbid_unknown_fields
 
 class CompletionRequest(_Generation, frozen=True, kw_only=True):
     unserved = ("n", "max_output_tokens", "max_completion_tokens")
+    default_tokens = DEFAULT_COMPLETION_TOKENS
     prompt: msgspec.Raw
     """A string or token ids, alone or as the only item of a list: `_the_one`."""
-
-    def limit(self) -> int:
-        return self.max_tokens or DEFAULT_COMPLETION_TOKENS
 
     def token_ids(self, model: LoadedModel) -> tuple[int, ...]:
         """The one prompt of this request as token ids."""
@@ -167,12 +167,10 @@ _OneTokens = tuple[_Tokens]
 
 class ChatRequest(_Generation, frozen=True, kw_only=True):
     is_chat = True
+    default_tokens = DEFAULT_CHAT_TOKENS
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
     """Each with its role, and other fields for the model's chat template."""
     max_completion_tokens: SomeTokens | None = None
-
-    def limit(self) -> int:
-        return self.max_completion_tokens or self.max_tokens or DEFAULT_CHAT_TOKENS
 
     def check(self) -> None:
         super().check()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pdlink.engine.text import Detokenizer
+from pdlink.engine.answer import Detokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdlink.engine.models import LoadedModel
+    from pdlink.engine.forward import LoadedModel
     from pdlink.engine.request import SamplingParams
 
 

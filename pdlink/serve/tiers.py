@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pdlink.store.prompt import Prompt
     from pdlink.store.source import Source
     from pdlink.store.turns import Retention
+    from pdlink.store.worth import Reason
 
 _LOOKERS = 2
 """Threads that look prompts up; all who wait for a slow tier do so until their own deadlines."""
@@ -42,8 +43,8 @@ class _Request:
     salt: str
     retention: Retention | None
     """None: its KV is not kept."""
-    chain: Chain | None
-    """Hashes its tokens; None without tiers."""
+    not_loaded: Reason
+    """Why nothing of it is loaded, without a `prompt`."""
     prompt: Prompt | None = None
     """Set when it is looked up, before the engine admits the request."""
     blocks: Sequence[int] = ()
@@ -75,7 +76,6 @@ class Tiered:
         that is found."""
         self._port, self._source, self._engine = port, source, engine
         self._load_if_faster = load_if_faster
-        self._block_tokens = 0 if source is None else source.groups[0].layout.block_tokens
         self._num_layers = 0 if source is None else source.groups[0].num_layers
         self._requests: dict[str, _Request] = {}
         """Added to before the engine knows the request; otherwise the engine's thread's."""
@@ -88,23 +88,24 @@ class Tiered:
 
     # --- The thread that starts requests
 
-    def begin(
-        self, request_id: str, tokens: tuple[int, ...], salt: str, retention: Retention | None
-    ) -> tuple[Chain | None, bool]:
-        """The engine is about to get this request, which ends with `ended`.
+    def begin(self, request_id: str, tokens: tuple[int, ...], salt: str, retention: Retention | None) -> bool:
+        """The engine is about to get this request, which ends with `ended`. Whether it waits for a look-up.
 
-        What names its blocks, with tiers, and whether it waits for a look-up. A prompt shorter than a chunk has
-        nothing in the store, nor is it kept.
+        A prompt shorter than a chunk has nothing in the store, nor is it kept.
         """
         source = self._source
-        chain = None if source is None else source.chain(salt, self._block_tokens)
-        self._requests[request_id] = _Request(request_id, tokens, salt, retention, chain)
-        return chain, source is not None and len(tokens) >= source.chunk_tokens
+        why: Reason = "look_up_failed"
+        if source is None:
+            why = "no_tiers"
+        elif len(tokens) < source.chunk_tokens:
+            why = "not_found"
+        self._requests[request_id] = _Request(request_id, tokens, salt, retention, why)
+        return why == "look_up_failed"
 
-    def look(self, request_id: str, *, receives: bool) -> None:
+    def look(self, request_id: str, chain: Chain, *, receives: bool) -> None:
         """The engine has it, and waits for the look-up: no longer than the whole prompt would take otherwise.
 
-        receives: a prefill worker computes it.
+        chain: of `Engine.submit`. receives: a prefill worker computes it.
         """
         request, source = self._requests.get(request_id), self._source
         if request is None or source is None:
@@ -113,12 +114,12 @@ class Tiered:
         if self._load_if_faster:
             other = self._receiving if receives else self._computing
             timeout_s = longest_look_s(timeout_s, other, len(request.tokens), now_s)
-        self._lookers.put(partial(self._look, source, request, now_s + timeout_s))
+        self._lookers.put(partial(self._look, source, request, chain, now_s + timeout_s))
 
-    def _look(self, source: Source, request: _Request, deadline_s: float) -> None:
+    def _look(self, source: Source, request: _Request, chain: Chain, deadline_s: float) -> None:
         """In a looker's thread. Holds nothing."""
         try:
-            keys = source.keys(request.tokens, request.salt, chain=request.chain)
+            keys = source.keys(request.tokens, request.salt, chain=chain)
             prompt = source.prompt(request.request_id, keys, request.retention)
             request.found = prompt.lookup(timeout_s=max(0.0, deadline_s - time.monotonic()))
             request.prompt = prompt
@@ -156,7 +157,11 @@ class Tiered:
         cached, receives = num_cached_tokens, external_tokens == len(request.tokens)
         if not receives:
             self._port.admitted(request_id, block_table, cached)
-        choice = self._choose(request, cached, self._receiving if receives else self._computing)
+        if request.prompt is None:
+            choice = Choice(cached, request.not_loaded)
+        else:
+            other = self._receiving if receives else self._computing
+            choice = request.prompt.choose(cached, other, always=not self._load_if_faster)
         waits = external_tokens > cached  # the engine does, for a load even of nothing
         if choice.end > cached and not (receives or waits):
             choice = choice._replace(end=cached, reason="not_awaited")
@@ -168,13 +173,6 @@ class Tiered:
             if waits:
                 self._engine().kv_ends(request_id, cached)
             self._tell(request, cached, choice, cached)
-
-    def _choose(self, request: _Request, cached: int, other: Speed) -> Choice:
-        if request.prompt is not None:
-            return request.prompt.choose(cached, other, always=not self._load_if_faster)
-        if self._source is None:
-            return Choice(cached, "no_tiers")
-        return Choice(cached, "not_found" if len(request.tokens) < self._source.chunk_tokens else "look_up_failed")
 
     def _load(self, request: _Request, cached: int, choice: Choice, *, receives: bool) -> None:
         """What is not loaded is computed here, or (receives) offered for: a prefill worker computes it."""
@@ -244,11 +242,11 @@ class Tiered:
             now_s = time.monotonic()
             self._receiving.measured(request.num_offered, now_s - request.offered_s, now_s)
 
-    def complete(self, request_id: str, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+    def complete(self, request_id: str, tokens: Sequence[int], blocks: Sequence[int], chain: Chain) -> None:
         """The answer is complete: keep the KV of what was received and generated, too."""
         request = self._requests.get(request_id)
         if request is not None and self._source is not None:
-            keys = self._source.keys(tokens, request.salt, chain=request.chain)
+            keys = self._source.keys(tokens, request.salt, chain=chain)
             prompt = self._source.prompt(request_id, keys, request.retention)
             for layer in range(self._num_layers):
                 prompt.store(0, len(tokens), blocks, layer)

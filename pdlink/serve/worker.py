@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pdlink.api import kv_path
 from pdlink.api.legs import DecodeParams
 from pdlink.engine.engine import Engine
+from pdlink.engine.forward import PagedCache
 from pdlink.engine.models import load_model
-from pdlink.engine.paged_cache import PagedCache
 from pdlink.engine.request import GenerationRequest
 from pdlink.errors import ConfigError, Draining, EngineFailure, InvalidRequest, PdlinkError, TransferFailed
 from pdlink.events import FallbackUsed, RequestEnded, emit
@@ -27,9 +28,8 @@ from pdlink.node.node import Node, end_process
 from pdlink.node.port import EnginePort
 from pdlink.protocol.deadlines import Deadlines
 from pdlink.serve.kv_events import open_publisher, tell_blocks, tell_records
-from pdlink.serve.legs import DecodeLeg, PrefillLeg, recomputed
 from pdlink.serve.peers import make_link
-from pdlink.serve.stream import Stream
+from pdlink.serve.stream import DecodeLeg, PrefillLeg, Stream
 from pdlink.serve.tiers import Tiered
 from pdlink.store.opening import SourceGroup, open_source
 from pdlink.store.store import Store
@@ -38,7 +38,7 @@ from pdlink.store.turns import USUAL
 if TYPE_CHECKING:
     from pdlink.api.legs import AnyParams
     from pdlink.config import Role, WorkerConfig
-    from pdlink.engine.models import LoadedModel
+    from pdlink.engine.forward import LoadedModel
     from pdlink.engine.request import SamplingParams, TokenOutput
     from pdlink.protocol.auth import AllowList, Credentials
     from pdlink.store.source import Source
@@ -167,6 +167,8 @@ class Worker:
             self.tiers,
             share_prefixes=config.cache.share_prefixes,
             on_complete=self.tiers.complete if config.tiers.save_decode_cache else None,
+            origin=self.source.groups[0].origin if self.source is not None else None,
+            chunk_tokens=self.source.chunk_tokens if self.source is not None else None,
         )
         self.node.short_of_blocks = lambda: self.engine.num_waiting > 0
         self._thread = threading.Thread(target=self._run_engine, name=f"pdlink-engine-{self.name}", daemon=True)
@@ -193,7 +195,8 @@ class Worker:
         Raises what the engine's `submit` raises, InvalidRequest for a leg this role does not serve or a transfer id
         used before, TransferFailed if the other leg has failed already and the setting is to fail.
         """
-        stream = Stream(request_id, len(prompt), self.config.timeouts.request_s)
+        held = params is not None and params.leg == "prefill"
+        stream = Stream(request_id, len(prompt), self.config.timeouts.request_s, held=held)
         with self._lock:
             if self.draining or self.turning is not None:  # with the lock: what is let in here is drained
                 raise Draining("this worker takes no new requests now; send the request to another one")
@@ -203,8 +206,8 @@ class Worker:
         try:
             leg = self._leg(stream, params) if params is not None else None
             is_prefill = isinstance(leg, PrefillLeg)
-            chain, looks = self.tiers.begin(request_id, prompt, salt, retention)
-            self.engine.submit(
+            looks = self.tiers.begin(request_id, prompt, salt, retention)
+            chain = self.engine.submit(
                 GenerationRequest(
                     request_id,
                     prompt,
@@ -214,7 +217,6 @@ class Worker:
                     goes_on=is_prefill and sampling.max_tokens > 1,
                     num_answered=num_answered,
                     salt=salt,
-                    chain=chain,
                 )
             )
         except PdlinkError as error:
@@ -224,7 +226,7 @@ class Worker:
                 del self._running[request_id]
             raise
         if looks:
-            self.tiers.look(request_id, receives=isinstance(leg, DecodeLeg))
+            self.tiers.look(request_id, chain, receives=isinstance(leg, DecodeLeg))
         if leg is not None:
             leg.submitted()
         return stream
@@ -246,7 +248,7 @@ class Worker:
             if not recompute:
                 raise
             emit(FallbackUsed(kind="recompute", reason=error.reason.code))
-            stream.kv_path = recomputed(error)
+            stream.kv_path = kv_path.recomputed(error.reason.label)
             return None
 
     def abort(self, stream: Stream) -> None:

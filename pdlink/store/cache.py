@@ -26,6 +26,7 @@ import numpy as np
 from pdlink.config import state_directory
 from pdlink.cuda.driver import CudaFailure
 from pdlink.errors import ConfigError, DeadlineExceeded, InvalidRequest, TransferFailed
+from pdlink.kv import hashing
 from pdlink.kv.groups import KVGroups
 from pdlink.kv.plan import warm_up
 from pdlink.memory.borrowed import buffers_of
@@ -181,7 +182,7 @@ class Cache:
                 pages = cast("list[DeviceMemory]", self.buffers)
                 gpu, node = GpuPages(pages), node_of(pages[0].device.pci_address)
                 opened.callback(gpu.close)
-            namespace = self._group.origin.namespace.hex()[:32]
+            namespace = hashing.namespace(self._group.origin).hex()[:32]
             made: list[Tier] = []
             if disk is not None:
                 made.append(Disk(Path(disk), namespace, disk_nbytes))

@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 from pdlink.config import state_directory
 from pdlink.errors import ConfigError
+from pdlink.kv import hashing
 from pdlink.memory.numa import node_of, nodes
 from pdlink.store.cleared import places_of
 from pdlink.store.client import RemoteStore
@@ -80,7 +81,7 @@ def open_source(
             f"tiers.chunk_size: got {config.chunk_size} tokens, {largest_nbytes} bytes of this model; expected "
             f"at most {nbytes} bytes; lower it, or raise tiers.max_local_cpu_size"
         )
-    namespaces = [group.origin.namespace for group in groups]
+    namespaces = [hashing.namespace(group.origin) for group in groups]
     if len(set(namespaces)) < len(groups):
         raise ConfigError(
             "tiers: got two groups of layers whose records cannot be told apart; expected distinct ones"

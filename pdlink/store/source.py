@@ -105,10 +105,6 @@ class Source:
         """Seconds for bytes, by place. Measured by the copier."""
         self._own_places, self._released = tuple(own_places), released
 
-    def chain(self, salt: str, block_tokens: int) -> hashing.Chain:
-        """For `keys`, where an engine names its blocks by the same hash."""
-        return hashing.Chain(self.groups[0].origin._replace(salt=salt).namespace, block_tokens, self.chunk_tokens)
-
     def keys(
         self,
         tokens: Sequence[int],
@@ -120,15 +116,15 @@ class Source:
     ) -> PromptKeys:
         """What the store calls the chunks of a prompt. Costs one hash of it. salt, lora, media: see `hashing`.
 
-        chain: of this request (`chain`); what it has hashed is not hashed again.
+        chain: of this request, of the same namespace and chunks; what it has hashed is not hashed again.
         """
         first, *others = (group.origin for group in self.groups)
         origin = first._replace(lora=lora, salt=salt)
         if chain is None:
-            keys = hashing.chain(origin.namespace, tokens, self.chunk_tokens, media)
+            keys = hashing.chain(hashing.namespace(origin), tokens, self.chunk_tokens, media)
         else:
             keys = chain.chunks_of(tokens)
-        by_group = (keys, *(hashing.beside(keys, other.namespace) for other in others))
+        by_group = (keys, *(hashing.beside(keys, hashing.namespace(other)) for other in others))
         return PromptKeys(len(tokens), by_group, () if media else tokens, origin)
 
     def prompt(self, request_id: str, keys: PromptKeys, retention: Retention | None = USUAL) -> Prompt:

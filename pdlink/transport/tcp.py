@@ -21,7 +21,7 @@ import msgspec
 
 from pdlink import _tcp
 from pdlink.errors import TransportFailure, TransportUnavailable
-from pdlink.kv.bands import bands
+from pdlink.kv.groups import bands
 from pdlink.transport.base import Probe, Site
 from pdlink.transport.edge import decoded, numeric, require_numeric, translated
 from pdlink.transport.native import NativeTransport
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdlink.config import TransportConfig
-    from pdlink.kv.bands import Bands
-    from pdlink.kv.groups import KVGroups
+    from pdlink.kv.groups import Bands, KVGroups
     from pdlink.memory.buffers import AnyBuffer
 
 CONNECT_TIMEOUT_S = 5.0

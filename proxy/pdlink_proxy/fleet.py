@@ -14,8 +14,8 @@ from xxhash import xxh3_128
 
 from pdlink._index import words_of_json
 from pdlink.api.openai import BYTES_PER_TOKEN
+from pdlink.kv.hashing import Origin, namespace
 from pdlink.kv.hashing import chain as chained
-from pdlink.kv.hashing import namespace
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -128,7 +128,7 @@ def _text_keys(parent: bytes, prompt: bytes) -> list[bytes]:
 
 @lru_cache(maxsize=256)
 def _seed(model: str, salt: str) -> bytes:
-    return namespace(model=model, revision="", dtype="", chunk_tokens=KEY_TOKENS, salt=salt)
+    return namespace(Origin(model, revision="", dtype="", chunk_tokens=KEY_TOKENS, salt=salt))
 
 
 def _looks_like_ids(prompt: bytes) -> bool:

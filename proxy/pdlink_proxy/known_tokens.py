@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from pdlink.api.openai import BYTES_PER_TOKEN, CHAT, COMPLETIONS
-from pdlink.kv.hashing import chain, namespace
+from pdlink.kv.hashing import Origin, chain, namespace
 
 from .fleet import KEY_TOKENS
 
@@ -70,7 +70,7 @@ def text_of(request: PlacementRequest, call: Call) -> Text | None:
     fields = {name: call.fields[name] for name in (_OF_CHAT if chat else _OF_TEXT) if name in call.fields}
     more = {name: bytes(raw) for name, raw in fields.items() if name not in ("messages", "prompt")}
     salt = hashlib.blake2b(repr((chat, more)).encode(), digest_size=16).hexdigest()
-    seed = namespace(model=request.model, revision="", dtype="", chunk_tokens=KEY_TOKENS, salt=salt)
+    seed = namespace(Origin(request.model, revision="", dtype="", chunk_tokens=KEY_TOKENS, salt=salt))
     words = np.frombuffer(prompt, np.uint32, len(prompt) // 4)
     return Text({"model": request.model, **fields}, chain(seed, words, KEY_TOKENS))
 

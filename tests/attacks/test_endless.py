@@ -123,7 +123,6 @@ class Wire:
 def wires(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Wire]]:
     monkeypatch.setattr(inflow, "MAX_HELD_NBYTES", 10_000)
     monkeypatch.setattr(inflow, "MAX_ALL_HELD_NBYTES", 30_000)
-    monkeypatch.setattr(inflow, "LOOK_S", 0.0)
     wires = [Wire() for _ in range(5)]
     yield wires
     for wire in wires:

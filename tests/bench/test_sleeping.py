@@ -7,8 +7,7 @@ import time
 import pytest
 import torch
 
-from pdlink.engine.attention import QuerySpan
-from pdlink.engine.paged_cache import PagedCache
+from pdlink.engine.forward import PagedCache, QuerySpan
 from pdlink_bench.sleeping import Costs, SleepingModel
 from tests.engine.small import BLOCK, NUM_LAYERS, small_model
 

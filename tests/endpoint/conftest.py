@@ -14,8 +14,8 @@ import pytest
 import pdlink
 from pdlink.config import TransportConfig
 from pdlink.endpoint.channel import Channel
-from pdlink.endpoint.incoming import Incoming
-from pdlink.endpoint.outgoing import Outgoing
+from pdlink.endpoint.data_path import Outgoing
+from pdlink.endpoint.receiver import Incoming
 from pdlink.endpoint.sharing import Sharing
 from pdlink.events import Event, listen
 from pdlink.kv.layout import KVLayout, paged_layout

@@ -15,9 +15,9 @@ import time
 
 import pytest
 
-from pdlink.endpoint.incoming import Incoming
-from pdlink.endpoint.outgoing import Outgoing
+from pdlink.endpoint.data_path import Outgoing
 from pdlink.endpoint.peer import PeerState
+from pdlink.endpoint.receiver import Incoming
 from pdlink.events import PeerChanged
 from pdlink.protocol.deadlines import Deadlines
 from tests.model.node import TIMEOUTS, Node

@@ -11,8 +11,8 @@ import torch
 from pdlink.config import EngineConfig, ModelConfig
 from pdlink.engine import tiny
 from pdlink.engine.engine import Engine
-from pdlink.engine.models import LoadedModel, load_model
-from pdlink.engine.paged_cache import PagedCache
+from pdlink.engine.forward import LoadedModel, PagedCache
+from pdlink.engine.models import load_model
 from pdlink.engine.request import GenerationRequest, SamplingParams, TokenOutput
 from pdlink.memory.blocks import BlockPool
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdlink.engine.attention import AttentionPlan, QuerySpan, paged_attention
+from pdlink.engine.forward import AttentionPlan, QuerySpan, paged_attention
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
 
@@ -35,7 +35,8 @@ class _Cache:
 class _Case:
     """Requests with random KV in random blocks of a pool whose other bytes are NaN."""
 
-    cache: _Cache
+    cache: Any
+    """In place of a `PagedCache`: its blocks, its plan and `gather`."""
     spans: list[QuerySpan]
     query: torch.Tensor
     key: torch.Tensor

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdlink.engine.attention import QuerySpan
-from pdlink.engine.paged_cache import PagedCache
+from pdlink.engine.forward import PagedCache, QuerySpan
 from pdlink.memory.buffers import Buffer
 from tests.engine.small import BLOCK, NUM_LAYERS, oracle_model, prompt_of, rig, small_model
 
@@ -25,7 +24,6 @@ def test_every_vector_lies_where_the_layout_says(order: str, kernels: bool) -> N
     layer = 1
     cache.begin([QuerySpan(torch.tensor(blocks), 0, num_tokens)])
     cache.update(key, value, layer)
-    cache.end()
     layout = cache.layout
     assert isinstance(cache.buffer, Buffer)
     memory = cache.buffer.array

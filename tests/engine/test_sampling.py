@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from pdlink.engine.answer import choose, uniform
 from pdlink.engine.request import SamplingParams
-from pdlink.engine.sampling import choose, uniform
 from pdlink.errors import InvalidRequest
 from tests.engine.small import prompt_of, rig
 
@@ -48,7 +48,7 @@ def test_a_last_bit_of_the_logits_does_not_change_the_answer() -> None:
 
 
 def test_uniform_is_equal_in_another_process() -> None:
-    code = "from pdlink.engine.sampling import uniform; print(uniform(7, 3))"
+    code = "from pdlink.engine.answer import uniform; print(uniform(7, 3))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50)
     assert float(out.stdout) == uniform(7, 3)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pdlink.engine import tiny
-from pdlink.engine.text import Detokenizer
+from pdlink.engine.answer import Detokenizer
 
 
 @cache

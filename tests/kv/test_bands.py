@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from pdlink.errors import LayoutMismatch
-from pdlink.kv.bands import bands
-from pdlink.kv.groups import KVGroups, groups_of
+from pdlink.kv.groups import KVGroups, bands, groups_of
 from pdlink.kv.layout import KVLayout, LayerLayout, Part, paged_layout
 
 

@@ -52,7 +52,7 @@ def test_a_window_needs_its_last_tokens_and_a_state_the_last_one(
     assert GROUPS.needed(start, end) == ((start, end), window, last)
     nbytes = [one.token_nbytes for one in GROUPS.layouts]
     ranges = ((start, end), window, last)
-    assert GROUPS.nbytes(start, end) == sum(
+    assert GROUPS.nbytes_of(GROUPS.needed(start, end)) == sum(
         each * (stop - first) for each, (first, stop) in zip(nbytes, ranges, strict=True)
     )
 
@@ -74,7 +74,7 @@ def test_positions_of_several_tokens_are_needed_whole(
     fours = replace(layout(), position_tokens=4)
     both = KVGroups((fours, replace(fours, window=6, window_step=4)))
     assert both.needed(start, end) == (full, window)
-    assert both.nbytes(start, end) == (full[1] - full[0] + window[1] - window[0]) * fours.token_nbytes
+    assert both.nbytes_of(both.needed(start, end)) == (full[1] - full[0] + window[1] - window[0]) * fours.token_nbytes
 
 
 def test_every_group_gives_the_blocks_of_what_it_needs() -> None:
@@ -168,3 +168,21 @@ def test_groups_side_by_side_within_blocks_do_not_share_memory() -> None:
     assert side_by_side.overlaid == ()
     crossed = KVGroups((replace(both, layers=both.layers[:3]), replace(both, layers=both.layers[2:]), layout()))
     assert crossed.overlaid == ((0, 1),)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "blocks", "problem"),
+    [
+        (0, 8, (0, 1), ""),
+        (4, 4, (), ""),
+        (8, 4, (), "of tokens [8, 4)"),
+        (-1, 4, (0,), "of tokens [-1, 4)"),
+        (0, 8, (0,), "of 1 blocks; tokens [0, 8) take 2"),
+        (0, 8, (0, 4), "names a block outside 0..3"),
+        (0, 8, (1, 1), "names a block twice"),
+    ],
+)
+def test_offer_of_what_a_pool_cannot_have_is_named(
+    start: int, end: int, blocks: tuple[int, ...], problem: str
+) -> None:
+    assert KVGroups((replace(layout(), num_blocks=4),)).problem((blocks,), start, end) == problem

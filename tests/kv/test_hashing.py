@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdlink.kv.hashing import KEY_NBYTES, Chain, beside, chain, named, namespace
+from pdlink.kv.hashing import KEY_NBYTES, Chain, Origin, beside, chain, named, namespace
 
 BASE: dict[str, Any] = {"model": "m", "revision": "r", "dtype": "float32", "layout": "", "lora": "", "salt": ""}
 SEED = bytes(KEY_NBYTES)
@@ -26,12 +26,12 @@ KEYED = {
 
 
 def test_every_field_of_the_namespace_counts_and_none_runs_into_the_next() -> None:
-    seen = {namespace(**BASE)}
+    seen = {namespace(Origin(**BASE))}
     for field in BASE:
-        seen.add(namespace(**{**BASE, field: "other"}))
-    seen.add(namespace(**BASE, chunk_tokens=256))
-    seen.add(namespace(**{**BASE, "model": "mr", "revision": ""}))
-    seen.add(namespace(**{**BASE, "model": "", "revision": "mr"}))
+        seen.add(namespace(Origin(**{**BASE, field: "other"})))
+    seen.add(namespace(Origin(**BASE, chunk_tokens=256)))
+    seen.add(namespace(Origin(**{**BASE, "model": "mr", "revision": ""})))
+    seen.add(namespace(Origin(**{**BASE, "model": "", "revision": "mr"})))
     assert len(seen) == 1 + len(BASE) + 3
 
 
@@ -70,9 +70,9 @@ def test_a_changed_token_changes_its_block_and_all_later_ones_of_a_pass() -> Non
 
 
 def test_other_groups_of_layers_have_keys_of_their_own_from_the_same_hash() -> None:
-    keys, other = chain(SEED, range(8), 2), namespace(**{**BASE, "layout": "other"})
+    keys, other = chain(SEED, range(8), 2), namespace(Origin(**{**BASE, "layout": "other"}))
     beside_it = beside(keys, other)
-    assert len({*keys, *beside_it, *beside(keys, namespace(**BASE))}) == 12
+    assert len({*keys, *beside_it, *beside(keys, namespace(Origin(**BASE)))}) == 12
     assert beside(keys[:2], other) == beside_it[:2]
 
 
@@ -103,8 +103,8 @@ def test_a_medium_changes_the_chunk_it_begins_in_and_all_later_ones() -> None:
 
 def test_keys_are_equal_in_another_process_with_another_hash_seed() -> None:
     code = (
-        "from pdlink.kv.hashing import chain, namespace;"
-        "n = namespace(model='m', revision='r', dtype='float32', salt='s');"
+        "from pdlink.kv.hashing import Origin, chain, namespace;"
+        "n = namespace(Origin(model='m', revision='r', dtype='float32', salt='s'));"
         "print(chain(n, range(70000, 70032), 16)[-1].hex())"
     )
     answers = {
@@ -118,16 +118,18 @@ def test_keys_are_equal_in_another_process_with_another_hash_seed() -> None:
         ).stdout.strip()
         for seed in ("1", "2")
     }
-    seed = namespace(model="m", revision="r", dtype="float32", salt="s")
+    seed = namespace(Origin(model="m", revision="r", dtype="float32", salt="s"))
     assert answers == {chain(seed, range(70000, 70032), 16)[-1].hex()}
 
 
 def test_keys_do_not_change_from_one_release_to_the_next() -> None:
     """Keys name blocks on disks and in remote stores; a change here must be meant."""
-    seed = namespace(model="m", revision="r", dtype="float32")
+    seed = namespace(Origin(model="m", revision="r", dtype="float32"))
     assert seed.hex()[:16] == "a08bcbf7471bc435"
     assert chain(seed, [1, 2, 3, 4], 2)[1].hex()[:16] == "5c3f8d931d80a8ea"
-    full = namespace(model="m", revision="r", dtype="float32", layout="l", chunk_tokens=16, lora="a", salt="s")
+    full = namespace(
+        Origin(model="m", revision="r", dtype="float32", layout="l", chunk_tokens=16, lora="a", salt="s")
+    )
     assert chain(full, [0, 1, 2**32 - 1, 5], 2)[1].hex()[:16] == "72c8fc8b7dd1e2b3"
     assert chain(full, [7] * 12, 3, media=[(4, "a"), (5, "b")])[-1].hex()[:16] == "bc8a865c82818fc9"
     assert beside(chain(full, [7] * 3, 3), seed)[0].hex()[:16] == "87c7ed7ecc0386d9"

@@ -19,7 +19,7 @@ import numpy as np
 
 from pdlink.errors import PoolExhausted, RequestAborted
 from pdlink.memory.blocks import BlockPool
-from pdlink.serve.legs import DecodeLeg, PrefillLeg
+from pdlink.serve.stream import DecodeLeg, PrefillLeg
 
 from .kept import NO_BLOCKS, NUM_KEPT, KeptBlocks
 

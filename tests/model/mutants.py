@@ -14,24 +14,20 @@ from msgspec.structs import replace
 
 from pdlink.endpoint import data_path, liveness
 from pdlink.endpoint.data_path import DataPath
-from pdlink.endpoint.driver import Endpoint
+from pdlink.endpoint.driver import Endpoint, Reports
 from pdlink.endpoint.early import Early, EarlyInterest
-from pdlink.endpoint.half import EndedTransfers
-from pdlink.endpoint.incoming import Incoming
+from pdlink.endpoint.half import EndedTransfers, Transfer
 from pdlink.endpoint.order import Order
 from pdlink.endpoint.peer import Peer, PeerState
-from pdlink.endpoint.receiver import Receiver
-from pdlink.endpoint.reports import Reports
+from pdlink.endpoint.receiver import Incoming, Receiver
 from pdlink.endpoint.sender import Sender
 from pdlink.endpoint.sessions import Sessions
-from pdlink.endpoint.transfer import Transfer
 from pdlink.kv.layout import KVLayout
 from pdlink.node.port import EnginePort
 from pdlink.protocol import messages
 from pdlink.protocol.actions import End
-from pdlink.protocol.leases import Lease
 from pdlink.protocol.receiving import Receiving
-from pdlink.protocol.sending import Sending
+from pdlink.protocol.sending import Lease, Sending
 from pdlink.protocol.states import RECEIVER, ReceiverEvent, ReceiverState, SenderState
 from pdlink.reasons import Code, Reason
 from pdlink.transport.base import PeerFailed
@@ -155,7 +151,7 @@ def _no_offer(_right: Any) -> Any:
 
 def _no_reply_to_late_offers(right: Any) -> Callable[..., Any]:
     def _on_interest(self: Sender, peer: Any, transfer_id: str, offer: Any) -> None:
-        if transfer_id in self._transfers or self._ended.get(transfer_id) is None:
+        if transfer_id in self._transfers or not _has_failed(self, transfer_id):
             right(self, peer, transfer_id, offer)
 
     return _on_interest
@@ -195,9 +191,14 @@ def _again_and_again(right: Any) -> Callable[..., Any]:
     return lambda self, envelope: envelope.bodies if envelope.number < self.num_taken else right(self, envelope)
 
 
+def _has_failed(half: Any, transfer_id: str) -> bool:
+    ended = half._ended.get(transfer_id)
+    return ended is not None and ended.reason is not None
+
+
 def _take_it_again(right: Any) -> Callable[..., Any]:
     def announce(self: Sender, transfer: Any) -> None:
-        if self._ended.get(transfer.transfer_id) is not None:
+        if _has_failed(self, transfer.transfer_id):
             self._ended._forget(transfer.transfer_id)
         old = self._transfers.pop(transfer.transfer_id, None)
         if old is not None and old.peer is not None:
@@ -227,7 +228,7 @@ def _hold_given_back_too(right: Any) -> Callable[..., Any]:
         right(self, *args)
         if transfer is not None:
             held, transfer._held = transfer._held, []
-            transfer._port.pool.give_back(held)
+            transfer._half.pool.give_back(held)
 
     return method
 
@@ -243,7 +244,7 @@ def _no_silence(right: Any) -> Callable[..., Any]:
 
 def _no_quiet_for_ended(right: Any) -> Callable[..., Any]:
     def _on_stop(self: Sender, peer: Any, transfer_id: str, reason: str) -> None:
-        if self._ended.get(transfer_id) is None:
+        if not _has_failed(self, transfer_id):
             right(self, peer, transfer_id, reason)
 
     return _on_stop
@@ -251,7 +252,7 @@ def _no_quiet_for_ended(right: Any) -> Callable[..., Any]:
 
 def _refuse_ended_without_quiet(right: Any) -> Callable[..., Any]:
     def _refuse(self: Sender, peer: Any, transfer_id: str, reason: str) -> None:
-        if self._ended.get(transfer_id) is None:
+        if not _has_failed(self, transfer_id):
             right(self, peer, transfer_id, reason)
         else:
             self._sessions.send(peer, messages.Stop(transfer_id, reason))
@@ -278,7 +279,7 @@ def _from_the_first_block(right: Any) -> Callable[..., Any]:
 def _taken_back_in_name_only(_right: Any) -> Callable[..., Any]:
     def take_back(self: DataPath, transfer: Any) -> None:
         for batch in transfer.backlog.entries if transfer.backlog is not None else ():
-            self._act(transfer, transfer.machine.dropped(batch.push.push_id))
+            self._sender.act(transfer, transfer.machine.dropped(batch.push.push_id))
 
     return take_back
 

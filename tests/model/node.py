@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from pdlink.endpoint.clock import AwakeClock
+from pdlink.endpoint.data_path import Outgoing
 from pdlink.endpoint.driver import Endpoint
-from pdlink.endpoint.incoming import Incoming
-from pdlink.endpoint.outgoing import Outgoing
 from pdlink.endpoint.peer import PeerState
+from pdlink.endpoint.receiver import Incoming
 from pdlink.endpoint.sharing import Sharing
 from pdlink.errors import TransportFailure
 from pdlink.kv.groups import KVGroups
@@ -26,7 +26,7 @@ from pdlink.protocol.deadlines import Deadlines
 from pdlink.protocol.messages import VERSION, Identity
 from pdlink.protocol.states import ReceiverState, SenderState
 from pdlink.reasons import Reason
-from pdlink.serve.legs import DecodeLeg, PrefillLeg
+from pdlink.serve.stream import DecodeLeg, PrefillLeg
 from tests.loopback import LoopbackTransport
 
 from .engine import NUM_LAYERS, NUM_PARTS, ROW_NBYTES, Engine, Request, Violation, first_token, transfer_number
@@ -286,7 +286,6 @@ class _NoClient:
     num_prompt_tokens: int
     holds = False
 
-    def hold(self) -> None: ...
     def let_pass(self) -> None: ...
 
 

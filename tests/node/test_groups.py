@@ -142,7 +142,7 @@ def test_every_group_sends_what_it_keeps_and_touches_nothing_else(ends: Ends) ->
     np.testing.assert_array_equal(pages[:, others], was[:, others])
     np.testing.assert_array_equal(pages[:, 17, STATE_NBYTES:], was[:, 17, STATE_NBYTES:])
     needed = LAYERS * (TOKENS * 8 + (TOKENS - 16) * 16 + STATE_NBYTES)
-    assert outgoing.nbytes == needed == ends.decode.groups.nbytes(0, TOKENS)
+    assert outgoing.nbytes == needed == ends.decode.groups.nbytes_of(ends.decode.groups.needed(0, TOKENS))
 
 
 def test_groups_with_memory_of_their_own_are_guarded_apart() -> None:

@@ -13,9 +13,8 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 
 from pdlink.events import LayerLanded, TransferEnded
-from pdlink.observe.busy import Busy
 from pdlink.observe.metrics import DROPPED, HANDLED, StoreProcessMetrics, WorkerMetrics
-from pdlink.observe.series import Counter, Gauge, Histogram, Numbers, Registry
+from pdlink.observe.series import Busy, Counter, Gauge, Histogram, Numbers, Registry
 from pdlink_proxy.metrics import Metrics as ProxyMetrics
 from pdlink_proxy.metrics import exemplar_of
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from pdlink.protocol.leases import Lease
+from pdlink.protocol.sending import Lease
 
 
 def test_lease_ends_after_silence() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +12,7 @@ from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import paged_layout
 from pdlink.protocol import messages
 from pdlink.protocol.actions import Action, End, Fail, Push, Send
-from pdlink.protocol.sending import Sending, cut, offer_problem
+from pdlink.protocol.sending import Sending, cut
 from pdlink.protocol.states import SenderState
 from pdlink.reasons import ABORTED, Code, Reason
 
@@ -223,26 +222,6 @@ def test_end_of_a_prefill_changes_nothing_once_all_was_said() -> None:
     assert machine.ack() == [End(None)]
 
 
-@pytest.mark.parametrize(
-    ("start", "end", "blocks", "problem"),
-    [
-        (0, 8, (0, 1), ""),
-        (4, 4, (), ""),
-        (8, 4, (), "tokens [8, 4)"),
-        (-1, 4, (0,), "tokens [-1, 4)"),
-        (0, 8, (0,), "offer of 1 blocks; tokens [0, 8) take 2"),
-        (0, 8, (0, 4), "offer names a block outside 0..3"),
-        (0, 8, (1, 1), "offer names a block twice"),
-    ],
-)
-def test_offer_of_what_a_pool_cannot_have_is_named(
-    start: int, end: int, blocks: tuple[int, ...], problem: str
-) -> None:
-    found = offer_problem(messages.Offer("t", start, end, (blocks,), LAYERS), KVGroups((LAYOUT,)))
-    assert (found is not None) == bool(problem)
-    assert found is None or (found.code is Code.BAD_OFFER and found.words.startswith(problem))
-
-
 def test_news_after_the_end_changes_nothing() -> None:
     machine = sending()
     machine.stop(ABORTED)
@@ -319,7 +298,7 @@ def test_a_window_begins_where_the_receivers_blocks_do() -> None:
     machine.offer(messages.Offer("t", 0, 16, ((7,),), LAYERS), theirs)
     begun = pushes(machine.publish(((0, 0, 5, 6),), 16, 16))
     assert {(push.start, push.end, push.first) for push in begun} == {(12, 16, 12)}
-    assert machine.nbytes == 4 * TOKEN_NBYTES == theirs.nbytes(0, 16)
+    assert machine.nbytes == 4 * TOKEN_NBYTES == theirs.nbytes_of(theirs.needed(0, 16))
 
 
 def test_a_window_that_the_sender_may_have_given_up_is_not_sent() -> None:

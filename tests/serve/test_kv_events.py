@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pdlink.config import CacheConfig, KVEventsConfig, ModelConfig, TiersConfig, TransportConfig, WorkerConfig
 from pdlink.engine.request import SamplingParams
+from pdlink.kv.hashing import Chain, namespace
 from pdlink.serve.health import health
 from pdlink.serve.worker import Worker
 
@@ -45,7 +46,7 @@ def test_a_router_learns_what_lies_in_the_pool_in_memory_and_on_disk(tmp_path: P
         assert isinstance(said, list)
         subscriber = Subscriber(said[0], "kv@w@m")
         assert worker.source is not None
-        chain = worker.source.chain("", BLOCK)
+        chain = Chain(namespace(worker.source.groups[0].origin), BLOCK, CHUNK)
         chain.extend(PROMPT)
         blocks = chain.blocks
         asyncio.run(answer(worker))

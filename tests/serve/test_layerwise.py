@@ -16,8 +16,7 @@ from pdlink.node.node import Node
 from pdlink.node.port import EnginePort
 from pdlink.protocol.deadlines import Deadlines
 from pdlink.reasons import Reason
-from pdlink.serve.legs import DecodeLeg
-from pdlink.serve.stream import Stream
+from pdlink.serve.stream import DecodeLeg, Stream
 from tests.endpoint.conftest import until
 from tests.engine.small import NUM_LAYERS, Rig, oracle, prompt_of, rig
 from tests.loopback import LoopbackHub, LoopbackTransport
@@ -82,6 +81,7 @@ def link() -> Iterator[Link]:
     decode.engine.submit(
         GenerationRequest("r", PROMPT, SamplingParams(max_tokens=MAX_TOKENS), external_tokens=len(PROMPT))
     )
+    leg.submitted()
     decode.engine.step()
     for part in (part for layer in range(NUM_LAYERS) for part in decode.cache.views(layer)):
         part[list(decode.heard.tables["r"])] = float("nan")  # what has not landed would spoil the answer

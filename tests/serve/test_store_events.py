@@ -140,7 +140,7 @@ def test_what_is_evicted_from_memory_without_a_tier_below_is_not_known_any_more(
 TOKENS = tuple(range(4))
 ORIGIN = Origin("m", "r", SHAPE.dtype, SHAPE.text, 4)
 FIRST = Preimage(None, TOKENS, (), ORIGIN)
-KEYS = hashing.chain(ORIGIN.namespace, TOKENS * 2, 4)
+KEYS = hashing.chain(hashing.namespace(ORIGIN), TOKENS * 2, 4)
 SECOND = Preimage(KEYS[0], TOKENS)
 
 
@@ -153,7 +153,7 @@ SECOND = Preimage(KEYS[0], TOKENS)
         FIRST._replace(origin=ORIGIN._replace(salt="other")),
         FIRST._replace(origin=ORIGIN._replace(chunk_tokens=2)),
         Preimage(KEYS[0], TOKENS),
-        Preimage(ORIGIN.namespace, TOKENS[:3]),
+        Preimage(hashing.namespace(ORIGIN), TOKENS[:3]),
     ],
 )
 def test_a_worker_that_lies_about_tokens_loses_its_connection_and_nothing_is_told(
@@ -176,7 +176,7 @@ def test_a_worker_that_lies_about_tokens_loses_its_connection_and_nothing_is_tol
 
 def test_events_of_a_store_say_whose_model_first_blocks_are_of_and_no_more_than_was_checked(tmp_path: Path) -> None:
     salted = ORIGIN._replace(salt="s")
-    keys = [*KEYS, *hashing.chain(salted.namespace, TOKENS, 4), b"i" * 32]
+    keys = [*KEYS, *hashing.chain(hashing.namespace(salted), TOKENS, 4), b"i" * 32]
     known = [FIRST, SECOND, FIRST._replace(origin=salted), Preimage(None, (), (), ORIGIN)]
     with process(tmp_path, **publishing(tmp_path, disk=False)) as store, client(store.path) as mine:
         subscriber = Subscriber(mine.events)

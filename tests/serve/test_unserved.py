@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdlink.engine import engine
-from pdlink.engine.sampling import choose
+from pdlink.engine.answer import choose
 from pdlink.errors import InvalidRequest
 from pdlink.serve.openai import ChatRequest, CompletionRequest, parse
 from tests.serve.pair import WorkerPair

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 TOKENS = range(40)
 ORIGIN = Origin("m", "r", SHAPE.dtype, SHAPE.text, 4, "lora", "salt")
-KEYS = hashing.chain(ORIGIN.namespace, TOKENS, 4)
+KEYS = hashing.chain(hashing.namespace(ORIGIN), TOKENS, 4)
 KNOWN = {
     key: hashing.preimage(KEYS, index, TOKENS, 4, lora="lora", salt="salt", origin=ORIGIN)
     for index, key in enumerate(KEYS)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from pdlink import cli
-from pdlink.engine.models import LoadedModel, load_model
+from pdlink.engine.forward import LoadedModel
+from pdlink.engine.models import load_model
 from pdlink.node.node import Node
 from pdlink.serve.worker import Worker
 from pdlink_bench.chaos.tamper import FAULTS, LAYER_S, LinkFaults, channels, slow_down

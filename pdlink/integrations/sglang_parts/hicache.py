@@ -97,7 +97,7 @@ class HostPages:
         assert self._source is not None
         shape = RecordShape("uint8", 1, (Group("latent", (0,), 1, 1, sum(segments.nbytes)),))
         revision = f"sglang {self._revision} {name} {self._ranks.whole} {segments.form}"
-        namespace = hashing.namespace(model=self._model, revision=revision, dtype="uint8", layout=shape.text)
+        namespace = hashing.namespace(hashing.Origin(self._model, revision, "uint8", layout=shape.text))
         copy = partial(self._copy_segments, pool, segments)
         records = PageRecords(self._source.store, shape, WHOLE, namespace, copy, self._source.lookup_timeout_s)
         self.others[name] = Pool(pool, records, host_pool.page_tokens(pool))
@@ -184,7 +184,7 @@ def open_records(
     assert source is not None, "the settings want a store"
     group, copy = source.groups[0], partial(copy_pages, source)
     records = PageRecords(
-        source.store, group.shape, group.share, group.origin.namespace, copy, source.lookup_timeout_s
+        source.store, group.shape, group.share, hashing.namespace(group.origin), copy, source.lookup_timeout_s
     )
     return source, records
 

@@ -1,6 +1,6 @@
 """The blocks that each peer may write now, looked up for every run before it is placed. Pure.
 
-The same rule as `csrc/tcp/guard.h`: a byte belongs to a block by the bands of the layout (`pdlink/kv/bands.py`), and
+The same rule as `csrc/tcp/guard.h`: a byte belongs to a block by the bands of the layout (`pdlink/kv/groups.py`), and
 a block is open to one peer at most.
 """
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdlink.errors import ProtocolError
-from pdlink.kv.bands import bands
+from pdlink.kv.groups import bands
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

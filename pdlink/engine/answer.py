@@ -1,4 +1,10 @@
-"""Token ids → text, piece by piece, as a function of the token list alone.
+"""From logits to an answer: the next token, and the text of all of them. Both without state that a process keeps: the
+same row, seed and index give the same token anywhere, and the same tokens the same text.
+
+A link needs more than a seeded generator: prefill draws token 0 in one process and decode the next ones in another,
+and the two compute logits that may differ in the last bits. So the random number comes from a hash of (seed, index),
+and it picks from the cumulative distribution in order of token ids, where a small change of the logits moves only
+the borders. In order of probability two near-equal tokens could swap places and change the whole answer.
 
 Prefill turns token 0 into text and decode starts again from token 0 with the same prompt, so both must print the
 same. Two things hold text back: a character whose bytes are not all there yet, and an end of the text that may turn
@@ -7,10 +13,15 @@ out to be the beginning of a stop string.
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from pdlink.engine.request import SamplingParams
 
 _CONTEXT_TOKENS = 8
 """Tokens decoded together with the next ones. One is needed where a tokenizer drops the space of a text's first
@@ -21,6 +32,37 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _INCOMPLETE_CHARS = 3
 """A UTF-8 character that lacks its last byte has at most three others, each shown as a replacement character by
 byte-fallback decoders; byte-level ones show one for all."""
+
+
+def choose(logits: torch.Tensor, sampling: SamplingParams, index: int) -> int:
+    """The token at output position `index`. logits: [vocab_size], finite maximum."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    scaled = logits.double()
+    probabilities = ((scaled - scaled.max()) / sampling.temperature).softmax(-1)
+    if sampling.top_p < 1:
+        probabilities = _nucleus(probabilities, sampling.top_p)
+    cumulative = probabilities.cumsum(-1)
+    target = uniform(sampling.seed, index) * float(cumulative[-1])
+    chosen = int(torch.searchsorted(cumulative, target, right=True))
+    # The product can round up to the total, past the last token that has any probability.
+    return chosen if chosen < len(cumulative) else int(probabilities.nonzero()[-1])
+
+
+def uniform(seed: int, index: int) -> float:
+    """A number in [0, 1) that depends on (seed, index) alone, equal on every machine and library version."""
+    digest = blake2b(f"{seed}:{index}".encode(), digest_size=8, person=b"pdlink-sample").digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def _nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Zero for all but the fewest likeliest tokens that together reach `top_p`."""
+    ordered, tokens = probabilities.sort(descending=True, stable=True)
+    before = ordered.cumsum(-1) - ordered
+    kept = torch.zeros_like(probabilities)
+    inside = before < top_p  # the likeliest token always is
+    kept[tokens[inside]] = ordered[inside]
+    return kept
 
 
 class Detokenizer:
