@@ -148,15 +148,15 @@ class TransferMetrics:
         self.handlers: Handlers = {
             LayerLanded: self._landed,
             TransferEnded: self._ended,
-            PeerChanged: lambda event: self.peers.inc(event.state),
-            MessageDropped: lambda event: self.dropped.inc(event.reason),
-            HandlingFailed: lambda event: self.handling.inc(event.what),
+            PeerChanged: lambda event: self.peers.add(1, event.state),
+            MessageDropped: lambda event: self.dropped.add(1, event.reason),
+            HandlingFailed: lambda event: self.handling.add(1, event.what),
         }
 
     def _landed(self, event: LayerLanded) -> None:
         lane = event.transport or "unknown"
         self.nbytes.add(event.nbytes, lane)
-        self.layers.inc(lane)
+        self.layers.add(1, lane)
         if (busy := self._busy.get(lane)) is None:
             busy = self._busy[lane] = Busy()
         self.busy.add(busy.add(event.submitted_s, event.at_s), lane)
@@ -168,9 +168,9 @@ class TransferMetrics:
         code = Reason.of(event.reason).code if event.reason else Code.OTHER
         if code is Code.NOT_NEEDED:
             state = "unneeded"
-        self.transfers.inc(event.side, state)
+        self.transfers.add(1, event.side, state)
         if state == "failed":
-            self.failures.inc(event.side, code)
+            self.failures.add(1, event.side, code)
         self.life.observe(event.at_s - event.started_s, event.side, exemplar=exemplar)
         if event.exposed_s is not None:
             self.exposed.observe(event.exposed_s, exemplar=exemplar)
@@ -209,11 +209,11 @@ class EngineMetrics:
         )
         self.handlers: Handlers = {
             RequestEnded: self._ended,
-            FallbackUsed: lambda event: self.fallbacks.inc(event.kind, event.reason),
+            FallbackUsed: lambda event: self.fallbacks.add(1, event.kind, event.reason),
         }
 
     def _ended(self, event: RequestEnded) -> None:
-        self.requests.inc(event.role, event.outcome)
+        self.requests.add(1, event.role, event.outcome)
         self.tokens.add(event.prompt_tokens, "prompt")
         self.tokens.add(event.completion_tokens, "completion")
         if event.first_token_s is not None:
@@ -313,8 +313,8 @@ class StoreMetrics:
         self.handlers: Handlers = {
             PrefixFound: self._found,
             KVCopied: self._copied,
-            WriteDropped: lambda event: self.writes_dropped.inc(event.tier),
-            PromptSourced: lambda event: self.choices.inc(event.reason),
+            WriteDropped: lambda event: self.writes_dropped.add(1, event.tier),
+            PromptSourced: lambda event: self.choices.add(1, event.reason),
             RecordsChanged: self._changed,
             TierCalled: self._called,
         }

@@ -100,9 +100,6 @@ class Metric:
 class Counter(Metric):
     kind = "counter"
 
-    def inc(self, *labels: str) -> None:
-        (self._values.get(labels) or self.series(*labels))[0] += 1
-
     def add(self, number: float, *labels: str) -> None:
         (self._values.get(labels) or self.series(*labels))[0] += number
 

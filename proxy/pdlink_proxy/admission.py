@@ -239,7 +239,7 @@ class Admission:
             self._count_fallback("retry", "a leg was lost")
         if action.why is Why.RECOVER:
             self._count_fallback("recovered", "decode was lost in the middle of a stream")
-        shared.metrics.attempts.inc(action.why.value)
+        shared.metrics.attempts.add(1, action.why.value)
         self.chosen = {Leg.DECODE: decode} if prefill is None else {Leg.PREFILL: prefill, Leg.DECODE: decode}
         self.placed_s = self._loop.time()
         self._note_placed(prefill, decode)
@@ -248,7 +248,7 @@ class Admission:
         return Placed(prefill.work.key, decode.work.key)
 
     def _count_fallback(self, kind: str, reason: str) -> None:
-        self._shared.metrics.fallbacks.inc(kind)
+        self._shared.metrics.fallbacks.add(1, kind)
         emit(FallbackUsed(kind=kind, reason=reason))
 
 

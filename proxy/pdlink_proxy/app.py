@@ -168,13 +168,13 @@ class Router:
         call = await entry.checked(request)
         if isinstance(call, web.Response):
             call.headers["X-Request-Id"] = headers["X-Request-Id"]
-            self.services.metrics.requests.inc("unavailable" if call.status == 503 else "rejected")
+            self.services.metrics.requests.add(1, "unavailable" if call.status == 503 else "rejected")
             return reworded(request.path, call)
         if entry.limits is not None:
             asked = wanted(call, None)
             if (refusal := entry.over_limit(request, asked.total_tokens)) is not None:
                 refusal.headers["X-Request-Id"] = headers["X-Request-Id"]
-                self.services.metrics.requests.inc("rejected")
+                self.services.metrics.requests.add(1, "rejected")
                 return reworded(request.path, refusal)
         if call.path in PATHS:
             headers = {**own_headers(self.services, request), **headers}

@@ -47,10 +47,10 @@ def keep(
             waited_s=total_s,
         )
     )
-    metrics.requests.inc(outcome)
+    metrics.requests.add(1, outcome)
     metrics.duration.observe(total_s, outcome, exemplar=exemplar)
     if outcome in _WITH_TOKENS:
-        metrics.kv.inc(kv_path.path_of(kv))
+        metrics.kv.add(1, kv_path.path_of(kv))
         metrics.stages.observe_each(stages)
     if record.per_token_s is not None:
         metrics.per_token.observe(record.per_token_s)

@@ -89,7 +89,7 @@ class PassThrough:
             outcome = Outcome.CLIENT_LEFT
             raise
         finally:
-            services.metrics.requests.inc(outcome.value)
+            services.metrics.requests.add(1, outcome.value)
         if not answer.prepared:
             answer.headers.setdefault("X-Request-Id", headers["X-Request-Id"])
         return reworded(request.path, answer)
@@ -306,7 +306,7 @@ class _Count:
     def failed(self, reason: str) -> None:
         """By the worker's own fault."""
         self._well = False
-        self._shared.metrics.leg_failures.inc(self._worker.side.value, reason)
+        self._shared.metrics.leg_failures.add(1, self._worker.side.value, reason)
 
     def lost(self, loss: Loss) -> None:
         self.failed(loss.value)

@@ -298,7 +298,7 @@ class Request:
 
     def _blame(self, action: BlameLeg) -> None:
         reason = action.reason.value if isinstance(action.reason, Loss) else str(action.reason)
-        self._shared.metrics.leg_failures.inc(action.leg.value, reason)
+        self._shared.metrics.leg_failures.add(1, action.leg.value, reason)
         attempt = self._attempts[action.attempt]
         run = attempt.legs[action.leg]
         worker, run.fate = run.worker, reason

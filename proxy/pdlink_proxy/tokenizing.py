@@ -93,7 +93,7 @@ class Tokenizing:
             if known is None or known.share < ENOUGH:
                 if asked is not None:
                     return self._answered(request, known, asked)
-                self._counted.inc("not_asked")
+                self._counted.add(1, "not_asked")
         self._take(request, known)
         return None
 
@@ -101,7 +101,7 @@ class Tokenizing:
         self, request: PlacementRequest, known: KnownIds | None, asked: asyncio.Task[Tokens | None]
     ) -> None:
         found = await self._wait(asked)
-        self._counted.inc("asked" if found is not None else "late")
+        self._counted.add(1, "asked" if found is not None else "late")
         if found is not None:
             request.known_ids, request.num_tokens = found, max(1, len(found))
         else:
@@ -109,7 +109,7 @@ class Tokenizing:
 
     def _take(self, request: PlacementRequest, known: KnownIds | None) -> None:
         if known is not None:
-            self._counted.inc("known")
+            self._counted.add(1, "known")
             request.known_ids, request.num_tokens = known.ids, max(1, round(len(known.ids) / known.share))
 
     def placed(self, request: PlacementRequest) -> None:
@@ -157,7 +157,7 @@ class Tokenizing:
         if found is not None:
             self.known.note(text, nbytes, found)
         else:
-            self._counted.inc("failed")
+            self._counted.add(1, "failed")
         return found
 
     async def _of_worker(self, worker: Worker, text: Text) -> Tokens | None:
