@@ -125,7 +125,10 @@ def sglang(asked: Asked, executable: str) -> ServerCommand:
         read_token(asked.token_file, "--token")
         settings["security.token_file"] = asked.token_file
     load(SglangConfig, environment={}, flags=settings)
-    environment = {f"PDLINK_{key.upper().replace('.', '__')}": str(value) for key, value in settings.items()}
+    environment = {
+        f"PDLINK_{key.upper().replace('.', '__')}": value if isinstance(value, str) else json.dumps(value)
+        for key, value in settings.items()
+    }
     return ServerCommand(
         (
             *(executable, "serve", "--model-path", asked.model),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pdlink.cli import main
-from pdlink.config import ProxyConfig, load
+from pdlink.config import ProxyConfig, SglangConfig, load
 from pdlink.endpoint.token import credentials_of, http_key_of
 
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -88,6 +88,15 @@ def test_sglang_reads_its_settings_from_the_environment(capsys: pytest.CaptureFi
     ]
     assert server[-2:] == ["--tp", "2"]
     assert proxy[:6] == ["pdlink", "proxy", "--dialect", "sglang", "--decode", "http://10.0.0.2:8200"]
+
+
+def test_a_setting_of_null_or_false_is_the_same_to_sglang(capsys: pytest.CaptureFixture[str]) -> None:
+    """It reads its environment as YAML, in which Python's None is a word."""
+    more = [part for each in ("timeline=null", "layerwise=false") for part in ("--set", each)]
+    server, _ = printed(capsys, "sglang", "decode", "M", "--listen", "127.0.0.1", *more, "--")
+    environment = dict(word.split("=", 1) for word in server if word.startswith("PDLINK_"))
+    found = load(SglangConfig, environment=environment)
+    assert (found.timeline, found.layerwise) == (None, False)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
