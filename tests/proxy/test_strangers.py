@@ -8,12 +8,14 @@ import logging
 from typing import TYPE_CHECKING
 
 import msgspec
+from aiohttp.http_exceptions import BadHttpMessage
 
+from pdlink.api.openai import parse
 from pdlink.api.presence import WorkerLoad
 from pdlink.protocol.auth import AllowList
 from pdlink_proxy.beats import Beats
 from pdlink_proxy.discovery.roll import MAX_UNPROVEN
-from pdlink_proxy.few_lines import LINES, WINDOW_S, FewLines
+from pdlink_proxy.few_lines import LINES, WINDOW_S, FewLines, http_logger
 from pdlink_proxy.page.routes import state_of
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.watching import LEAST_S
@@ -30,6 +32,26 @@ def test_lines_beyond_a_few_are_left_out_and_counted() -> None:
     assert [few.admits(1.0) for _ in range(LINES + 5)] == [""] * LINES + [None] * 5
     assert few.admits(1.0 + WINDOW_S) == " (5 such lines were left out)"
     assert few.admits(1.0 + 2 * WINDOW_S) == ""
+
+
+def test_where_our_own_code_has_failed_reaches_the_log_without_what_was_sent(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logging.getLogger("pdlink.proxy.http").filters.clear()
+    logger, sent = http_logger(), "/" + "s" * 9
+    try:
+        parse(sent, b'{"model": "m"}')  # a KeyError of ours
+    except KeyError:
+        logger.exception("Error handling request")
+    try:
+        raise BadHttpMessage(sent)
+    except BadHttpMessage:
+        logger.exception("Error handling request")
+    ours, theirs = (record.getMessage() for record in caplog.records)
+    assert "Error handling request: KeyError\n" in ours
+    assert "pdlink/api/openai.py" in ours
+    assert theirs == "Error handling request: BadHttpMessage"
+    assert sent not in ours
 
 
 async def garbage(proxy: Proxy, data: bytes) -> bytes:
