@@ -45,8 +45,8 @@ class Copier:
         what it is said to be, NameTaken, PeerUnusable.
         """
 
-    def submit(self, peer: str, pieces: Sequence[tuple[int, int, int, int, _Runs]], timeout_s: float) -> int:
-        """Queue one batch; pieces are (src_region, src_base, dst_region, dst_base, runs). Returns its ticket.
+    def submit(self, peer: str, lists: Sequence[tuple[int, int, int, int, _Runs]], timeout_s: float) -> int:
+        """Queue one batch; lists are (src_region, src_base, dst_region, dst_base, runs). Returns its ticket.
 
         The runs are checked and copied without the GIL. Raises ValueError, PeerUnusable.
         """
@@ -54,8 +54,8 @@ class Copier:
     def computing(self, on: bool) -> None:
         """While on, the second thread begins nothing."""
 
-    def slices_taken(self) -> tuple[int, int]:
-        """Slices of a quarter megabyte that the first and the second thread have copied or begun to."""
+    def ranges_taken(self) -> tuple[int, int]:
+        """Ranges of runs, a quarter megabyte each, that the first and the second thread have copied or begun to."""
 
     def connected(self, peer: str) -> bool: ...
     def poll(self) -> list[_Report]:
@@ -66,7 +66,7 @@ class Copier:
 
     def close_peer(self, peer: str) -> None: ...
     def close(self, grace_s: float) -> None:
-        """Close every peer, wait at most `grace_s` for writers that are in the middle of a slice, end the threads."""
+        """Close every peer, wait at most `grace_s` for writers that are in the middle of a range, end the threads."""
 
 def memcpy_runs(dst: _Bytes, src: _Bytes, runs: _Runs) -> None:
     """Copy every run with memcpy in the calling thread, without the GIL. Raises ValueError for a run outside."""

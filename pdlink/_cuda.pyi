@@ -15,7 +15,7 @@ _Gate = tuple[int, int, int, bytes]
 THREADS: int
 """Of a block, in every kernel."""
 
-class Place:
+class Strides:
     """Where the rows of one side lie. Strides and addresses in bytes.
 
     The byte of (layer, part, slot, head) is at base + layer * layer_stride + part * part_stride + (slot //
@@ -54,8 +54,8 @@ class Launch:
         """The kernel's only argument."""
 
 def plan_reshape(
-    src: Place,
-    dst: Place,
+    src: Strides,
+    dst: Strides,
     *,
     num_tokens: int,
     num_layers: int = 1,
@@ -84,16 +84,16 @@ def fatbin() -> bytes:
 def divide(divisor: int, n: int) -> int:
     """n // divisor as the kernels do it."""
 
-class RowQueue:
-    """What has not been launched of a batch, as rows of source address, destination address and length."""
+class RunQueue:
+    """What has not been launched of a batch, as runs: source address, destination address, length."""
 
     def __init__(
         self,
-        pieces: Sequence[tuple[int, int, int, int, NDArray[np.int64]]],
+        lists: Sequence[tuple[int, int, int, int, NDArray[np.int64]]],
         local: Sequence[tuple[int, int]],
         remote: Sequence[tuple[int, int]],
     ) -> None:
-        """pieces: as in `_copy.Copier.submit`; local, remote: address and bytes of each region.
+        """lists: as in `_copy.Copier.submit`; local, remote: address and bytes of each region.
 
         Neighbours are joined. Raises ValueError for a run outside its region.
         """
@@ -105,7 +105,7 @@ class RowQueue:
         """Of the whole batch."""
 
 class Launcher:
-    """Puts into one stream, each with everything it asks of the driver in one call; any thread may call."""
+    """Launches into one stream, each with everything it asks of the driver in one call; any thread may call."""
 
     def __init__(self, library: str, context: int, kernel: int, work: int, bell: int) -> None:
         """Handles of the driver: context, the kernel "pdlink_runs", the stream of the launches and another one.
@@ -113,17 +113,17 @@ class Launcher:
         Raises RuntimeError if `library` has not what is needed.
         """
 
-    def put(
-        self, rows: RowQueue, slice_nbytes: int, host: int, device: int, nbytes: int, event: int
+    def launch_runs(
+        self, runs: RunQueue, launch_nbytes: int, host: int, device: int, nbytes: int, event: int
     ) -> tuple[str, int]:
-        """Launch about `slice_nbytes` of `rows` and record `event`; the list is kept in `nbytes` of pinned memory.
+        """Launch about `launch_nbytes` of `runs` and record `event`; the list is kept in `nbytes` of pinned memory.
 
         Returns the call that failed and its number, or "" and 0. Unless it is "cuEventRecord", nothing was launched
         then.
         """
 
     def ring_after(self, event: int, fd: int) -> tuple[str, int]:
-        """Make an eventfd readable when `event` is reached; not after a fault. Returns as `put` does."""
+        """Make an eventfd readable when `event` is reached; not after a fault. Returns as `launch_runs` does."""
 
 class GateOwner:
     """The gate in front of memory of ours that one peer may write (`csrc/common/gate.h`)."""

@@ -62,8 +62,8 @@ class Engine:
     def connect(self, peer: str, host: str, port: int, session: int, token: bytes, regions: Sequence[int]) -> None:
         """Begin to connect to a numeric address. Raises NameTaken, PeerUnusable, OSError, ValueError."""
 
-    def submit(self, peer: str, pieces: Sequence[tuple[int, int, int, int, _Runs]], timeout_s: float) -> int:
-        """Queue one batch; pieces are (src_region, src_base, dst_region, dst_base, runs). Returns its ticket.
+    def submit(self, peer: str, lists: Sequence[tuple[int, int, int, int, _Runs]], timeout_s: float) -> int:
+        """Queue one batch; lists are (src_region, src_base, dst_region, dst_base, runs). Returns its ticket.
 
         The runs are checked and copied without the GIL. Raises ValueError, PeerUnusable.
         """

@@ -79,10 +79,10 @@ class Engine:
     def submit(
         self,
         peer: str,
-        pieces: Sequence[tuple[int, int, int, int, np.ndarray[tuple[int, int], np.dtype[np.int64]]]],
+        lists: Sequence[tuple[int, int, int, int, np.ndarray[tuple[int, int], np.dtype[np.int64]]]],
         timeout_s: float,
     ) -> int:
-        """Queue a batch; its ticket. pieces: source region and base, destination region and base, runs [n, 3].
+        """Queue a batch; its ticket. lists: source region and base, destination region and base, runs [n, 3].
 
         Raises ValueError for a run outside its region (then nothing is written) and PeerUnusable.
         """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdlink.capabilities import Reach
-    from pdlink.kv.layout import Piece, RunArray
+    from pdlink.kv.layout import RunArray, RunList
     from pdlink.memory.buffers import AnyBuffer, HostBuffer
 
 _Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -46,7 +46,7 @@ class Link:
 
 
 @dataclass(eq=False)
-class Flight:
+class OpenBatch:
     """One batch on its way."""
 
     link: Link
@@ -67,27 +67,27 @@ class LoopbackHub:
 
     Without any fault a batch is copied and reported inside `submit()`. The faults:
 
-    hold        While `hold` is true, a submitted batch stays in `flights` and no byte of it moves. `step()` lands
-                the next run of the oldest flight (its last one reports the batch OK), `land(flight, n)` the next n
-                runs of any flight, `deliver_all()` everything.
-    delay       `land(flight, report=False)` lands bytes without ever reporting; `report(flight)` does that later.
+    hold        While `hold` is true, a submitted batch stays in `open_batches` and no byte of it moves. `step()`
+                lands the next run of the oldest batch (its last one reports the batch OK), `land(batch, n)` the next
+                n runs of any batch, `deliver_all()` everything.
+    delay       `land(batch, report=False)` lands bytes without ever reporting; `report(batch)` does that later.
     fail_next   The next `n` batches submitted fail with nothing written, and their peer with them.
-    tear        `tear(flight, n)` lands n runs, then fails the peer: a destination half old, half new.
+    tear        `tear(batch, n)` lands n runs, then fails the peer: a destination half old, half new.
     fail_peer   The connection of a transport to a peer breaks: PeerFailed, and every open batch is reported.
-    advance     Time passes; a flight whose deadline is reached is a TIMEOUT and fails its peer.
-    stop        A transport's process is stopped (SIGSTOP) in the middle of a run: its flights do not move, it reports
+    advance     Time passes; a batch whose deadline is reached is a TIMEOUT and fails its peer.
+    stop        A transport's process is stopped (SIGSTOP) in the middle of a run: its batches do not move, it reports
                 nothing, and the owner's PeerClosed waits. `resume` lets the run that was under way land (into memory
                 that the owner has closed but not yet been told it may reuse), then the gate blocks the rest.
     kill        A transport's process is gone: its writers see PeerFailed, it reports nothing any more, and owners it
                 was writing to need not wait for it.
-    stale_write A run of a flight is stored although its batch may long be over. A shut gate blocks it.
+    stale_write A run of a batch is stored although that may long be over. A shut gate blocks it.
     """
 
     hold: bool = False
     fail_next: int = 0
     now_s: float = 0.0
     """The hub's clock, on which deadlines and the times in reports are."""
-    flights: list[Flight] = field(default_factory=list)
+    open_batches: list[OpenBatch] = field(default_factory=list)
     """Batches that were submitted and not reported, oldest first."""
     _invitations: dict[bytes, Link] = field(default_factory=dict, init=False, repr=False)
     _num_invited: int = field(default=0, init=False, repr=False)
@@ -95,42 +95,42 @@ class LoopbackHub:
     _lock: threading.RLock = field(default_factory=threading.RLock, init=False, repr=False)
 
     def step(self) -> bool:
-        """Land the next run of the oldest flight that can move; False if there is none."""
+        """Land the next run of the oldest batch that can move; False if there is none."""
         with self._lock:
-            for flight in self.flights:
-                if self._moves(flight):
-                    self.land(flight, 1)
+            for batch in self.open_batches:
+                if self._moves(batch):
+                    self.land(batch, 1)
                     return True
             return False
 
     def deliver_all(self) -> None:
         """Land and report everything that can move."""
         with self._lock:
-            for flight in list(self.flights):
-                self.land(flight)
+            for batch in list(self.open_batches):
+                self.land(batch)
 
-    def land(self, flight: Flight, num_runs: int | None = None, *, report: bool = True) -> None:
-        """Store the next `num_runs` runs of a flight (None: the rest), and report it OK if that was the last one."""
+    def land(self, batch: OpenBatch, num_runs: int | None = None, *, report: bool = True) -> None:
+        """Store the next `num_runs` runs of a batch (None: the rest), and report it OK if that was the last one."""
         with self._lock:
-            if not self._moves(flight):
+            if not self._moves(batch):
                 return
-            end = len(flight.runs) if num_runs is None else min(len(flight.runs), flight.num_landed + num_runs)
-            while flight.num_landed < end:
-                if not self._store(flight, flight.num_landed):
-                    self.fail_peer(flight.link, "peer closed", BatchStatus.CANCELLED)
+            end = len(batch.runs) if num_runs is None else min(len(batch.runs), batch.num_landed + num_runs)
+            while batch.num_landed < end:
+                if not self._store(batch, batch.num_landed):
+                    self.fail_peer(batch.link, "peer closed", BatchStatus.CANCELLED)
                     return
-                flight.num_landed += 1
-            if report and flight.num_landed == len(flight.runs):
-                self._finish(flight, BatchStatus.OK, "")
+                batch.num_landed += 1
+            if report and batch.num_landed == len(batch.runs):
+                self._finish(batch, BatchStatus.OK, "")
 
-    def report(self, flight: Flight) -> None:
-        """Report a flight whose bytes have landed (see `land(report=False)`)."""
-        self.land(flight, 0)
+    def report(self, batch: OpenBatch) -> None:
+        """Report a batch whose bytes have landed (see `land(report=False)`)."""
+        self.land(batch, 0)
 
-    def tear(self, flight: Flight, num_runs: int, reason: str = "torn") -> None:
+    def tear(self, batch: OpenBatch, num_runs: int, reason: str = "torn") -> None:
         with self._lock:
-            self.land(flight, min(num_runs, len(flight.runs)), report=False)
-            self.fail_peer(flight.link, reason)
+            self.land(batch, min(num_runs, len(batch.runs)), report=False)
+            self.fail_peer(batch.link, reason)
 
     def fail_peer(self, link: Link, reason: str, status: BatchStatus = BatchStatus.PEER_FAILED) -> None:
         """Break a connection, as its writer sees it."""
@@ -142,37 +142,37 @@ class LoopbackHub:
                 return
             writer._failed[link.writer_peer] = reason
             writer._tell(PeerFailed(link.writer_peer, reason))
-            for flight in [flight for flight in self.flights if flight.link is link]:
-                late = status is BatchStatus.TIMEOUT and flight.deadline_s > self.now_s
-                self._finish(flight, BatchStatus.PEER_FAILED if late else status, reason)
+            for batch in [batch for batch in self.open_batches if batch.link is link]:
+                late = status is BatchStatus.TIMEOUT and batch.deadline_s > self.now_s
+                self._finish(batch, BatchStatus.PEER_FAILED if late else status, reason)
 
     def advance(self, seconds: float) -> None:
         """Let time pass and deadlines with it."""
         with self._lock:
             self.now_s += seconds
-            for flight in list(self.flights):
-                if flight.deadline_s <= self.now_s and self._moves(flight):
-                    self.fail_peer(flight.link, "batch deadline passed", BatchStatus.TIMEOUT)
+            for batch in list(self.open_batches):
+                if batch.deadline_s <= self.now_s and self._moves(batch):
+                    self.fail_peer(batch.link, "batch deadline passed", BatchStatus.TIMEOUT)
 
     def stop(self, transport: LoopbackTransport) -> None:
         with self._lock:
             transport._stopped = True
-            for flight in self.flights:
-                if flight.link.writer is transport and not flight.link.shut:
-                    flight.link.busy = True
+            for batch in self.open_batches:
+                if batch.link.writer is transport and not batch.link.shut:
+                    batch.link.busy = True
 
     def resume(self, transport: LoopbackTransport) -> None:
         with self._lock:
             transport._stopped = False
             resumed: list[Link] = []
-            for flight in list(self.flights):
-                link = flight.link
+            for batch in list(self.open_batches):
+                link = batch.link
                 if link.writer is not transport or not link.busy or link in resumed:
                     continue
                 resumed.append(link)
-                if flight.num_landed < len(flight.runs):
-                    self._copy(flight, flight.num_landed)
-                    flight.num_landed += 1
+                if batch.num_landed < len(batch.runs):
+                    self._copy(batch, batch.num_landed)
+                    batch.num_landed += 1
             for link in resumed:
                 link.busy = False
                 self._settle(link.owner, link.owner_peer)
@@ -188,17 +188,17 @@ class LoopbackHub:
     def kill(self, transport: LoopbackTransport) -> None:
         with self._lock:
             transport._dead = True
-            self.flights = [flight for flight in self.flights if flight.link.writer is not transport]
+            self.open_batches = [batch for batch in self.open_batches if batch.link.writer is not transport]
             for link in list(transport._out.values()):
                 link.busy = False
                 self._settle(link.owner, link.owner_peer)
             for link in list(transport._in.values()):
                 self.fail_peer(link, "process has ended")
 
-    def stale_write(self, flight: Flight, run: int = 0) -> bool:
+    def stale_write(self, batch: OpenBatch, run: int = 0) -> bool:
         """Try to store a run once more, whatever became of its batch; True if it got through."""
         with self._lock:
-            return self._store(flight, run)
+            return self._store(batch, run)
 
     def links(self, transport: LoopbackTransport) -> dict[str, Link]:
         """What a transport may write through, by its name for the peer: the handles for `fail_peer`."""
@@ -206,34 +206,32 @@ class LoopbackHub:
 
     # What the transports call, with the lock held.
 
-    def _moves(self, flight: Flight) -> bool:
-        writer = flight.link.writer
-        return not flight.reported and writer is not None and not writer._stopped and not writer._dead
+    def _moves(self, batch: OpenBatch) -> bool:
+        writer = batch.link.writer
+        return not batch.reported and writer is not None and not writer._stopped and not writer._dead
 
-    def _store(self, flight: Flight, run: int) -> bool:
-        if flight.link.shut:
+    def _store(self, batch: OpenBatch, run: int) -> bool:
+        if batch.link.shut:
             return False
-        self._copy(flight, run)
+        self._copy(batch, run)
         return True
 
-    def _copy(self, flight: Flight, run: int) -> None:
-        if flight.link.owner._dead:
+    def _copy(self, batch: OpenBatch, run: int) -> None:
+        if batch.link.owner._dead:
             return  # its memory went with it
-        destination, source = flight.runs[run]
+        destination, source = batch.runs[run]
         destination[:] = source
 
-    def _finish(self, flight: Flight, status: BatchStatus, detail: str) -> None:
-        """Report a flight, once."""
-        if flight.reported:
+    def _finish(self, batch: OpenBatch, status: BatchStatus, detail: str) -> None:
+        """Report a batch, once."""
+        if batch.reported:
             return
-        flight.reported = True
-        self.flights.remove(flight)
-        link = flight.link
+        batch.reported = True
+        self.open_batches.remove(batch)
+        link = batch.link
         if link.writer is not None:
             link.writer._tell(
-                BatchDone(
-                    flight.ticket, link.writer_peer, status, flight.nbytes, flight.submitted_s, self.now_s, detail
-                )
+                BatchDone(batch.ticket, link.writer_peer, status, batch.nbytes, batch.submitted_s, self.now_s, detail)
             )
 
     def _settle(self, transport: LoopbackTransport, peer: str) -> None:
@@ -317,7 +315,7 @@ class LoopbackTransport(Transport):
             link.writer, link.writer_peer = self, peer
             self._out[peer] = link
 
-    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
+    def submit(self, peer: str, lists: Sequence[RunList], timeout_s: float) -> int:
         """As in the contract; copies and reports at once unless the hub says otherwise."""
         hub = self.hub
         with hub._lock:
@@ -327,17 +325,17 @@ class LoopbackTransport(Transport):
                 raise TransportFailure(f"no open peer {peer}")
             if peer in self._failed:
                 raise TransportFailure(f"peer {peer} has failed: {self._failed[peer]}")
-            runs = [run for piece in pieces for run in _views(piece, self._regions, link.regions)]
+            runs = [run for run_list in lists for run in _views(run_list, self._regions, link.regions)]
             hub._num_submitted += 1
             nbytes = sum(len(destination) for destination, _ in runs)
-            flight = Flight(link, hub._num_submitted, runs, nbytes, hub.now_s, hub.now_s + timeout_s)
-            hub.flights.append(flight)
+            batch = OpenBatch(link, hub._num_submitted, runs, nbytes, hub.now_s, hub.now_s + timeout_s)
+            hub.open_batches.append(batch)
             if hub.fail_next > 0:
                 hub.fail_next -= 1
                 hub.fail_peer(link, "injected failure")
             elif not hub.hold:
-                hub.land(flight)
-            return flight.ticket
+                hub.land(batch)
+            return batch.ticket
 
     def poll(self) -> list[Occurrence]:
         with self.hub._lock:
@@ -382,8 +380,8 @@ class LoopbackTransport(Transport):
                 self._event_fd = None
 
     def _end_outgoing(self, peer: str) -> None:
-        for flight in [flight for flight in self.hub.flights if flight.link is self._out.get(peer)]:
-            self.hub._finish(flight, BatchStatus.CANCELLED, "closed by this side")
+        for batch in [batch for batch in self.hub.open_batches if batch.link is self._out.get(peer)]:
+            self.hub._finish(batch, BatchStatus.CANCELLED, "closed by this side")
 
     def _tell(self, occurrence: Occurrence) -> None:
         if not self._happened and self._event_fd is not None:
@@ -399,16 +397,18 @@ LOOPBACK = LoopbackTransport(LoopbackHub()).capabilities
 """What a peer says of it."""
 
 
-def _views(piece: Piece, src_regions: Sequence[_Bytes], dst_regions: Sequence[_Bytes]) -> list[tuple[_Bytes, _Bytes]]:
+def _views(
+    run_list: RunList, src_regions: Sequence[_Bytes], dst_regions: Sequence[_Bytes]
+) -> list[tuple[_Bytes, _Bytes]]:
     """(destination, source) views of every run. Raises ValueError for one that is outside."""
-    src = _region("source", src_regions, piece.src_region)
-    dst = _region("destination", dst_regions, piece.dst_region)
+    src = _region("source", src_regions, run_list.src_region)
+    dst = _region("destination", dst_regions, run_list.dst_region)
     return [
         (
-            _span("destination", dst, piece.dst_base + dst_offset, nbytes),
-            _span("source", src, piece.src_base + src_offset, nbytes),
+            _span("destination", dst, run_list.dst_base + dst_offset, nbytes),
+            _span("source", src, run_list.src_base + src_offset, nbytes),
         )
-        for src_offset, dst_offset, nbytes in _rows(piece.runs)
+        for src_offset, dst_offset, nbytes in _rows(run_list.runs)
     ]
 
 

@@ -18,7 +18,7 @@ from pdlink.transport.base import BatchDone, BatchStatus, Occurrence, Transport
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-    from pdlink.kv.layout import Piece, RunArray
+    from pdlink.kv.layout import RunArray, RunList
     from pdlink.memory.buffers import AnyBuffer
 
 
@@ -46,11 +46,11 @@ class ForeignTransport(Transport):
         self._buffer = buffer
         return 0
 
-    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
+    def submit(self, peer: str, lists: Sequence[RunList], timeout_s: float) -> int:
         # The arrays of runs stay in the sender's plan, so their addresses are theirs alone.
-        key = tuple((piece.src_base, piece.dst_base, piece.runs.ctypes.data, len(piece.runs)) for piece in pieces)
+        key = tuple((one.src_base, one.dst_base, one.runs.ctypes.data, len(one.runs)) for one in lists)
         if key not in self._prepared:
-            runs = np.concatenate([piece.runs + (piece.src_base, piece.dst_base, 0) for piece in pieces])
+            runs = np.concatenate([one.runs + (one.src_base, one.dst_base, 0) for one in lists])
             self._prepared[key] = int(runs[:, 2].sum()), self.prepare(runs)
         self._next_ticket += 1
         self.push(self._next_ticket, peer, *self._prepared[key], timeout_s)

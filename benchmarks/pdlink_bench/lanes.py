@@ -109,9 +109,9 @@ class LaneSender(_End):
 
     def push_whole(self, timeout_s: float) -> float:
         """Seconds from one submit of everything to the moment all of it is known to have landed."""
-        pieces = [piece for layer in range(self.workload.num_layers) for piece in self.plan.pieces(layer)]
+        lists = [one for layer in range(self.workload.num_layers) for one in self.plan.run_lists(layer)]
         start_s = time.monotonic()
-        ticket = self.transport.submit(RECEIVER, pieces, timeout_s)
+        ticket = self.transport.submit(RECEIVER, lists, timeout_s)
         self._wait({ticket}, start_s + timeout_s)
         return time.monotonic() - start_s
 
@@ -119,7 +119,7 @@ class LaneSender(_End):
         """Seconds for all layers when each one waits for the one before to have landed."""
         start_s = time.monotonic()
         for layer in range(self.workload.num_layers):
-            ticket = self.transport.submit(RECEIVER, self.plan.pieces(layer), timeout_s)
+            ticket = self.transport.submit(RECEIVER, self.plan.run_lists(layer), timeout_s)
             self._wait({ticket}, start_s + timeout_s)
         return time.monotonic() - start_s
 
@@ -131,7 +131,7 @@ class LaneSender(_End):
             ready_s = start_s + (layer + 1) * layer_s
             while (left_s := ready_s - time.monotonic()) > 0:
                 self._collect(open_tickets, left_s)
-            open_tickets.add(self.transport.submit(RECEIVER, self.plan.pieces(layer), timeout_s))
+            open_tickets.add(self.transport.submit(RECEIVER, self.plan.run_lists(layer), timeout_s))
         self._wait(open_tickets, ready_s + timeout_s)
         return time.monotonic() - ready_s
 
@@ -177,8 +177,8 @@ class Ceiling:
         workload = self.cases[case]
         fill_source(self.src.array, workload)
         plan = workload.plan()
-        pieces = (piece for layer in range(workload.num_layers) for piece in plan.pieces(layer))
-        self.runs = np.concatenate([piece.runs + (piece.src_base, piece.dst_base, 0) for piece in pieces])
+        lists = (one for layer in range(workload.num_layers) for one in plan.run_lists(layer))
+        self.runs = np.concatenate([one.runs + (one.src_base, one.dst_base, 0) for one in lists])
 
     def store_kind(self) -> str:
         """The instruction set of the non-temporal stores."""

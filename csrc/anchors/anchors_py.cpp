@@ -16,15 +16,15 @@ namespace {
 
 template <typename Writer>
 std::uint32_t declare(Writer& writer, const PyRuns& runs) {
-    std::vector<Put> puts;
-    puts.reserve(runs.shape(0));
+    std::vector<Run> found;
+    found.reserve(runs.shape(0));
     for (std::size_t i = 0; i < runs.shape(0); ++i) {
         const std::int64_t* run = runs.data() + 3 * i;
-        puts.push_back({static_cast<std::uint64_t>(run[0]), static_cast<std::uint64_t>(run[1]),
-                        static_cast<std::uint64_t>(run[2]), 0, 0});
+        found.push_back({static_cast<std::uint64_t>(run[0]), static_cast<std::uint64_t>(run[1]),
+                         static_cast<std::uint64_t>(run[2]), 0, 0});
     }
     const nb::gil_scoped_release release;
-    return writer.declare(puts);
+    return writer.declare(found);
 }
 
 std::string text(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }

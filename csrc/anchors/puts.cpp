@@ -62,11 +62,11 @@ PutSource::~PutSource() {
     while (under_way_ > 0 && now_s() < deadline_s) ucx_.ucp_worker_progress(worker_);
 }
 
-std::uint32_t PutSource::declare(const std::vector<Put>& puts) {
-    for (const Put& put : puts)
-        if (put.src > nbytes_ || put.nbytes > nbytes_ - put.src)
+std::uint32_t PutSource::declare(const std::vector<Run>& runs) {
+    for (const Run& run : runs)
+        if (run.src > nbytes_ || run.nbytes > nbytes_ - run.src)
             throw std::invalid_argument("a run lies outside of the buffer");
-    batches_.push_back(puts);
+    batches_.push_back(runs);
     return static_cast<std::uint32_t>(batches_.size() - 1);
 }
 
@@ -76,7 +76,7 @@ void PutSource::push(std::uint32_t batch, double timeout_s) {
     ucp_request_param_t put = param;
     put.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH;
     put.memh = region_.memh;
-    for (const Put& each : batches_.at(batch)) {
+    for (const Run& each : batches_.at(batch)) {
         if (under_way_ >= kWindow) wait_below(kWindow, deadline_s);
         started(ucx_.ucp_put_nbx(ep_, reinterpret_cast<const void*>(base_ + each.src), each.nbytes,
                                  remote_base_ + each.dst, rkey_, &put));

@@ -52,7 +52,7 @@ class PutSource : public PutSide {
               const std::string& address, const std::string& rkey, std::uintptr_t remote_base);
     ~PutSource();
 
-    std::uint32_t declare(const std::vector<Put>& puts);
+    std::uint32_t declare(const std::vector<Run>& runs);
     // Put every run and flush. Throws std::runtime_error.
     void push(std::uint32_t batch, double timeout_s);
 
@@ -68,7 +68,7 @@ class PutSource : public PutSide {
     ucp_rkey_h rkey_ = nullptr;
     std::uint64_t under_way_ = 0;
     ucs_status_t problem_ = UCS_OK;
-    std::vector<std::vector<Put>> batches_;
+    std::vector<std::vector<Run>> batches_;
 };
 
 }  // namespace pdlink::anchors

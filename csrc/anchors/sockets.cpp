@@ -24,7 +24,7 @@ struct Header {
     std::uint32_t num_runs;
 };
 
-struct Place {
+struct Target {
     std::uint64_t dst;
     std::uint64_t nbytes;
 };
@@ -53,36 +53,36 @@ void tune(int fd, const std::string& congestion) {
         fail(congestion.c_str());
 }
 
-// Moves every byte of the pieces by calls of at most kIovsPerCall of them; false if the other side has hung up.
+// Moves every byte of the iovecs by calls of at most kIovsPerCall of them; false if the other side has hung up.
 template <typename Call>
-bool move_all(std::vector<iovec>& pieces, Call call) {
+bool move_all(std::vector<iovec>& iovecs, Call call) {
     std::size_t next = 0;
-    while (next < pieces.size()) {
+    while (next < iovecs.size()) {
         msghdr message{};
-        message.msg_iov = pieces.data() + next;
-        message.msg_iovlen = std::min(kIovsPerCall, pieces.size() - next);
+        message.msg_iov = iovecs.data() + next;
+        message.msg_iovlen = std::min(kIovsPerCall, iovecs.size() - next);
         const ssize_t done = call(&message);
         if (done < 0 && errno == EINTR) continue;
         if (done < 0) fail("moving bytes");
         if (done == 0) return false;
         std::size_t left = static_cast<std::size_t>(done);
-        while (next < pieces.size() && left >= pieces[next].iov_len) left -= pieces[next++].iov_len;
+        while (next < iovecs.size() && left >= iovecs[next].iov_len) left -= iovecs[next++].iov_len;
         if (left > 0) {
-            pieces[next].iov_base = static_cast<std::byte*>(pieces[next].iov_base) + left;
-            pieces[next].iov_len -= left;
+            iovecs[next].iov_base = static_cast<std::byte*>(iovecs[next].iov_base) + left;
+            iovecs[next].iov_len -= left;
         }
     }
     return true;
 }
 
-bool receive(int fd, std::vector<iovec> pieces) {
-    return move_all(pieces, [fd](msghdr* message) { return ::recvmsg(fd, message, 0); });
+bool receive(int fd, std::vector<iovec> iovecs) {
+    return move_all(iovecs, [fd](msghdr* message) { return ::recvmsg(fd, message, 0); });
 }
 
 bool receive(int fd, void* data, std::size_t nbytes) { return receive(fd, {{data, nbytes}}); }
 
-void send(int fd, std::vector<iovec> pieces) {
-    move_all(pieces, [fd](msghdr* message) { return ::sendmsg(fd, message, MSG_NOSIGNAL); });
+void send(int fd, std::vector<iovec> iovecs) {
+    move_all(iovecs, [fd](msghdr* message) { return ::sendmsg(fd, message, MSG_NOSIGNAL); });
 }
 
 void set_timeout(int fd, double seconds) {
@@ -141,12 +141,12 @@ void SocketReader::serve_connection(int fd) {
 }
 
 bool SocketReader::learn(int fd, std::uint64_t num_runs) {
-    std::vector<Place> places(num_runs);
-    if (!receive(fd, places.data(), places.size() * sizeof(Place))) return false;
-    std::vector<iovec>& pieces = batches_.emplace_back();
-    for (const Place& place : places) {
-        if (place.dst > nbytes_ || place.nbytes > nbytes_ - place.dst) return false;
-        pieces.push_back({reinterpret_cast<void*>(base_ + place.dst), place.nbytes});
+    std::vector<Target> targets(num_runs);
+    if (!receive(fd, targets.data(), targets.size() * sizeof(Target))) return false;
+    std::vector<iovec>& iovecs = batches_.emplace_back();
+    for (const Target& target : targets) {
+        if (target.dst > nbytes_ || target.nbytes > nbytes_ - target.dst) return false;
+        iovecs.push_back({reinterpret_cast<void*>(base_ + target.dst), target.nbytes});
     }
     return true;
 }
@@ -160,27 +160,27 @@ SocketWriter::SocketWriter(std::uintptr_t base, std::uint64_t nbytes, std::uint1
         fail("connecting to 127.0.0.1");
 }
 
-std::uint32_t SocketWriter::declare(const std::vector<Put>& puts) {
-    std::vector<Place> places;
-    std::vector<iovec> pieces;
-    for (const Put& put : puts) {
-        if (put.src > nbytes_ || put.nbytes > nbytes_ - put.src)
+std::uint32_t SocketWriter::declare(const std::vector<Run>& runs) {
+    std::vector<Target> targets;
+    std::vector<iovec> iovecs;
+    for (const Run& run : runs) {
+        if (run.src > nbytes_ || run.nbytes > nbytes_ - run.src)
             throw std::invalid_argument("a run lies outside of the buffer");
-        places.push_back({put.dst, put.nbytes});
-        pieces.push_back({reinterpret_cast<void*>(base_ + put.src), put.nbytes});
+        targets.push_back({run.dst, run.nbytes});
+        iovecs.push_back({reinterpret_cast<void*>(base_ + run.src), run.nbytes});
     }
-    Header header{static_cast<std::uint32_t>(batches_.size()), static_cast<std::uint32_t>(puts.size())};
-    send(socket_.get(), {{&header, sizeof header}, {places.data(), places.size() * sizeof(Place)}});
-    batches_.push_back(std::move(pieces));
+    Header header{static_cast<std::uint32_t>(batches_.size()), static_cast<std::uint32_t>(runs.size())};
+    send(socket_.get(), {{&header, sizeof header}, {targets.data(), targets.size() * sizeof(Target)}});
+    batches_.push_back(std::move(iovecs));
     return header.batch;
 }
 
 void SocketWriter::push(std::uint32_t batch, double timeout_s) {
     set_timeout(socket_.get(), timeout_s);
     Header header{batch, 0};
-    std::vector<iovec> pieces{{&header, sizeof header}};
-    pieces.insert(pieces.end(), batches_.at(batch).begin(), batches_.at(batch).end());
-    send(socket_.get(), std::move(pieces));
+    std::vector<iovec> iovecs{{&header, sizeof header}};
+    iovecs.insert(iovecs.end(), batches_.at(batch).begin(), batches_.at(batch).end());
+    send(socket_.get(), std::move(iovecs));
     std::uint8_t landed = 0;
     if (!receive(socket_.get(), &landed, sizeof landed)) {
         errno = ECONNRESET;

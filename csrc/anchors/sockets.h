@@ -49,8 +49,8 @@ class SocketWriter {
   public:
     SocketWriter(std::uintptr_t base, std::uint64_t nbytes, std::uint16_t port, const std::string& congestion);
 
-    // Tell the reader where these puts go; returns the number of the batch.
-    std::uint32_t declare(const std::vector<Put>& puts);
+    // Tell the reader where these runs go; returns the number of the batch.
+    std::uint32_t declare(const std::vector<Run>& runs);
     // Send a batch and wait until it lies in the reader's memory. Throws std::system_error.
     void push(std::uint32_t batch, double timeout_s);
     std::string congestion() const { return tcp::congestion_of(socket_.get()); }

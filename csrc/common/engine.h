@@ -129,7 +129,7 @@ class Engine {
     }
 
     // Queue one batch and return its ticket. Throws std::invalid_argument for a run outside its region, Unusable.
-    std::uint64_t submit(const std::string& name, std::span<const Piece> pieces, double timeout_s) {
+    std::uint64_t submit(const std::string& name, std::span<const RunList> lists, double timeout_s) {
         refuse_fork();
         if (std::isnan(timeout_s)) throw std::invalid_argument("timeout_s is not a number");
         std::list<Batch> one(1);
@@ -140,7 +140,7 @@ class Engine {
         const auto reach = self().reach(to_write(name));
         const std::vector<Extent> local = regions_;
         lock.unlock();
-        batch.fill(pieces, local, reach);
+        batch.fill(lists, local, reach);
 
         lock.lock();
         Peer& peer = to_write(name);  // a name is not used twice, so it is the peer whose regions were looked at

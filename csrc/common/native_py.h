@@ -1,4 +1,4 @@
-// How pieces come from Python, and reports and errors get there: the same for every engine with an Outbox.
+// How lists come from Python, and reports and errors get there: the same for every engine with an Outbox.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -22,13 +22,13 @@ namespace pdlink {
 namespace nb = nanobind;
 
 using PyRuns = nb::ndarray<const std::int64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
-using PyPiece = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, PyRuns>;
+using PyRunList = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, PyRuns>;
 
-// As long as `pieces` are there.
-inline std::vector<Piece> views_of(const std::vector<PyPiece>& pieces) {
-    std::vector<Piece> views;
-    views.reserve(pieces.size());
-    for (const auto& [src_region, src_base, dst_region, dst_base, runs] : pieces)
+// As long as `lists` are there.
+inline std::vector<RunList> views_of(const std::vector<PyRunList>& lists) {
+    std::vector<RunList> views;
+    views.reserve(lists.size());
+    for (const auto& [src_region, src_base, dst_region, dst_base, runs] : lists)
         views.push_back({src_region, src_base, dst_region, dst_base, runs.data(), runs.shape(0)});
     return views;
 }
@@ -65,12 +65,12 @@ nb::class_<Engine> add_engine(nb::module_& m, const char* name) {
     return nb::class_<Engine>(m, name)
         .def(
             "submit",
-            [](Engine& engine, const std::string& peer, const std::vector<PyPiece>& pieces, double timeout_s) {
-                const std::vector<Piece> views = views_of(pieces);
+            [](Engine& engine, const std::string& peer, const std::vector<PyRunList>& lists, double timeout_s) {
+                const std::vector<RunList> views = views_of(lists);
                 const nb::gil_scoped_release release;
                 return engine.submit(peer, views, timeout_s);
             },
-            "peer"_a, "pieces"_a.noconvert(), "timeout_s"_a)
+            "peer"_a, "lists"_a.noconvert(), "timeout_s"_a)
         .def(
             "connected", [](Engine& engine, const std::string& peer) { return engine.connected(peer); }, "peer"_a,
             Unlocked())

@@ -1,4 +1,4 @@
-// One batch of byte runs, cut into slices to copy, and its progress.
+// One batch of byte runs, cut into ranges to copy, and its progress.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@
 namespace pdlink::copy {
 
 // 256 KiB takes 15 to 40 microseconds; gate, clock and mutex around it about a tenth of one.
-constexpr std::size_t kSliceNbytes = std::size_t{256} << 10;
+constexpr std::size_t kRangeNbytes = std::size_t{256} << 10;
 
 struct Run {
     std::byte* dst;
@@ -24,9 +24,9 @@ struct Run {
 };
 
 // Neighbouring runs of a batch, of which the first and the last may be in part. One thread copies it.
-struct Slice {
+struct RunRange {
     std::size_t first;
-    std::size_t first_done;  // bytes of it that belong to slices before
+    std::size_t first_done;  // bytes of it that belong to ranges before
     std::size_t last;        // the first run that is not copied in full
     std::size_t last_done;   // bytes of it that are
     std::uint64_t nbytes;
@@ -38,18 +38,18 @@ class Batch : public BatchBase {
 
     bool memory_grew = false;  // the peer's, since the batch before
 
-    // Throws as check_piece. What is written to stays mapped while the peer can be written to.
-    void fill(std::span<const Piece> pieces, std::span<const Extent> local,
+    // Throws as check_list. What is written to stays mapped while the peer can be written to.
+    void fill(std::span<const RunList> lists, std::span<const Extent> local,
               const std::shared_ptr<PeerMemory>& memory);
 
-    // An empty batch has one slice, like any other short one.
+    // An empty batch has one range, like any other short one.
     bool all_taken() const { return begun_ && next_ == runs.size(); }
     bool landed() const { return all_taken() && num_open_ == 0; }
 
-    // The next slice of about `budget_nbytes`. This bounds the time between two checks of gate, deadline and other
+    // The next range of about `budget_nbytes`. This bounds the time between two checks of gate, deadline and other
     // peers, so long runs are cut, and short ones count as at least a cache line each.
-    Slice take(std::size_t budget_nbytes) {
-        Slice slice{next_, done_, 0, 0, 0};
+    RunRange take(std::size_t budget_nbytes) {
+        RunRange range{next_, done_, 0, 0, 0};
         begun_ = true;
         ++num_open_;
         const auto cost = [](std::size_t nbytes) { return nbytes < kLeastCostNbytes ? kLeastCostNbytes : nbytes; };
@@ -58,38 +58,38 @@ class Batch : public BatchBase {
         std::size_t left = run == end ? 0 : run->nbytes - done_;
         while (run != end && cost(left) <= budget_nbytes) {
             budget_nbytes -= cost(left);
-            slice.nbytes += left;
+            range.nbytes += left;
             done_ = 0;
             if (++run != end) left = run->nbytes;
         }
         next_ = static_cast<std::size_t>(run - runs.data());
         if (run != end && left > budget_nbytes) {
-            slice.nbytes += budget_nbytes;
+            range.nbytes += budget_nbytes;
             done_ += budget_nbytes;
         }
-        slice.last = next_;
-        slice.last_done = done_;
-        return slice;
+        range.last = next_;
+        range.last_done = done_;
+        return range;
     }
 
     // Touches nothing that `take` changes, so both may be called at once.
-    void copy(const Slice& slice) const {
-        std::size_t at = slice.first_done;
-        for (std::size_t i = slice.first; i < slice.last; ++i, at = 0) {
+    void copy(const RunRange& range) const {
+        std::size_t at = range.first_done;
+        for (std::size_t i = range.first; i < range.last; ++i, at = 0) {
             if (i + kPrefetchAhead < runs.size()) {
                 const Run& ahead = runs[i + kPrefetchAhead];
                 prefetch_run(ahead.src, ahead.nbytes);
             }
             copy_run(runs[i].dst + at, runs[i].src + at, runs[i].nbytes - at);
         }
-        if (slice.last_done > at) {
-            const Run& run = runs[slice.last];
-            copy_run(run.dst + at, run.src + at, slice.last_done - at);
+        if (range.last_done > at) {
+            const Run& run = runs[range.last];
+            copy_run(run.dst + at, run.src + at, range.last_done - at);
         }
     }
 
-    // A slice that was taken has been copied, and is visible.
-    void slice_landed() { --num_open_; }
+    // A range that was taken has been copied, and is visible.
+    void range_landed() { --num_open_; }
 
   private:
     static constexpr std::size_t kLeastCostNbytes = 64;

@@ -14,18 +14,18 @@ constexpr std::uint64_t kWakeSecondNbytes = std::uint64_t{1} << 20;
 
 }  // namespace
 
-void Batch::fill(std::span<const Piece> pieces, std::span<const Extent> local,
+void Batch::fill(std::span<const RunList> lists, std::span<const Extent> local,
                  const std::shared_ptr<PeerMemory>& memory) {
     const std::vector<Extent> remote = memory->extents(memory_grew);
     std::size_t num_runs = 0;
-    for (const Piece& piece : pieces) num_runs += piece.num_runs;
+    for (const RunList& list : lists) num_runs += list.num_runs;
     runs.reserve(num_runs);
-    for (std::size_t p = 0; p < pieces.size(); ++p) {
-        const Bases bases = check_piece(pieces[p], p, local, remote);
+    for (std::size_t p = 0; p < lists.size(); ++p) {
+        const Bases bases = check_list(lists[p], p, local, remote);
         auto* dst = reinterpret_cast<std::byte*>(bases.dst);
         const auto* src = reinterpret_cast<const std::byte*>(bases.src);
-        const std::int64_t* run = pieces[p].runs;
-        for (std::size_t i = 0; i < pieces[p].num_runs; ++i, run += 3) {
+        const std::int64_t* run = lists[p].runs;
+        for (std::size_t i = 0; i < lists[p].num_runs; ++i, run += 3) {
             runs.push_back({dst + run[1], src + run[0], static_cast<std::size_t>(run[2])});
             nbytes += static_cast<std::uint64_t>(run[2]);
         }
@@ -80,11 +80,11 @@ bool Copier::at_once(Peer& peer, Batch& batch) {
     if (batch.memory_grew) peer.prepared = false;
     peer.waiting_nbytes += batch.nbytes;
     if (peer.batches.size() == 1 && batch.nbytes <= kAtOnceNbytes && peer.prepared && batch.deadline_s > now_s()) {
-        const Slice slice = batch.take(kSliceNbytes);
-        peer.waiting_nbytes -= slice.nbytes;
-        peer.refused = !copied(*peer.memory, batch, slice);
+        const RunRange range = batch.take(kRangeNbytes);
+        peer.waiting_nbytes -= range.nbytes;
+        peer.refused = !copied(*peer.memory, batch, range);
         if (!peer.refused) {
-            batch.slice_landed();
+            batch.range_landed();
             report_landed(peer);
             if (peer.batches.empty()) return true;
         }
@@ -93,10 +93,10 @@ bool Copier::at_once(Peer& peer, Batch& batch) {
     return false;
 }
 
-std::array<std::uint64_t, 2> Copier::slices_taken() {
+std::array<std::uint64_t, 2> Copier::ranges_taken() {
     if (forked()) return {};
     const std::lock_guard lock(mutex_);
-    return slices_taken_;
+    return ranges_taken_;
 }
 
 void Copier::keep_out(Peer& peer) {

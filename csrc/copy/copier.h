@@ -1,20 +1,20 @@
 // `Copier`: copies batches of runs into the memory of peers on this host, and fences peers from our memory
 // (common/engine.h); optionally with a second thread that only copies.
 //
-// Order. A batch is copied in slices of a quarter megabyte. Around every slice stands the gate of the destination
-// (common/gate.h): enter, copy, fence, leave. Between slices the thread looks at deadlines, at closed gates, at
+// Order. A batch is copied in ranges of a quarter megabyte. Around every range stands the gate of the destination
+// (common/gate.h): enter, copy, fence, leave. Between ranges the thread looks at deadlines, at closed gates, at
 // the descriptors of the peers' lives and at the other peers, which take turns. So after any failure at most one more
-// slice is copied, and another peer waits for at most one slice. The caller itself copies a small batch that nothing
+// range is copied, and another peer waits for at most one range. The caller itself copies a small batch that nothing
 // precedes, under the mutex: waking the thread would take longer.
 //
-// The second thread takes slices like the first: under the same mutex, through the same gate, of the next peer in
+// The second thread takes ranges like the first: under the same mutex, through the same gate, of the next peer in
 // turn. Large batches wake it; it sleeps while `computing` reserves a core for a prefill. The first thread alone
-// handles deadlines, failures and ends: it marks the peer, so that no more slices are taken, and waits for the slice
-// in progress before it reports, unmaps or forgets anything. The thread that lands the last slice reports the batch,
+// handles deadlines, failures and ends: it marks the peer, so that no more ranges are taken, and waits for the range
+// in progress before it reports, unmaps or forgets anything. The thread that lands the last range reports the batch,
 // in the order of submission.
 //
 // The memory of a failed peer is unmapped at once, which frees a dead process's pool; a closed peer is quiet when its
-// own gate is: it is in no slice of a copy into our memory any more, or has ended.
+// own gate is: it is in no range of a copy into our memory any more, or has ended.
 #pragma once
 
 #include <algorithm>
@@ -38,9 +38,9 @@ namespace pdlink::copy {
 struct Peer : PeerBase<Batch> {
     using PeerBase::PeerBase;
     std::unique_ptr<GateOwner> gate;     // invited
-    std::shared_ptr<PeerMemory> memory;  // connected and not failed; shared with the slices in progress
-    std::uint64_t waiting_nbytes = 0;    // of the batches, in no slice yet
-    std::size_t num_copying = 0;         // slices in progress
+    std::shared_ptr<PeerMemory> memory;  // connected and not failed; shared with the ranges in progress
+    std::uint64_t waiting_nbytes = 0;    // of the batches, in no range yet
+    std::size_t num_copying = 0;         // ranges in progress
     bool prepared = false;
     bool refused = false;  // the gate was shut
     bool in_turn = false;  // is in turns_
@@ -48,9 +48,9 @@ struct Peer : PeerBase<Batch> {
     bool invited() const { return gate != nullptr; }
     bool dialed() const { return memory != nullptr; }
     bool connected() const { return memory != nullptr; }
-    bool has_slices() const { return !batches.empty() && !batches.back().all_taken(); }
-    // The batch that the next slice is of.
-    auto next_slice() {
+    bool has_ranges() const { return !batches.empty() && !batches.back().all_taken(); }
+    // The batch that the next range is of.
+    auto next_range() {
         return std::ranges::find_if(batches, [](const Batch& one) { return !one.all_taken(); });
     }
 };
@@ -68,10 +68,10 @@ class Copier final : public Engine<Copier, Peer, Batch> {
     // Map a peer's memory. Throws as PeerMemory, and NameTaken.
     void connect(const std::string& peer, std::int64_t pid, const std::vector<PeerFile>& files, const GateName& gate);
 
-    // While on, the second thread takes no slice. Costs one store; from any thread.
+    // While on, the second thread takes no range. Costs one store; from any thread.
     void computing(bool on) { computing_ = on; }
-    // Slices that the first and the second thread have taken.
-    std::array<std::uint64_t, 2> slices_taken();
+    // Ranges that the first and the second thread have taken.
+    std::array<std::uint64_t, 2> ranges_taken();
 
   private:
     friend Base;
@@ -83,7 +83,7 @@ class Copier final : public Engine<Copier, Peer, Batch> {
         bool sleeps = false;
         bool ends = false;
         std::condition_variable much_to_copy;
-        std::condition_variable slice_ended;
+        std::condition_variable range_ended;
     };
 
     static constexpr double kBusyWait_s = 0.001;
@@ -100,15 +100,15 @@ class Copier final : public Engine<Copier, Peer, Batch> {
     void serve(Peer& peer, Lock& lock);
     static bool may_copy(Peer& peer, double now);
     Peer* next_to_copy();
-    void copy_slice(Peer& peer, Who who, Lock& lock);
-    // Copy a slice through the gate of its destination. False if that was shut.
-    static bool copied(PeerMemory& memory, const Batch& batch, const Slice& slice);
+    void copy_range(Peer& peer, Who who, Lock& lock);
+    // Copy a range through the gate of its destination. False if that was shut.
+    static bool copied(PeerMemory& memory, const Batch& batch, const RunRange& range);
     void report_landed(Peer& peer);
     void take_turn(Peer& peer);
 
     std::atomic<bool> computing_ = false;
     std::deque<Peer*> turns_;  // peers with something to do, in order
-    std::array<std::uint64_t, 2> slices_taken_{};
+    std::array<std::uint64_t, 2> ranges_taken_{};
     // Leaked in a forked child, where condition variables wait for ever.
     std::unique_ptr<Second> second_;
 };

@@ -159,9 +159,9 @@ NB_MODULE(_copy, m) {
         .def("invite", &invite, "peer"_a)
         .def("connect", &connect, "peer"_a, "pid"_a, "regions"_a, "gate"_a)
         .def("computing", &Copier::computing, "on"_a)
-        .def("slices_taken",
+        .def("ranges_taken",
              [](Copier& copier) {
-                 const auto taken = copier.slices_taken();
+                 const auto taken = copier.ranges_taken();
                  return nb::make_tuple(taken[0], taken[1]);
              })
         .def(

@@ -6,11 +6,11 @@
 
 namespace pdlink::copy {
 
-bool Copier::copied(PeerMemory& memory, const Batch& batch, const Slice& slice) {
+bool Copier::copied(PeerMemory& memory, const Batch& batch, const RunRange& range) {
     if (!memory.gate().enter()) return false;
     {
         const TouchesPages pages;
-        batch.copy(slice);
+        batch.copy(range);
         store_fence();
     }
     memory.gate().leave();
@@ -35,7 +35,7 @@ void Copier::heard(void* what, std::uint32_t, Lock& lock) {
         fail(peer, "process " + std::to_string(peer.memory->pid()) + " has ended", Outcome::kPeerFailed, lock);
 }
 
-// One turn: prepare some of the peer's pages, or copy one slice.
+// One turn: prepare some of the peer's pages, or copy one range.
 void Copier::serve(Peer& peer, Lock& lock) {
     if (!peer.memory || peer.closing) return;
     if (peer.refused) {
@@ -48,14 +48,14 @@ void Copier::serve(Peer& peer, Lock& lock) {
         peer.prepared = !more;
         if (more || !peer.batches.empty()) take_turn(peer);
     } else if (may_copy(peer, now_s())) {
-        copy_slice(peer, kFirst, lock);
+        copy_range(peer, kFirst, lock);
     }
 }
 
-// A failed or closing peer gets no more slices; wait for the slice that the second thread may be copying. Afterwards
+// A failed or closing peer gets no more ranges; wait for the range that the second thread may be copying. Afterwards
 // only this thread changes the peer's batches.
 void Copier::stop(Peer& peer, Lock& lock) {
-    if (second_) second_->slice_ended.wait(lock, [&] { return peer.num_copying == 0; });
+    if (second_) second_->range_ended.wait(lock, [&] { return peer.num_copying == 0; });
     peer.waiting_nbytes = 0;
 }
 
@@ -83,28 +83,28 @@ void Copier::cleanup(Lock& lock) {
 
 // ---- both threads -----------------------------------------------------------------------------------------------
 
-// Whether a peer that is neither failed nor closing has a slice that is not late.
+// Whether a peer that is neither failed nor closing has a range that is not late.
 bool Copier::may_copy(Peer& peer, double now) {
-    return peer.memory && peer.prepared && !peer.refused && peer.usable() && peer.has_slices() &&
-           peer.next_slice()->deadline_s > now;
+    return peer.memory && peer.prepared && !peer.refused && peer.usable() && peer.has_ranges() &&
+           peer.next_range()->deadline_s > now;
 }
 
-// Copy the next slice of a peer that has one.
-void Copier::copy_slice(Peer& peer, Who who, Lock& lock) {
-    Batch& batch = *peer.next_slice();
-    const Slice slice = batch.take(kSliceNbytes);
+// Copy the next range of a peer that has one.
+void Copier::copy_range(Peer& peer, Who who, Lock& lock) {
+    Batch& batch = *peer.next_range();
+    const RunRange range = batch.take(kRangeNbytes);
     const std::shared_ptr<PeerMemory> memory = peer.memory;
-    peer.waiting_nbytes -= slice.nbytes;
+    peer.waiting_nbytes -= range.nbytes;
     ++peer.num_copying;
-    ++slices_taken_[who];
-    if (peer.has_slices()) take_turn(peer);  // now, for the other thread
+    ++ranges_taken_[who];
+    if (peer.has_ranges()) take_turn(peer);  // now, for the other thread
     lock.unlock();
-    const bool entered = copied(*memory, batch, slice);
+    const bool entered = copied(*memory, batch, range);
     lock.lock();
     --peer.num_copying;
-    if (who == kSecond) second_->slice_ended.notify_one();
+    if (who == kSecond) second_->range_ended.notify_one();
     if (entered) {
-        batch.slice_landed();
+        batch.range_landed();
         report_landed(peer);
     } else {
         peer.refused = true;
@@ -126,7 +126,7 @@ void Copier::run_second() {
     Lock lock(mutex_);
     while (!second_->ends) {
         if (Peer* peer = computing_ ? nullptr : next_to_copy()) {
-            copy_slice(*peer, kSecond, lock);
+            copy_range(*peer, kSecond, lock);
         } else {
             second_->sleeps = true;
             second_->much_to_copy.wait(lock);

@@ -15,8 +15,8 @@
 #include "common/gate_py.h"
 #include "common/native_py.h"
 #include "cuda/fatbin.h"
+#include "cuda/launcher.h"
 #include "cuda/launches.h"
-#include "cuda/puts.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -24,19 +24,19 @@ using namespace nb::literals;
 namespace pdlink::cuda {
 namespace {
 
-Place make_place(std::uint64_t base, std::uint64_t table, std::uint64_t alignment, std::int64_t layer_stride,
-                 std::int64_t part_stride, std::int64_t block_stride, std::int64_t token_stride,
-                 std::int64_t head_stride, std::uint32_t block_tokens, std::uint64_t slots, std::int64_t first_slot,
-                 std::int64_t num_slots) {
+Strides make_strides(std::uint64_t base, std::uint64_t table, std::uint64_t alignment, std::int64_t layer_stride,
+                     std::int64_t part_stride, std::int64_t block_stride, std::int64_t token_stride,
+                     std::int64_t head_stride, std::uint32_t block_tokens, std::uint64_t slots,
+                     std::int64_t first_slot, std::int64_t num_slots) {
     if (block_tokens == 0 || block_tokens > 1u << 31) throw std::invalid_argument("block_tokens must be 1 .. 2^31");
-    Place place;
-    place.alignment = alignment;
-    place.side = {base,        table, layer_stride, part_stride, block_stride,         token_stride,
-                  head_stride, slots, first_slot,   num_slots,   Divider(block_tokens)};
-    return place;
+    Strides strides;
+    strides.alignment = alignment;
+    strides.side = {base,        table, layer_stride, part_stride, block_stride,         token_stride,
+                    head_stride, slots, first_slot,   num_slots,   Divider(block_tokens)};
+    return strides;
 }
 
-std::vector<Launch> plan(const Place& src, const Place& dst, std::uint64_t num_tokens, std::uint32_t num_layers,
+std::vector<Launch> plan(const Strides& src, const Strides& dst, std::uint64_t num_tokens, std::uint32_t num_layers,
                          std::uint32_t num_parts, std::uint32_t num_heads, std::uint64_t head_nbytes,
                          std::uint64_t refused, std::uint32_t max_strands) {
     Request request;
@@ -70,11 +70,11 @@ std::vector<Extent> extents_of(const Extents& given) {
     return extents;
 }
 
-RowQueue* make_rows(const std::vector<PyPiece>& pieces, const Extents& local, const Extents& remote) {
-    const auto views = views_of(pieces);
+RunQueue* make_queue(const std::vector<PyRunList>& lists, const Extents& local, const Extents& remote) {
+    const auto views = views_of(lists);
     const std::vector<Extent> from = extents_of(local), to = extents_of(remote);
     const nb::gil_scoped_release release;
-    return new RowQueue(plan_puts(views, from, to));
+    return new RunQueue(join_runs(views, from, to));
 }
 
 // What failed, and the driver's number for it; "" and 0 if nothing did.
@@ -90,8 +90,8 @@ NB_MODULE(_cuda, m) {
     using namespace pdlink::cuda;
     translate_system_errors();
 
-    nb::class_<Place>(m, "Place")
-        .def(nb::new_(&make_place), nb::kw_only(), "base"_a = 0, "table"_a = 0, "alignment"_a = 0,
+    nb::class_<Strides>(m, "Strides")
+        .def(nb::new_(&make_strides), nb::kw_only(), "base"_a = 0, "table"_a = 0, "alignment"_a = 0,
              "layer_stride"_a = 0, "part_stride"_a = 0, "block_stride"_a, "token_stride"_a, "head_stride"_a = 0,
              "block_tokens"_a, "slots"_a = 0, "first_slot"_a = 0, "num_slots"_a);
     nb::class_<Launch>(m, "Launch")
@@ -121,22 +121,22 @@ NB_MODULE(_cuda, m) {
         .def("leave", &GateWriter::leave)
         .def("shut", &GateWriter::shut);
 
-    nb::class_<RowQueue>(m, "RowQueue")
-        .def(nb::new_(&make_rows), "pieces"_a.noconvert(), "local"_a, "remote"_a)
-        .def_prop_ro("empty", &RowQueue::empty)
-        .def_prop_ro("nbytes", &RowQueue::nbytes);
+    nb::class_<RunQueue>(m, "RunQueue")
+        .def(nb::new_(&make_queue), "lists"_a.noconvert(), "local"_a, "remote"_a)
+        .def_prop_ro("empty", &RunQueue::empty)
+        .def_prop_ro("nbytes", &RunQueue::nbytes);
     nb::class_<Launcher>(m, "Launcher")
         .def(nb::init<const std::string&, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t>(),
              "library"_a, "context"_a, "kernel"_a, "work"_a, "bell"_a)
         .def(
-            "put",
-            [](const Launcher& launcher, RowQueue& rows, std::uint64_t slice_nbytes, std::uintptr_t host,
+            "launch_runs",
+            [](const Launcher& launcher, RunQueue& runs, std::uint64_t launch_nbytes, std::uintptr_t host,
                std::uint64_t device, std::uint64_t nbytes, std::uintptr_t event) {
-                const SlotMemory slot{reinterpret_cast<Row*>(host), device, nbytes / sizeof(Row)};
+                const SlotMemory slot{reinterpret_cast<cuda::Run*>(host), device, nbytes / sizeof(cuda::Run)};
                 const nb::gil_scoped_release release;
-                return told(launcher.put(rows, slice_nbytes, slot, event));
+                return told(launcher.launch_runs(runs, launch_nbytes, slot, event));
             },
-            "rows"_a, "slice_nbytes"_a, "host"_a, "device"_a, "nbytes"_a, "event"_a)
+            "runs"_a, "launch_nbytes"_a, "host"_a, "device"_a, "nbytes"_a, "event"_a)
         .def(
             "ring_after",
             [](const Launcher& launcher, std::uintptr_t event, int fd) {

@@ -6,17 +6,17 @@ namespace pdlink::cuda {
 // Two instances of each: rows that are contiguous on both sides ("_flat"), and any others.
 #define PDLINK_KERNELS(nbytes)                                                                              \
     extern "C" __global__ void __launch_bounds__(kThreads)                                                  \
-        pdlink_copy##nbytes##_flat(const __grid_constant__ Reshape job) {                                   \
-        move_strand<nbytes, true>(job, blockIdx.y, blockIdx.x * kThreads + threadIdx.x);                    \
+        pdlink_copy##nbytes##_flat(const __grid_constant__ Reshape reshape) {                               \
+        move_strand<nbytes, true>(reshape, blockIdx.y, blockIdx.x * kThreads + threadIdx.x);                \
     }                                                                                                       \
     extern "C" __global__ void __launch_bounds__(kThreads)                                                  \
-        pdlink_copy##nbytes(const __grid_constant__ Reshape job) {                                          \
-        move_strand<nbytes, false>(job, blockIdx.y, blockIdx.x * kThreads + threadIdx.x);                   \
+        pdlink_copy##nbytes(const __grid_constant__ Reshape reshape) {                                      \
+        move_strand<nbytes, false>(reshape, blockIdx.y, blockIdx.x * kThreads + threadIdx.x);               \
     }
 PDLINK_UNITS(PDLINK_KERNELS)
 
-extern "C" __global__ void __launch_bounds__(kThreads) pdlink_runs(const __grid_constant__ RunList job) {
-    copy_share(job, (blockIdx.x * kThreads + threadIdx.x) / kLanes, threadIdx.x % kLanes);
+extern "C" __global__ void __launch_bounds__(kThreads) pdlink_runs(const __grid_constant__ CopyRuns list) {
+    copy_share(list, (blockIdx.x * kThreads + threadIdx.x) / kLanes, threadIdx.x % kLanes);
 }
 
 }  // namespace pdlink::cuda

@@ -21,9 +21,9 @@ void require(bool holds, const char* what) {
 }
 
 // All addresses and steps of one side, or-ed: what divides this divides each of them.
-std::uint64_t address_bits(const Place& place, const Request& request) {
-    const Side& side = place.side;
-    std::uint64_t bits = side.table ? place.alignment : side.base;
+std::uint64_t address_bits(const Strides& strides, const Request& request) {
+    const Side& side = strides.side;
+    std::uint64_t bits = side.table ? strides.alignment : side.base;
     const auto step = [&](std::uint64_t count, std::int64_t stride) {
         if (count > 1) bits |= static_cast<std::uint64_t>(stride);
     };
@@ -85,18 +85,18 @@ Argument argument_of(const Launch& launch) {
 
 template <int kUnitNbytes, bool kFlat>
 void loop(const Launch& launch) {
-    const auto job = argument_of<Reshape>(launch);
+    const auto reshape = argument_of<Reshape>(launch);
     for (std::uint32_t plane = 0; plane < launch.grid_y; ++plane)
         for (std::uint32_t block = 0; block < launch.grid_x; ++block)
             for (std::uint32_t thread = 0; thread < kThreads; ++thread)
-                move_strand<kUnitNbytes, kFlat>(job, plane, block * kThreads + thread);
+                move_strand<kUnitNbytes, kFlat>(reshape, plane, block * kThreads + thread);
 }
 
 void loop_runs(const Launch& launch) {
-    const auto job = argument_of<RunList>(launch);
+    const auto list = argument_of<CopyRuns>(launch);
     for (std::uint32_t block = 0; block < launch.grid_x; ++block)
         for (std::uint32_t thread = 0; thread < kThreads; ++thread)
-            copy_share(job, (block * kThreads + thread) / kLanes, thread % kLanes);
+            copy_share(list, (block * kThreads + thread) / kLanes, thread % kLanes);
 }
 
 #define PDLINK_LOOPS(nbytes) \
@@ -123,24 +123,24 @@ std::vector<Launch> plan_reshape(Request request) {
     const std::uint64_t tokens_per_launch = request.max_strands / strands_per_row;
     require(tokens_per_launch > 0, "a row is too long");
 
-    Reshape job;
-    job.src = request.src.side;
-    job.dst = request.dst.side;
-    job.num_parts = Divider(request.num_parts);
-    job.strands_per_row = Divider(static_cast<std::uint32_t>(strands_per_row));
-    job.units_per_head = Divider(static_cast<std::uint32_t>(units_per_head));
-    job.units_per_row = static_cast<std::uint32_t>(units_per_row);
-    job.refused = request.refused;
+    Reshape reshape;
+    reshape.src = request.src.side;
+    reshape.dst = request.dst.side;
+    reshape.num_parts = Divider(request.num_parts);
+    reshape.strands_per_row = Divider(static_cast<std::uint32_t>(strands_per_row));
+    reshape.units_per_head = Divider(static_cast<std::uint32_t>(units_per_head));
+    reshape.units_per_row = static_cast<std::uint32_t>(units_per_row);
+    reshape.refused = request.refused;
     const bool flat = request.num_heads == 1;
     const std::string kernel = "pdlink_copy" + std::to_string(unit_nbytes) + (flat ? "_flat" : "");
 
     std::vector<Launch> launches;
     for (std::uint64_t left = request.num_tokens; left > 0;) {
         const std::uint64_t tokens = std::min(left, tokens_per_launch);
-        job.num_strands = static_cast<std::uint32_t>(tokens * strands_per_row);
-        launches.push_back(make_launch(kernel, job.num_strands, request.num_layers * request.num_parts, job));
-        shift_tokens(job.src, tokens);
-        shift_tokens(job.dst, tokens);
+        reshape.num_strands = static_cast<std::uint32_t>(tokens * strands_per_row);
+        launches.push_back(make_launch(kernel, reshape.num_strands, request.num_layers * request.num_parts, reshape));
+        shift_tokens(reshape.src, tokens);
+        shift_tokens(reshape.dst, tokens);
         left -= tokens;
     }
     return launches;
@@ -155,12 +155,12 @@ Launch plan_runs(std::uint64_t runs, std::uint64_t num_runs, std::uint64_t longe
         segment *= 2;
     const std::uint64_t segments = (longest_nbytes + segment - 1) / segment;
     require(num_runs <= kMaxIndex / kLanes / segments, "too many runs for one launch");
-    RunList job;
-    job.runs = runs;
-    job.num_shares = static_cast<std::uint32_t>(num_runs * segments);
-    job.segments = Divider(static_cast<std::uint32_t>(segments));
-    job.segment_nbytes = segment;
-    return make_launch("pdlink_runs", std::uint64_t{job.num_shares} * kLanes, 1, job);
+    CopyRuns list;
+    list.runs = runs;
+    list.num_shares = static_cast<std::uint32_t>(num_runs * segments);
+    list.segments = Divider(static_cast<std::uint32_t>(segments));
+    list.segment_nbytes = segment;
+    return make_launch("pdlink_runs", std::uint64_t{list.num_shares} * kLanes, 1, list);
 }
 
 void run_on_cpu(const Launch& launch) {

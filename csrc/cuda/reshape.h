@@ -60,19 +60,19 @@ struct Reshape {
 
 // One thread. kFlat: a row is contiguous on both sides, so that a unit's place needs no division.
 template <int kUnitNbytes, bool kFlat>
-PDLINK_HD void move_strand(const Reshape& job, std::uint32_t plane, std::uint32_t strand) {
-    if (strand >= job.num_strands) return;
-    const std::uint32_t token = job.strands_per_row.divide(strand);
-    const std::uint32_t first = strand - token * job.strands_per_row.divisor();
-    const std::int64_t src_slot = job.src.slot(token), dst_slot = job.dst.slot(token);
+PDLINK_HD void move_strand(const Reshape& reshape, std::uint32_t plane, std::uint32_t strand) {
+    if (strand >= reshape.num_strands) return;
+    const std::uint32_t token = reshape.strands_per_row.divide(strand);
+    const std::uint32_t first = strand - token * reshape.strands_per_row.divisor();
+    const std::int64_t src_slot = reshape.src.slot(token), dst_slot = reshape.dst.slot(token);
     if (src_slot == -1 || dst_slot == -1) return;
-    if (src_slot < 0 || src_slot >= job.src.num_slots || dst_slot < 0 || dst_slot >= job.dst.num_slots) {
-        if (job.refused) store(job.refused, Word<4>{1});
+    if (src_slot < 0 || src_slot >= reshape.src.num_slots || dst_slot < 0 || dst_slot >= reshape.dst.num_slots) {
+        if (reshape.refused) store(reshape.refused, Word<4>{1});
         return;
     }
-    const std::uint32_t layer = job.num_parts.divide(plane), part = plane - layer * job.num_parts.divisor();
-    const std::uint64_t src = job.src.row(plane, layer, part, src_slot);
-    const std::uint64_t dst = job.dst.row(plane, layer, part, dst_slot);
+    const std::uint32_t layer = reshape.num_parts.divide(plane), part = plane - layer * reshape.num_parts.divisor();
+    const std::uint64_t src = reshape.src.row(plane, layer, part, src_slot);
+    const std::uint64_t dst = reshape.dst.row(plane, layer, part, dst_slot);
 
     Word<kUnitNbytes> loaded[kUnitsPerStrand] = {};
     std::uint64_t to[kUnitsPerStrand] = {};
@@ -80,16 +80,16 @@ PDLINK_HD void move_strand(const Reshape& job, std::uint32_t plane, std::uint32_
 #pragma unroll
 #endif
     for (int i = 0; i < kUnitsPerStrand; ++i) {
-        const std::uint32_t unit = first + i * job.strands_per_row.divisor();
-        if (unit >= job.units_per_row) break;
+        const std::uint32_t unit = first + i * reshape.strands_per_row.divisor();
+        if (unit >= reshape.units_per_row) break;
         std::uint64_t from = src;
         to[i] = dst;
         std::uint32_t inside = unit;
         if constexpr (!kFlat) {
-            const std::uint32_t head = job.units_per_head.divide(unit);
-            inside -= head * job.units_per_head.divisor();
-            from += head * job.src.head_stride;
-            to[i] += head * job.dst.head_stride;
+            const std::uint32_t head = reshape.units_per_head.divide(unit);
+            inside -= head * reshape.units_per_head.divisor();
+            from += head * reshape.src.head_stride;
+            to[i] += head * reshape.dst.head_stride;
         }
         to[i] += std::uint64_t{inside} * kUnitNbytes;
         loaded[i] = load(from + std::uint64_t{inside} * kUnitNbytes, Word<kUnitNbytes>{});
@@ -98,7 +98,7 @@ PDLINK_HD void move_strand(const Reshape& job, std::uint32_t plane, std::uint32_
 #pragma unroll
 #endif
     for (int i = 0; i < kUnitsPerStrand; ++i) {
-        if (first + i * job.strands_per_row.divisor() >= job.units_per_row) break;
+        if (first + i * reshape.strands_per_row.divisor() >= reshape.units_per_row) break;
         store(to[i], loaded[i]);
     }
 }

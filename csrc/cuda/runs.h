@@ -14,7 +14,7 @@ namespace pdlink::cuda {
 
 constexpr std::uint32_t kLanes = 32;
 
-struct RunList {
+struct CopyRuns {
     std::uint64_t runs = 0;            // address of [num_runs][3] uint64: source address, destination address, nbytes
     std::uint32_t num_shares = 0;      // runs x segments, below 2^31
     Divider segments;                  // per run
@@ -42,17 +42,17 @@ PDLINK_HD void copy_words(std::uint64_t src, std::uint64_t dst, std::uint64_t nb
 }
 
 // One lane of one warp.
-PDLINK_HD void copy_share(const RunList& job, std::uint32_t share, std::uint32_t lane) {
-    if (share >= job.num_shares) return;
-    const std::uint32_t run = job.segments.divide(share);
-    const std::uint64_t start = (share - run * job.segments.divisor()) * job.segment_nbytes;
-    const std::uint64_t entry = job.runs + std::uint64_t{run} * 24;
+PDLINK_HD void copy_share(const CopyRuns& list, std::uint32_t share, std::uint32_t lane) {
+    if (share >= list.num_shares) return;
+    const std::uint32_t run = list.segments.divide(share);
+    const std::uint64_t start = (share - run * list.segments.divisor()) * list.segment_nbytes;
+    const std::uint64_t entry = list.runs + std::uint64_t{run} * 24;
     // All three before any is looked at: the list may lie in host memory, a microsecond away.
     const std::uint64_t src = static_cast<std::uint64_t>(load_int64(entry)) + start;
     const std::uint64_t dst = static_cast<std::uint64_t>(load_int64(entry + 8)) + start;
     const std::uint64_t left = static_cast<std::uint64_t>(load_int64(entry + 16)) - start;
     if (static_cast<std::int64_t>(left) <= 0) return;
-    const std::uint64_t nbytes = left < job.segment_nbytes ? left : job.segment_nbytes;
+    const std::uint64_t nbytes = left < list.segment_nbytes ? left : list.segment_nbytes;
     const std::uint64_t both = src | dst;
     if (both % 16 == 0)
         copy_words<16>(src, dst, nbytes, lane);

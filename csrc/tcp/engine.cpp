@@ -103,9 +103,9 @@ void Engine::connect(const std::string& name, const Address& address, const Invi
     wake_.ring();
 }
 
-void Batch::fill(std::span<const Piece> pieces, std::span<const Extent> local, std::span<const Extent> remote) {
-    puts = plan_puts(pieces, local, remote);
-    for (const Put& put : puts) nbytes += put.nbytes;
+void Batch::fill(std::span<const RunList> lists, std::span<const Extent> local, std::span<const Extent> remote) {
+    runs = join_runs(lists, local, remote);
+    for (const Run& run : runs) nbytes += run.nbytes;
 }
 
 // Send a small batch here and now if nothing precedes it and the thread looks at deadlines in time.

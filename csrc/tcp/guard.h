@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "tcp/packed.h"
+#include "tcp/wire_runs.h"
 
 namespace pdlink::tcp {
 
@@ -67,9 +67,9 @@ class Guard {
     }
 
     // Whether every byte of a list is in blocks that are open to this peer; `why` names the first that is not.
-    bool all_open(std::span<const PackedRun> list, std::uint32_t peer, std::string& why) const {
+    bool all_open(std::span<const WireRun> list, std::uint32_t peer, std::string& why) const {
         Found found;
-        for (const PackedRun& run : list) {
+        for (const WireRun& run : list) {
             // Neighbours in the list are usually in one block: 1 ns instead of 25.
             if (run.region == found.region && run.offset >= found.from && run.offset < found.to &&
                 run.nbytes <= found.to - run.offset)
@@ -115,7 +115,7 @@ class Guard {
     };
 
     // A run that was joined may go through several blocks, and reach into the next band.
-    bool is_open(const PackedRun& run, std::uint32_t peer, Found& found) const {
+    bool is_open(const WireRun& run, std::uint32_t peer, Found& found) const {
         std::uint64_t offset = run.offset, left = run.nbytes;
         while (left > 0) {
             if (!holds(found.band, run.region, offset)) found.band = find(run.region, offset);

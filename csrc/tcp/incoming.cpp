@@ -38,7 +38,7 @@ Turn Incoming::receive() {
         if (part_ == Part::kHeader) {
             one = {reinterpret_cast<std::byte*>(&header_) + header_nbytes_, sizeof header_ - header_nbytes_};
         } else if (part_ == Part::kTable) {
-            const std::size_t whole = header_.num_runs * sizeof(PackedRun);
+            const std::size_t whole = header_.num_runs * sizeof(WireRun);
             one = {reinterpret_cast<std::byte*>(table_) + table_nbytes_, whole - table_nbytes_};
         } else {
             message.msg_iov = places_.data() + next_place_;
@@ -68,7 +68,7 @@ Turn Incoming::receive() {
 void Incoming::take(std::size_t nbytes) {
     if (part_ == Part::kTable) {
         table_nbytes_ += nbytes;
-        if (table_nbytes_ == header_.num_runs * sizeof(PackedRun)) table_complete();
+        if (table_nbytes_ == header_.num_runs * sizeof(WireRun)) table_complete();
         return;
     }
     if (part_ == Part::kPayload) {
@@ -99,19 +99,19 @@ void Incoming::header_complete() {
 
 // Check the whole frame against the invited regions before a byte of it is placed.
 void Incoming::table_complete() {
-    const std::span<const PackedRun> runs(table_, header_.num_runs);
+    const std::span<const WireRun> runs(table_, header_.num_runs);
     if (const Verdict verdict = check_runs(header_, runs, *regions_, reason_); verdict != Verdict::kPlaced)
         return refuse(verdict);
     if (guard_ && !guard_->all_open(runs, peer_, reason_)) return refuse(Verdict::kOutside);
     places_.clear();
     next_place_ = 0;
     std::size_t packed_nbytes = 0;
-    for (const PackedRun& run : runs)
+    for (const WireRun& run : runs)
         if (run.nbytes < pack_below_) packed_nbytes += run.nbytes;
     if (packed_.size() < packed_nbytes) packed_.resize(packed_nbytes);
-    unpack_ = packed_nbytes > 0 ? runs : std::span<const PackedRun>();
+    unpack_ = packed_nbytes > 0 ? runs : std::span<const WireRun>();
     std::byte* free = packed_.data();
-    for (const PackedRun& run : runs) {
+    for (const WireRun& run : runs) {
         if (run.nbytes == 0) continue;
         const bool pack = run.nbytes < pack_below_;
         std::byte* at = pack ? free : (*regions_)[run.region].base + run.offset;
@@ -143,7 +143,7 @@ void Incoming::unpack() {
     if (unpack_.empty()) return;
     const TouchesPages pages;
     const std::byte* from = packed_.data();
-    for (const PackedRun& run : unpack_) {
+    for (const WireRun& run : unpack_) {
         if (run.nbytes >= pack_below_) continue;
         copy_run((*regions_)[run.region].base + run.offset, from, run.nbytes);
         from += run.nbytes;

@@ -83,13 +83,13 @@ class Incoming {
     Part part_ = Part::kHeader;
     FrameHeader header_{};
     std::size_t header_nbytes_ = 0;  // received
-    PackedRun table_[kMaxRuns];
+    WireRun table_[kMaxRuns];
     std::size_t table_nbytes_ = 0;
     std::vector<iovec> places_;  // of the payload; the next header behind it
     std::size_t next_place_ = 0;
     std::uint64_t payload_left_ = 0;
-    std::vector<std::byte> packed_;      // the short runs of the frame, in the order of the table
-    std::span<const PackedRun> unpack_;  // the table, if it has such
+    std::vector<std::byte> packed_;    // the short runs of the frame, in the order of the table
+    std::span<const WireRun> unpack_;  // the table, if it has such
     std::uint64_t ticket_ = 0;
     std::uint64_t sequence_ = 0;      // of the frame that is being received
     std::vector<std::byte> answers_;  // not sent yet; while there are any, no frame is read

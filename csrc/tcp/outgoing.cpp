@@ -21,8 +21,8 @@ constexpr std::size_t kMaxPackedNbytes = std::size_t{256} << 10;
 Outgoing::Outgoing(Descriptor socket, const Hello& hello, std::uint64_t pack_below)
     : socket_(std::move(socket)), hello_(hello), pack_below_(pack_below) {
     table_.reserve(kMaxRuns);
-    pieces_.reserve(kMaxRuns + 2);
-    pieces_.push_back({const_cast<Hello*>(&hello_), sizeof hello_});
+    iovecs_.reserve(kMaxRuns + 2);
+    iovecs_.push_back({const_cast<Hello*>(&hello_), sizeof hello_});
 }
 
 Turn Outgoing::broken(std::string reason) {
@@ -33,13 +33,13 @@ Turn Outgoing::broken(std::string reason) {
 // Add bytes to the payload. Bytes adjacent to the last ones extend its entry; packed bytes are adjacent to the packed
 // ones before them. The kernel takes about as long for an entry as for a kilobyte.
 void Outgoing::gather(const std::byte* src, std::uint64_t nbytes, bool pack) {
-    iovec& last = pieces_.back();
-    const bool goes_on = pieces_.size() > 2 && static_cast<const std::byte*>(last.iov_base) + last.iov_len == src;
+    iovec& last = iovecs_.back();
+    const bool goes_on = iovecs_.size() > 2 && static_cast<const std::byte*>(last.iov_base) + last.iov_len == src;
     if (goes_on || !pack) {
         if (goes_on)
             last.iov_len += nbytes;
         else
-            pieces_.push_back({const_cast<std::byte*>(src), nbytes});
+            iovecs_.push_back({const_cast<std::byte*>(src), nbytes});
         return;
     }
     const std::byte* at = packed_.data() + packed_.size();
@@ -52,35 +52,35 @@ void Outgoing::gather(const std::byte* src, std::uint64_t nbytes, bool pack) {
 
 void Outgoing::load(Batch& batch) {
     table_.clear();
-    pieces_.clear();
+    iovecs_.clear();
     packed_.clear();
-    next_piece_ = 0;
-    pieces_.push_back({&header_, sizeof header_});
-    pieces_.push_back({});  // the table, once it is known where it lies
+    next_iovec_ = 0;
+    iovecs_.push_back({&header_, sizeof header_});
+    iovecs_.push_back({});  // the table, once it is known where it lies
     std::uint64_t nbytes = 0;
-    while (batch.next_put < batch.puts.size() && table_.size() < kMaxRuns - 1 && pieces_.size() < kMaxRuns + 1 &&
+    while (batch.next_run < batch.runs.size() && table_.size() < kMaxRuns - 1 && iovecs_.size() < kMaxRuns + 1 &&
            nbytes < kMaxFrameNbytes && packed_.size() < kMaxPackedNbytes) {
-        const Put& put = batch.puts[batch.next_put];
-        if (batch.next_put + kPrefetchAhead < batch.puts.size()) {
-            const Put& ahead = batch.puts[batch.next_put + kPrefetchAhead];
+        const Run& run = batch.runs[batch.next_run];
+        if (batch.next_run + kPrefetchAhead < batch.runs.size()) {
+            const Run& ahead = batch.runs[batch.next_run + kPrefetchAhead];
             prefetch_run(reinterpret_cast<const std::byte*>(ahead.src), ahead.nbytes);
         }
-        const bool pack = put.nbytes < pack_below_;
+        const bool pack = run.nbytes < pack_below_;
         if (pack && packed_.capacity() == 0) packed_.reserve(kMaxPackedNbytes + kMaxPackBelow);
-        const std::uint64_t part = std::min(put.nbytes - batch.next_nbytes, kMaxFrameNbytes - nbytes);
-        append_run(table_, put.dst_region, put.dst + batch.next_nbytes, part);
-        gather(reinterpret_cast<const std::byte*>(put.src + batch.next_nbytes), part, pack);
+        const std::uint64_t part = std::min(run.nbytes - batch.next_nbytes, kMaxFrameNbytes - nbytes);
+        append_run(table_, run.dst_region, run.dst + batch.next_nbytes, part);
+        gather(reinterpret_cast<const std::byte*>(run.src + batch.next_nbytes), part, pack);
         nbytes += part;
         batch.next_nbytes += part;
-        if (batch.next_nbytes == put.nbytes) {
-            ++batch.next_put;
+        if (batch.next_nbytes == run.nbytes) {
+            ++batch.next_run;
             batch.next_nbytes = 0;
         }
     }
-    pieces_[1] = {table_.data(), table_.size() * sizeof(PackedRun)};
+    iovecs_[1] = {table_.data(), table_.size() * sizeof(WireRun)};
     header_ = {kFrameMagic, static_cast<std::uint32_t>(table_.size()), hello_.session, sequence_++, batch.ticket,
                nbytes};
-    batch.cut = batch.next_put == batch.puts.size();
+    batch.cut = batch.next_run == batch.runs.size();
     ++batch.unanswered;
     asked_.push_back({&batch, batch.ticket});
 }
@@ -89,8 +89,8 @@ Turn Outgoing::send() {
     while (!sent()) {
         if (!ready.out) return Turn::kIdle;
         msghdr message{};
-        message.msg_iov = pieces_.data() + next_piece_;
-        message.msg_iovlen = pieces_.size() - next_piece_;
+        message.msg_iov = iovecs_.data() + next_iovec_;
+        message.msg_iovlen = iovecs_.size() - next_iovec_;
         const auto send_some = [&] {
             const TouchesPages pages;
             return ::sendmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
@@ -103,12 +103,12 @@ Turn Outgoing::send() {
         }
         if (done < 0) return broken(std::strerror(errno));
         std::size_t left = static_cast<std::size_t>(done);
-        while (next_piece_ < pieces_.size() && left >= pieces_[next_piece_].iov_len)
-            left -= pieces_[next_piece_++].iov_len;
+        while (next_iovec_ < iovecs_.size() && left >= iovecs_[next_iovec_].iov_len)
+            left -= iovecs_[next_iovec_++].iov_len;
         if (left > 0) {
-            iovec& piece = pieces_[next_piece_];
-            piece.iov_base = static_cast<std::byte*>(piece.iov_base) + left;
-            piece.iov_len -= left;
+            iovec& cut = iovecs_[next_iovec_];
+            cut.iov_base = static_cast<std::byte*>(cut.iov_base) + left;
+            cut.iov_len -= left;
         }
     }
     return Turn::kMore;

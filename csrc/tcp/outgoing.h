@@ -17,18 +17,18 @@
 
 namespace pdlink::tcp {
 
-// One batch of puts (`dst` counts from the beginning of the peer's region) and its progress.
+// One batch of runs (`dst` counts from the beginning of the peer's region) and its progress.
 struct Batch : BatchBase {
-    std::vector<Put> puts;
+    std::vector<Run> runs;
 
-    std::size_t next_put = 0;       // first that is not in a frame in full
+    std::size_t next_run = 0;       // first that is not in a frame in full
     std::uint64_t next_nbytes = 0;  // bytes of it that are
     std::size_t unanswered = 0;     // frames
     bool cut = false;               // all of it is in frames; an empty batch is one empty frame
 
     bool landed() const { return cut && unanswered == 0; }
-    // Throws as plan_puts.
-    void fill(std::span<const Piece> pieces, std::span<const Extent> local, std::span<const Extent> remote);
+    // Throws as join_runs.
+    void fill(std::span<const RunList> lists, std::span<const Extent> local, std::span<const Extent> remote);
 };
 
 // Used under the engine's mutex, and by the progress thread without it while `busy`.
@@ -45,7 +45,7 @@ class Outgoing {
     void set_connected() { connected_ = true; }
 
     // Nothing is left to send of what was loaded.
-    bool sent() const { return next_piece_ == pieces_.size(); }
+    bool sent() const { return next_iovec_ == iovecs_.size(); }
 
     // Load the next frame of a batch to send; the batch must stay until its answer.
     void load(Batch& batch);
@@ -69,9 +69,9 @@ class Outgoing {
     bool draining_ = false;
 
     FrameHeader header_{};
-    std::vector<PackedRun> table_;
-    std::vector<iovec> pieces_;
-    std::size_t next_piece_ = 0;
+    std::vector<WireRun> table_;
+    std::vector<iovec> iovecs_;
+    std::size_t next_iovec_ = 0;
     std::vector<std::byte> packed_;  // the short runs of the frame, one after the other; its room is made once
     std::uint64_t sequence_ = 0;
 

@@ -12,7 +12,7 @@
 #include <string>
 
 #include "copy/peer_memory.h"
-#include "tcp/packed.h"
+#include "tcp/wire_runs.h"
 
 namespace pdlink::tcp {
 
@@ -77,7 +77,7 @@ inline Verdict check_header(const FrameHeader& header, std::uint64_t session, st
 }
 
 // Whether a frame is valid and every byte of it inside our regions. tcp/guard.h checks permission.
-inline Verdict check_runs(const FrameHeader& header, std::span<const PackedRun> runs, std::span<const Region> regions,
+inline Verdict check_runs(const FrameHeader& header, std::span<const WireRun> runs, std::span<const Region> regions,
                           std::string& why) {
     std::uint64_t nbytes = 0;
     if (!all_inside(runs, regions, nbytes, why)) return Verdict::kOutside;

@@ -89,9 +89,9 @@ void Engine::keep_out(Peer& peer) {
     if (peer.incoming) peer.incoming->shut_gate();
 }
 
-void Batch::fill(std::span<const Piece> pieces, std::span<const Extent> local, std::span<const Extent> remote) {
-    puts = plan_puts(pieces, local, remote);
-    for (const Put& put : puts) nbytes += put.nbytes;
+void Batch::fill(std::span<const RunList> lists, std::span<const Extent> local, std::span<const Extent> remote) {
+    runs = join_runs(lists, local, remote);
+    for (const Run& run : runs) nbytes += run.nbytes;
 }
 
 }  // namespace pdlink::ucx

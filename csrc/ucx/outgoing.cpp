@@ -132,10 +132,10 @@ bool Outgoing::pump() {
     while (!waiting_.empty()) {
         Batch& batch = waiting_.front();
         if (!enter_gate(batch)) return true;
-        while (batch.next < batch.puts.size()) {
+        while (batch.next < batch.runs.size()) {
             if (free_ops_.empty() || nbytes_under_way_ >= kWindowNbytes) return posted > 0;
             if (posted >= kOpsPerStep || nbytes >= kNbytesPerStep || broken_) return true;
-            nbytes += batch.puts[batch.next].nbytes;
+            nbytes += batch.runs[batch.next].nbytes;
             post_put(batch);
             ++posted;
         }
@@ -161,19 +161,19 @@ bool Outgoing::enter_gate(Batch& batch) {
 void Outgoing::wholly_posted() { posted_.splice(posted_.end(), waiting_, waiting_.begin()); }
 
 void Outgoing::post_put(Batch& batch) {
-    const Put& put = batch.puts[batch.next++];
+    const Run& run = batch.runs[batch.next++];
     Op* op = free_ops_.back();
     free_ops_.pop_back();
-    *op = {&batch, put.nbytes};
+    *op = {&batch, run.nbytes};
     ++ops_under_way_;
     ++batch.puts_under_way;
-    nbytes_under_way_ += put.nbytes;
+    nbytes_under_way_ += run.nbytes;
 
     ucp_request_param_t param = calling(&Outgoing::on_put, op);
     param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH;
-    param.memh = memory_[put.src_region];
-    const ucs_status_ptr_t request = ucx_.ucp_put_nbx(ep_, reinterpret_cast<const void*>(put.src), put.nbytes,
-                                                      put.dst, rkeys_[put.dst_region], &param);
+    param.memh = memory_[run.src_region];
+    const ucs_status_ptr_t request = ucx_.ucp_put_nbx(ep_, reinterpret_cast<const void*>(run.src), run.nbytes,
+                                                      run.dst, rkeys_[run.dst_region], &param);
     if (!UCS_PTR_IS_PTR(request)) completed(op, UCS_PTR_RAW_STATUS(request));
 }
 

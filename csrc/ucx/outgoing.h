@@ -51,13 +51,13 @@ struct Remote {
 };
 
 struct Batch : BatchBase {
-    std::vector<Put> puts;
-    // Throws as plan_puts.
-    void fill(std::span<const Piece> pieces, std::span<const Extent> local, std::span<const Extent> remote);
+    std::vector<Run> runs;
+    // Throws as join_runs.
+    void fill(std::span<const RunList> lists, std::span<const Extent> local, std::span<const Extent> remote);
 
     // The rest belongs to the thread.
     Outgoing* owner = nullptr;
-    std::size_t next = 0;            // first put that is not posted
+    std::size_t next = 0;            // first run that is not posted
     std::size_t puts_under_way = 0;  // posted and not completed
     bool flushing = false;
     bool inside_gate = false;
@@ -114,7 +114,7 @@ class Outgoing {
     // Puts by cross-memory attach are copies inside the call, 10 us for 32 KiB: not too much before others get a
     // turn.
     static constexpr int kOpsPerStep = 64;
-    static constexpr std::uint64_t kNbytesPerStep = kMaxPutNbytes;
+    static constexpr std::uint64_t kNbytesPerStep = kMaxRunNbytes;
 
     void watch();
     void open();

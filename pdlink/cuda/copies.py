@@ -10,15 +10,15 @@ import numpy as np
 from pdlink import _cuda
 from pdlink.cuda.driver import CudaFailure, CudaUnavailable
 from pdlink.cuda.launches import SLOT_NBYTES, Launches
-from pdlink.cuda.strided import TOKEN_NBYTES, Strided
-from pdlink.kv.layout import Piece
+from pdlink.cuda.strided import TOKEN_NBYTES, StridedPlan
+from pdlink.kv.layout import RunList
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pdlink.cuda import driver
     from pdlink.cuda.driver import Device
     from pdlink.cuda.kernels import Kernels
+    from pdlink.kv.layout import RunArray
 
 Work = TypeVar("Work")
 
@@ -26,15 +26,15 @@ ENGINE_RUN_NBYTES: Final = 256 << 10
 """Until it is measured (`ways.py`): runs of this mean length or longer go to the copy engine, which leaves the
 multiprocessors to the model; shorter ones to a kernel, because each run is a command of the engine's. Reasoned, not
 measured: no GPU was at hand."""
-MOST_ROWS: Final = SLOT_NBYTES // 24
+MOST_RUNS: Final = SLOT_NBYTES // 24
 """Of one `begin`: a kernel's list of them lies in one slot."""
-PUT_NBYTES: Final = 4 << 20
-"""A kernel's list says a longer row as several (`kMaxPutNbytes` of `csrc/common/runs.h`)."""
+RUN_NBYTES: Final = 4 << 20
+"""A kernel's list says a longer run as several (`kMaxRunNbytes` of `csrc/common/runs.h`)."""
 MOST_TOKENS: Final = SLOT_NBYTES // TOKEN_NBYTES
-"""The same of `Strided`."""
+"""The same of `StridedPlan`."""
 
 _WORLD: Final = [(0, 2**63 - 1)]
-"""Every address as one region: the rows were checked before."""
+"""Every address as one region: the runs were checked before."""
 
 
 class Copies(Launches[Work]):
@@ -53,27 +53,29 @@ class Copies(Launches[Work]):
         self._has_kernels, self._engine_run_nbytes = kernels is not None, engine_run_nbytes
 
     def wants_tokens(self, run_nbytes: int, runs_nbytes: float) -> bool:
-        """Whether `Strided` is the better way to say a copy: a kernel makes it, from a list that is shorter.
+        """Whether `StridedPlan` is the better way to say a copy: a kernel makes it, from a list that is shorter.
 
         run_nbytes: of the runs that would say it. runs_nbytes: of their list, for one token.
         """
         return self._has_kernels and run_nbytes < self._engine_run_nbytes and runs_nbytes > TOKEN_NBYTES
 
-    def begin(self, work: Work, rows: driver.Copies | Strided) -> None:
-        """Copy up to `MOST_ROWS` rows of source address, destination address, nbytes, or up to `MOST_TOKENS` tokens.
+    def begin(self, work: Work, plan: RunArray | StridedPlan) -> None:
+        """Copy up to `MOST_RUNS` runs of source address, destination address, nbytes, or up to `MOST_TOKENS` tokens.
 
         `has_room` is true. Raises CudaFailure.
         """
-        if isinstance(rows, Strided):
-            self.put_tokens(work, rows)
+        if isinstance(plan, StridedPlan):
+            self.launch_plan(work, plan)
         elif (
             not self._has_kernels
-            or int(rows[:, 2].sum()) >= self._engine_run_nbytes * len(rows)
-            or int((-(-rows[:, 2] // PUT_NBYTES)).sum()) > MOST_ROWS
+            or int(plan[:, 2].sum()) >= self._engine_run_nbytes * len(plan)
+            or int((-(-plan[:, 2] // RUN_NBYTES)).sum()) > MOST_RUNS
         ):
-            self.copy(work, rows)
+            self.copy(work, plan)
         else:
-            self.put(work, _cuda.RowQueue([Piece(0, 0, 0, 0, np.ascontiguousarray(rows))], _WORLD, _WORLD), 2**62)
+            self.launch_runs(
+                work, _cuda.RunQueue([RunList(0, 0, 0, 0, np.ascontiguousarray(plan))], _WORLD, _WORLD), 2**62
+            )
 
 
 @contextlib.contextmanager

@@ -26,6 +26,8 @@ from pdlink.errors import LocalError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pdlink.kv.layout import RunArray
+
 LIBRARY: Final = "libcuda.so.1"
 IPC_HANDLE_NBYTES: Final = 64
 
@@ -38,9 +40,6 @@ _HOST_MAPPED: Final = 2
 _IPC_LAZY_PEER_ACCESS: Final = 1
 _SRC_ACCESS_ORDER_STREAM: Final = 1
 _ATTRIBUTE_IPC_CAPABLE: Final = 10
-
-Copies = np.ndarray[tuple[int, int], np.dtype[np.int64]]
-"""[n, 3] int64: source address, destination address, nbytes."""
 
 
 class CudaUnavailable(LocalError):
@@ -262,26 +261,26 @@ class Device:
         with self.current() as driver:
             driver.call("cuMemcpyAsync", c_uint64(dst), c_uint64(src), c_size_t(nbytes), c_void_p(stream))
 
-    def copy_all(self, copies: Copies, stream: int) -> None:
-        """`copy` for each row, which are independent of each other; in one call where the driver has one (CUDA 13).
+    def copy_runs(self, runs: RunArray, stream: int) -> None:
+        """`copy` for each run, which are independent of each other; in one call where the driver has one (CUDA 13).
 
-        stream: not the default one, which batches refuse.
+        runs: source address, destination address, nbytes. stream: not the default one, which batches refuse.
         """
         with self.current() as driver:
-            if len(copies) > 1 and driver.has("cuMemcpyBatchAsync_v2"):
-                src, dst, nbytes = (np.ascontiguousarray(copies[:, axis]) for axis in range(3))
+            if len(runs) > 1 and driver.has("cuMemcpyBatchAsync_v2"):
+                src, dst, nbytes = (np.ascontiguousarray(runs[:, axis]) for axis in range(3))
                 attributes, first = MemcpyAttributes(_SRC_ACCESS_ORDER_STREAM), c_size_t(0)
                 driver.call(
                     "cuMemcpyBatchAsync_v2",
                     *(c_void_p(one.ctypes.data) for one in (dst, src, nbytes)),
-                    c_size_t(len(copies)),
+                    c_size_t(len(runs)),
                     byref(attributes),
                     byref(first),
                     c_size_t(1),
                     c_void_p(stream),
                 )
                 return
-            for src_ptr, dst_ptr, length in copies.tolist():
+            for src_ptr, dst_ptr, length in runs.tolist():
                 arguments = (c_uint64(dst_ptr), c_uint64(src_ptr), c_size_t(length), c_void_p(stream))
                 driver.call("cuMemcpyAsync", *arguments)
 

@@ -21,9 +21,10 @@ from pdlink.cuda.driver import CudaEvent, CudaFailure, CudaStream, CudaUnavailab
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pdlink.cuda.driver import Copies, Device
+    from pdlink.cuda.driver import Device
     from pdlink.cuda.kernels import Kernels
-    from pdlink.cuda.strided import Strided
+    from pdlink.cuda.strided import StridedPlan
+    from pdlink.kv.layout import RunArray
 
 Work = TypeVar("Work")
 
@@ -39,7 +40,7 @@ _ABANDONED: list[list[_Slot]] = []
 class _Slot:
     def __init__(self, device: Device) -> None:
         self._list = PinnedBuffer(device, SLOT_NBYTES)
-        self.place = (self._list.ptr, self._list.device_ptr, self._list.nbytes)
+        self.memory = (self._list.ptr, self._list.device_ptr, self._list.nbytes)
         """The list's address here and for kernels, and its size."""
         self.array = self._list.array
         try:
@@ -54,7 +55,7 @@ class _Slot:
 
 
 @dataclass(eq=False)
-class Launch(Generic[Work]):
+class LaunchedWork(Generic[Work]):
     work: Work
     """What it is to its caller."""
     slot: _Slot | None
@@ -70,7 +71,7 @@ class Launches(Generic[Work]):
         Raises CudaFailure, CudaUnavailable.
         """
         self._device, self._kernels, self._wake = device, kernels, wake
-        self.in_flight: deque[Launch[Work]] = deque()
+        self.in_flight: deque[LaunchedWork[Work]] = deque()
         self._bell_is_set = False
         self._all_slots: list[_Slot] = []
         with contextlib.ExitStack() as made:
@@ -98,46 +99,46 @@ class Launches(Generic[Work]):
         """What is begun from now on runs behind what `event` stands for now. Raises CudaFailure."""
         self._device.wait(self._stream.handle, event)
 
-    def precede(self, stream: int, launch: Launch[Work]) -> None:
+    def precede(self, stream: int, launch: LaunchedWork[Work]) -> None:
         """What is given to `stream` from now on runs behind this one, which is in flight. Raises CudaFailure."""
         if launch.slot is not None:
             self._device.wait(stream, launch.slot.event)
 
-    def put(self, work: Work, rows: _cuda.RowQueue, slice_nbytes: int) -> None:
-        """Launch a kernel for the next slice of `rows`; `has_room` is true.
+    def launch_runs(self, work: Work, runs: _cuda.RunQueue, launch_nbytes: int) -> None:
+        """Launch a kernel for the next `launch_nbytes` of `runs`; `has_room` is true.
 
         Raises CudaFailure: the context is dead. `work` is in flight then if the kernel was launched.
         """
         slot = self._slots.pop()
-        answer = self._launcher.put(rows, slice_nbytes, *slot.place, slot.event.handle)
+        answer = self._launcher.launch_runs(runs, launch_nbytes, *slot.memory, slot.event.handle)
         if answer[0] in ("", "cuEventRecord"):
-            self.in_flight.append(Launch(work, slot))
+            self.in_flight.append(LaunchedWork(work, slot))
         self._check(answer)
 
-    def put_tokens(self, work: Work, tokens: Strided) -> None:
-        """Launch a kernel for these, whose slots fit into `SLOT_NBYTES`; `has_room` is true, and there are kernels.
+    def launch_plan(self, work: Work, plan: StridedPlan) -> None:
+        """Launch a kernel for a plan whose slots fit into `SLOT_NBYTES`; `has_room` is true, and there are kernels.
 
-        Raises CudaFailure as `put` does.
+        Raises CudaFailure as `launch_runs` does.
         """
         assert self._kernels is not None
         slot = self._slots.pop()
-        self.in_flight.append(Launch(work, slot))  # it may be on its way when a call fails
-        slot.array[: tokens.slots.nbytes] = tokens.slots.reshape(-1).view(np.uint8)
-        _, at, _ = slot.place
-        for launch in tokens.launches(at):
+        self.in_flight.append(LaunchedWork(work, slot))  # it may be on its way when a call fails
+        slot.array[: plan.slots.nbytes] = plan.slots.reshape(-1).view(np.uint8)
+        _, at, _ = slot.memory
+        for launch in plan.launches(at):
             self._kernels.launch(launch, self._stream.handle)
         slot.event.record(self._stream)
 
-    def copy(self, work: Work, copies: Copies) -> None:
-        """Give these copies to the copy engine; `has_room` is true. Raises CudaFailure as `put` does."""
+    def copy(self, work: Work, runs: RunArray) -> None:
+        """Give these runs to the copy engine; `has_room` is true. Raises CudaFailure as `launch_runs` does."""
         slot = self._slots.pop()
-        self.in_flight.append(Launch(work, slot))  # some of them may be on their way when one fails
-        self._device.copy_all(copies, self._stream.handle)
+        self.in_flight.append(LaunchedWork(work, slot))  # some of them may be on their way when one fails
+        self._device.copy_runs(runs, self._stream.handle)
         slot.event.record(self._stream)
 
     def note(self, work: Work) -> None:
         """Work of no bytes: it ends when all before it has ended."""
-        self.in_flight.append(Launch(work, None))
+        self.in_flight.append(LaunchedWork(work, None))
 
     def take_ended(self) -> Iterator[Work]:
         """What has run. Raises CudaFailure."""

@@ -45,8 +45,8 @@ def _reshape(
     num_layers, num_parts = _grouping(src, dst)
     num_heads, head_dim = src[0].shape[2:]
     launches = _cuda.plan_reshape(
-        _place(src, src_slots, device, num_parts),
-        _place(dst, dst_slots, device, num_parts),
+        _strides(src, src_slots, device, num_parts),
+        _strides(dst, dst_slots, device, num_parts),
         num_tokens=num_tokens,
         num_layers=num_layers,
         num_parts=num_parts,
@@ -181,7 +181,7 @@ def _grouping(src: Sequence[Tensor], dst: Sequence[Tensor]) -> tuple[int, int]:
     return len(src), 1
 
 
-def _place(planes: Sequence[Tensor], slots: Tensor | None, device: torch.device, num_parts: int) -> _cuda.Place:
+def _strides(planes: Sequence[Tensor], slots: Tensor | None, device: torch.device, num_parts: int) -> _cuda.Strides:
     first = planes[0]
     block, token, head = (stride * first.itemsize for stride in first.stride()[:3])
     steps = _steps(planes, num_parts)
@@ -192,7 +192,7 @@ def _place(planes: Sequence[Tensor], slots: Tensor | None, device: torch.device,
         for address in addresses:
             alignment |= address
     layer_stride, part_stride = steps or (0, 0)
-    return _cuda.Place(
+    return _cuda.Strides(
         base=base,
         table=table,
         alignment=alignment,

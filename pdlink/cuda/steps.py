@@ -15,7 +15,8 @@ import numpy as np
 from pdlink.cuda.driver import CudaFailure
 
 if TYPE_CHECKING:
-    from pdlink.cuda.driver import Copies, Device
+    from pdlink.cuda.driver import Device
+    from pdlink.kv.layout import RunArray
     from pdlink.kv.plan import IntArray as Offsets
     from pdlink.memory.buffers import Bytes
 
@@ -33,7 +34,7 @@ class PinnedSteps:
         self._others: set[int] = set()
         """Steps that somebody else in this process has registered, such as UCX, and keeps so."""
 
-    def placed(self, runs: Copies, column: int) -> Copies:
+    def placed(self, runs: RunArray, column: int) -> RunArray:
         """The runs [n, 3] with addresses for the GPU instead of offsets in `column`, cut where steps meet.
 
         Registers what is not. Raises CudaFailure, ValueError for a run outside.
@@ -81,18 +82,18 @@ class PinnedSteps:
         self._others.add(step)
         return self._device.mapped(ptr)
 
-    def _cut(self, runs: Copies, column: int) -> Copies:
+    def _cut(self, runs: RunArray, column: int) -> RunArray:
         """A copy of the runs, of which none goes beyond a step."""
         begins, ends = runs[:, column], runs[:, column] + runs[:, 2]
         firsts, lasts = begins // self._step_nbytes, (ends - 1) // self._step_nbytes
-        pieces = np.maximum(lasts - firsts, 0) + 1
-        if (pieces == 1).all():
+        counts = np.maximum(lasts - firsts, 0) + 1
+        if (counts == 1).all():
             return runs.copy()
-        of = np.repeat(np.arange(len(runs)), pieces)
-        nth = np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        of = np.repeat(np.arange(len(runs)), counts)
+        nth = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)
         starts = np.maximum(begins[of], (firsts[of] + nth) * self._step_nbytes)
         stops = np.minimum(ends[of], (firsts[of] + nth + 1) * self._step_nbytes)
-        cut: Copies = runs[of]
+        cut: RunArray = runs[of]
         cut[:, :2] += (starts - begins[of])[:, None]
         cut[:, 2] = stops - starts
         return cut

@@ -1,4 +1,4 @@
-"""`Strided`: one copy of tokens between two paged places, said by strides and a slot for each token.
+"""`StridedPlan`: one copy of tokens between two paged places, said by strides and a slot for each token.
 
 A list of byte runs takes 24 bytes for each run, and between HND pages and another order of axes a run is one head of
 one token: 256 bytes. Here a token takes 16 bytes, whatever its heads and parts.
@@ -32,13 +32,13 @@ class Paged(NamedTuple):
     block_tokens: int
     num_slots: int
 
-    def placed(self, slots: int) -> _cuda.Place:
+    def placed(self, slots: int) -> _cuda.Strides:
         """slots: address of the list of this side."""
-        return _cuda.Place(**self._asdict(), slots=slots)
+        return _cuda.Strides(**self._asdict(), slots=slots)
 
 
 @dataclass(frozen=True, slots=True)
-class Strided:
+class StridedPlan:
     src: Paged
     dst: Paged
     num_parts: int
@@ -62,8 +62,8 @@ class Strided:
             head_nbytes=self.head_nbytes,
         )
 
-    def cut(self, most_tokens: int) -> list[Strided]:
+    def cut(self, most_tokens: int) -> list[StridedPlan]:
         """The same in copies of `most_tokens` at most."""
         cuts = range(0, len(self), most_tokens)
         sides = self.src, self.dst, self.num_parts, self.num_heads, self.head_nbytes
-        return [Strided(*sides, np.ascontiguousarray(self.slots[:, at : at + most_tokens])) for at in cuts]
+        return [StridedPlan(*sides, np.ascontiguousarray(self.slots[:, at : at + most_tokens])) for at in cuts]

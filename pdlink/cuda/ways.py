@@ -21,8 +21,9 @@ from pdlink.cuda.copies import ENGINE_RUN_NBYTES
 from pdlink.cuda.driver import CudaFailure, CudaStream
 
 if TYPE_CHECKING:
-    from pdlink.cuda.driver import Copies, Device
+    from pdlink.cuda.driver import Device
     from pdlink.cuda.kernels import Kernels
+    from pdlink.kv.layout import RunArray
 
 log = logging.getLogger(__name__)
 
@@ -95,37 +96,37 @@ def measure(device: Device, kernels: Kernels) -> Ways:
     with contextlib.ExitStack() as made:
         pages = made.enter_context(contextlib.closing(DeviceBuffer(device, _MEASURED_NBYTES)))
         host = made.enter_context(contextlib.closing(PinnedBuffer(device, _MEASURED_NBYTES)))
-        runs = made.enter_context(contextlib.closing(PinnedBuffer(device, _MEASURED_NBYTES // RUN_NBYTES[0] * 24)))
+        listed = made.enter_context(contextlib.closing(PinnedBuffer(device, _MEASURED_NBYTES // RUN_NBYTES[0] * 24)))
         stream = made.enter_context(contextlib.closing(CudaStream(device)))
         table = []
         for run_nbytes in RUN_NBYTES:
             for to_device in (False, True):
-                rows = _scattered(run_nbytes, pages.ptr, host.device_ptr, to_device=to_device)
-                taken = (_engine_s(device, rows, stream), _kernel_s(kernels, rows, runs, stream))
+                runs = _scattered(run_nbytes, pages.ptr, host.device_ptr, to_device=to_device)
+                taken = (_engine_s(device, runs, stream), _kernel_s(kernels, runs, listed, stream))
                 table.append(MeasuredWay(run_nbytes, to_device, *taken))
     return Ways.chosen(tuple(table))
 
 
-def _scattered(run_nbytes: int, pages: int, host: int, *, to_device: bool) -> Copies:
+def _scattered(run_nbytes: int, pages: int, host: int, *, to_device: bool) -> RunArray:
     """Runs side by side in host memory, and in reverse order in pages, so that nobody joins them."""
     at = np.arange(0, _MEASURED_NBYTES, run_nbytes, dtype=np.int64)
     ends = (at + host, at[::-1] + pages) if to_device else (at[::-1] + pages, at + host)
     return np.stack([*ends, np.full_like(at, run_nbytes)], axis=1)
 
 
-def _engine_s(device: Device, rows: Copies, stream: CudaStream) -> float:
+def _engine_s(device: Device, runs: RunArray, stream: CudaStream) -> float:
     taken = []
     for _ in range(_TIMES):
         began_s = time.perf_counter()
-        device.copy_all(rows, stream.handle)
+        device.copy_runs(runs, stream.handle)
         stream.synchronize()
         taken.append(time.perf_counter() - began_s)
     return min(taken)
 
 
-def _kernel_s(kernels: Kernels, rows: Copies, runs: PinnedBuffer, stream: CudaStream) -> float:
-    runs.array[: rows.nbytes] = np.ascontiguousarray(rows).view(np.uint8).reshape(-1)
-    launch = _cuda.plan_runs(runs.device_ptr, len(rows), int(rows[0, 2]))
+def _kernel_s(kernels: Kernels, runs: RunArray, listed: PinnedBuffer, stream: CudaStream) -> float:
+    listed.array[: runs.nbytes] = np.ascontiguousarray(runs).view(np.uint8).reshape(-1)
+    launch = _cuda.plan_runs(listed.device_ptr, len(runs), int(runs[0, 2]))
     taken = []
     for _ in range(_TIMES):
         began_s = time.perf_counter()

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pdlink.endpoint.peer import Peer
     from pdlink.endpoint.sharing import Sharing
     from pdlink.endpoint.verifying import Verifier
-    from pdlink.kv.groups import AnyTables
+    from pdlink.kv.groups import AnyBlocks
     from pdlink.kv.plan import Plan, Template
     from pdlink.protocol.actions import Action, Push
     from pdlink.protocol.messages import Checksum
@@ -107,7 +107,7 @@ class Outgoing(Transfer):
         self.started_s = sender.clock.now_s()
         sender.announce(self)
 
-    def publish(self, blocks: AnyTables, num_tokens: int, num_cached_tokens: int = 0) -> None:
+    def publish(self, blocks: AnyBlocks, num_tokens: int, num_cached_tokens: int = 0) -> None:
         """The KV of the request's `num_tokens` tokens will be in these blocks, from token 0 on.
 
         blocks: one list for each group of layers, or the list of the only group. Where a group does not keep all
@@ -116,19 +116,19 @@ class Outgoing(Transfer):
         until `released`; with a pool the node holds a reference of its own, so they do.
         """
         self.num_tokens = num_tokens
-        tables = self._sender.groups.tables(blocks)
+        mine = self._sender.groups.by_group(blocks)
         with self._sender.lock:
             if self.machine.state not in SENDER_ENDS:
-                self._hold(tables)
-                self._sender.act(self, self.machine.publish(tables, num_tokens, num_cached_tokens))
+                self._hold(mine)
+                self._sender.act(self, self.machine.publish(mine, num_tokens, num_cached_tokens))
 
-    def extend(self, blocks: AnyTables) -> None:
+    def extend(self, blocks: AnyBlocks) -> None:
         """More blocks behind those published, for an engine that reserves them chunk by chunk."""
-        tables = self._sender.groups.tables(blocks)
+        mine = self._sender.groups.by_group(blocks)
         with self._sender.lock:
             if self.machine.state not in SENDER_ENDS:
-                self._hold(tables)
-                self.machine.extend(tables)
+                self._hold(mine)
+                self.machine.extend(mine)
 
     def layer_ready(self, layer: int, start: int = 0, end: int | None = None) -> None:
         """Tokens [start, end) of `layer` are in the published blocks; `end` None stands for all tokens.
@@ -334,11 +334,11 @@ class DataPath:
                     plan = plan_of(peer.templates[push.group], push)
                     transfer.plans[push.group, push.start, push.end] = plan
                 first = self._groups.index_of[push.layers.start]
-                pieces = plan.pieces(first)
+                lists = plan.run_lists(first)
                 for index in range(first + 1, first + len(push.layers)):
-                    pieces += plan.pieces(index)
+                    lists += plan.run_lists(index)
                 planned, batch.submitted_s = True, self._now_s()
-                lane.in_flight[lane.transport.submit(peer.key, pieces, self._batch_timeout_s)] = batch
+                lane.in_flight[lane.transport.submit(peer.key, lists, self._batch_timeout_s)] = batch
             except Exception as error:  # noqa: BLE001  a peer's numbers, in the engine's thread: they cost only it
                 order.ended(batch, self._now_s())
                 self._refused(transfer, push, error, planned=planned)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pdlink.endpoint.sessions import Sessions
     from pdlink.endpoint.verifying import Verifier
     from pdlink.endpoint.work import Work
-    from pdlink.kv.groups import KVGroups, Tables
+    from pdlink.kv.groups import BlocksByGroup, KVGroups
     from pdlink.memory.blocks import BlockPool
     from pdlink.protocol.deadlines import Deadlines
 
@@ -120,12 +120,12 @@ class Transfer:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _hold(self, blocks: Tables) -> None:
+    def _hold(self, blocks: BlocksByGroup) -> None:
         """Take a reference to each of the blocks, until `on_end`."""
         if self._half.pool is not None:
-            for table in blocks:
-                self._half.pool.share(table)
-                self._held = (*self._held, *table)
+            for mine in blocks:
+                self._half.pool.share(mine)
+                self._held = (*self._held, *mine)
 
     def _let_go(self) -> None:
         """Give the references back. Two threads may be about to: a transfer ends while its blocks are withdrawn."""

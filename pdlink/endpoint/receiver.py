@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pdlink.endpoint.half import Common
     from pdlink.endpoint.peer import Peer
-    from pdlink.kv.groups import AnyTables, Tables
+    from pdlink.kv.groups import AnyBlocks, BlocksByGroup
     from pdlink.protocol.messages import Verify
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Incoming(Transfer):
         self.started_s = receiver.clock.now_s()
         receiver.expect(self, peer)
 
-    def offer(self, blocks: AnyTables, tokens: range) -> None:
+    def offer(self, blocks: AnyBlocks, tokens: range) -> None:
         """Let the sender write these tokens, which are the ones that are missing here, into these blocks.
 
         blocks: one list for each group of layers, or the list of the only group. Each begins with the block of the
@@ -83,13 +83,13 @@ class Incoming(Transfer):
         Until `released` they belong to the transfer; with a pool the node holds a
         reference of its own. Raises InvalidRequest if the two do not fit together.
         """
-        tables, start, end = self._checked(blocks, tokens)
+        mine, start, end = self._checked(blocks, tokens)
         with self._receiver.lock:
             if self.machine.state is ReceiverState.EXPECTED:
                 self._end = end
-                self._hold(tables)
+                self._hold(mine)
                 per_layer = self._landed is not None
-                actions = self.machine.offer(tables, start, end, per_layer=per_layer, verify=self._verify)
+                actions = self.machine.offer(mine, start, end, per_layer=per_layer, verify=self._verify)
                 self._receiver.act(self, actions)
 
     def wait(self, timeout_s: float | None = None) -> int:
@@ -157,16 +157,16 @@ class Incoming(Transfer):
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _checked(self, blocks: AnyTables, tokens: range) -> tuple[Tables, int, int]:
-        """Block tables, first token, end. Raises InvalidRequest."""
+    def _checked(self, blocks: AnyBlocks, tokens: range) -> tuple[BlocksByGroup, int, int]:
+        """Blocks by group, first token, end. Raises InvalidRequest."""
         groups, start, end = self._receiver.groups, tokens.start, max(tokens.start, tokens.stop)
-        tables = groups.tables(blocks)
+        mine = groups.by_group(blocks)
         if tokens.step != 1 or start < 0:
             raise InvalidRequest(f"tokens: got {tokens}; a range from 0 or later on, with a step of 1")
-        problem = groups.problem(tables, start, end)
+        problem = groups.problem(mine, start, end)
         if problem:
             raise InvalidRequest(f"blocks: got an offer {problem}")
-        return tables, start, end
+        return mine, start, end
 
     def _signal(self, layer: int) -> Signal:
         if not 0 <= layer < self._receiver.groups.num_layers:

@@ -11,7 +11,7 @@ mask for (masking_utils, 5.23), and calls `paged_attention` once per layer after
 KV. Who may see what is in the `AttentionPlan`, made once per pass:
 
 - a *chunk* is several tokens of one request. If it begins at token 0 its KV is what the pass has just computed,
-  otherwise KV is gathered through the block table;
+  otherwise KV is gathered from its blocks;
 - *single* tokens (decode, mostly) of requests of similar length are gathered and computed together.
 
 Tensor shapes, by suffix: N rows of the flattened batch, S sequences of one group, L KV positions, B blocks, T tokens
@@ -51,7 +51,7 @@ class QuerySpan:
     """Tokens [start, end) of one request, the next rows of the flattened batch."""
 
     blocks_B: torch.Tensor
-    """Block table, int64, from token 0 on."""
+    """int64, from token 0 on."""
     start: int
     end: int
 
@@ -72,7 +72,7 @@ class _Chunk:
 class _Singles:
     rows_S: torch.Tensor
     blocks: torch.Tensor
-    """Block tables of all S, padded with each one's last block to equal length, in one list."""
+    """Blocks of all S, padded with each one's last block to equal length, in one list."""
     unused: torch.Tensor
     """Rows of the gathered KV beyond the sequence. They are masked, but 0 x NaN is NaN, so what an earlier holder of
     the block left there must be wiped."""
@@ -85,7 +85,7 @@ class AttentionPlan:
     def __init__(
         self, spans: Sequence[QuerySpan], block_tokens: int, dtype: torch.dtype, device: torch.device = _CPU
     ) -> None:
-        """device: where attention is computed; the plan itself is made on the CPU, where the block tables are."""
+        """device: where attention is computed; the plan itself is made on the CPU, where the lists of blocks are."""
         self._spans = spans
         self._device = device
         self._block_tokens = block_tokens

@@ -101,14 +101,12 @@ class TokenOutput:
 class KVListener(Protocol):
     """Hears of the KV of every request, in the engine's thread, between layers too: be quick, do not raise."""
 
-    def admitted(
-        self, request_id: str, block_table: Sequence[int], num_cached_tokens: int, external_tokens: int
-    ) -> None:
-        """The request has every block it will ever need (prompt and max_tokens), `block_table`, from token 0 on.
+    def admitted(self, request_id: str, blocks: Sequence[int], num_cached_tokens: int, external_tokens: int) -> None:
+        """The request has every block it will ever need (prompt and max_tokens), `blocks`, from token 0 on.
 
         The first `num_cached_tokens` are in the cache for all layers: whole blocks, and less than the prompt unless
         all of it is external. external_tokens: so many leading ones are to come from elsewhere; 0 if they are here.
-        Called again, with another table, after `kv_failed(recompute=True)`.
+        Called again, with other blocks, after `kv_failed(recompute=True)`.
         """
 
     def layer_needed(self, request_id: str, layer: int, timeout_s: float) -> bool:

@@ -119,7 +119,7 @@ class LMCacheEngine:
         self.cache.close()
 
     def blocks(self, slot_mapping: Any) -> list[int]:
-        """The block table behind a slot mapping; -1 for a block of masked tokens."""
+        """The blocks behind a slot mapping; -1 for a block of masked tokens."""
         slots, block_tokens = np.asarray(slot_mapping), self.cache.layout.block_tokens
         if slots.ndim != 1 or slots.dtype.kind not in "iu":
             raise InvalidRequest(

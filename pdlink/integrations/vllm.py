@@ -148,9 +148,9 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         return self._book.missing(request.request_id, num_computed_tokens, computes_all=computes_all)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        tables = cache_groups.tables(self._kv_cache_config, blocks.get_block_ids())
+        mine = cache_groups.by_group(self._kv_cache_config, blocks.get_block_ids())
         request_id, store = request.request_id, self._book.store
-        loaded = self._book.allocated(request_id, tables, num_external_tokens)
+        loaded = self._book.allocated(request_id, mine, num_external_tokens)
         chosen = NO_TIERS if store is None else store.chosen(request_id)
         told = self._origins.admitted(request_id, request.num_prompt_tokens, num_external_tokens, loaded, chosen)
         if told is not None:
@@ -186,9 +186,9 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         if told is not None and leg:
             said["pdlink_source"] = msgspec.to_builtins(sourced(told, leg))
         tokens = versions.computed_tokens(request) if self._book.store is not None else ()
-        tables = cache_groups.tables(self._kv_cache_config, block_ids) if tokens else ()
+        mine = cache_groups.by_group(self._kv_cache_config, block_ids) if tokens else ()
         # vLLM passes it with an answer that is no stream; the proxy takes it out, and tells its client in a header.
-        return self._book.ended(request_id, tokens, tables), said or None
+        return self._book.ended(request_id, tokens, mine), said or None
 
     def update_connector_output(self, connector_output: Any) -> None:
         told = connector_output.kv_connector_worker_meta

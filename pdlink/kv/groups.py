@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     from pdlink.kv.layout import KVLayout, LayerLayout, Part
 
-AnyTables = Sequence[int] | Sequence[Sequence[int]]
+AnyBlocks = Sequence[int] | Sequence[Sequence[int]]
 """Block ids: one list for each group, or the list of the only group."""
-Tables = tuple[tuple[int, ...], ...]
+BlocksByGroup = tuple[tuple[int, ...], ...]
 """Block ids: one list for each group."""
 BandArray = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 """[n, 6] int64, C-contiguous: region, begin, stride, extent, first, count: of block `first` + b, for b below `count`.
@@ -51,13 +51,11 @@ class Bands(NamedTuple):
     firsts: tuple[int, ...]
     """By group: number of its block 0. Groups that share memory share numbers: a block is one group's at a time."""
 
-    def numbers(self, tables: Sequence[Sequence[int]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def numbers(self, blocks: Sequence[Sequence[int]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """The numbers of these blocks, given by group."""
-        if len(tables) == 1:
-            return np.array(tables[0], dtype=np.int64) + self.firsts[0]
-        return np.array(
-            [first + b for first, table in zip(self.firsts, tables, strict=True) for b in table], np.int64
-        )
+        if len(blocks) == 1:
+            return np.array(blocks[0], dtype=np.int64) + self.firsts[0]
+        return np.array([first + b for first, mine in zip(self.firsts, blocks, strict=True) for b in mine], np.int64)
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ class KVGroups:
         """Payload of positions [first, last) of each group."""
         return sum((last - first) * each for each, (first, last) in zip(self.token_nbytes, ranges, strict=True))
 
-    def tables(self, blocks: AnyTables) -> Tables:
+    def by_group(self, blocks: AnyBlocks) -> BlocksByGroup:
         """One list of blocks for each group, of Python's integers: a frame takes no others, and numpy's come as well.
 
         Raises InvalidRequest for another number of lists, and for what is no integer.
@@ -116,41 +114,41 @@ class KVGroups:
         given = cast("Sequence[Sequence[int]]", blocks)
         if len(self.layouts) == 1 and not (len(blocks) and isinstance(blocks[0], Sized)):
             given = (cast("Sequence[int]", blocks),)
-        if len(given) != len(self.layouts) or not all(isinstance(table, Sized) for table in given):
+        if len(given) != len(self.layouts) or not all(isinstance(mine, Sized) for mine in given):
             raise InvalidRequest(
                 f"blocks: got {len(given)} items for {len(self.layouts)} groups of layers; one list of blocks each"
             )
         try:
-            return tuple(tuple(map(index, table)) for table in given)
+            return tuple(tuple(map(index, mine)) for mine in given)
         except TypeError as error:
             raise InvalidRequest(f"blocks: got {error}; block ids are integers") from None
 
-    def part(self, tables: Tables, start: int, end: int) -> Tables:
+    def part(self, blocks: BlocksByGroup, start: int, end: int) -> BlocksByGroup:
         """Of lists from token 0 on the blocks that hold what is transferred of tokens [start, end)."""
         return tuple(
-            table[layout.blocks_of(*layout.needed(start, end))]
-            for layout, table in zip(self.layouts, tables, strict=True)
+            mine[layout.blocks_of(*layout.needed(start, end))]
+            for layout, mine in zip(self.layouts, blocks, strict=True)
         )
 
-    def problem(self, tables: Tables, start: int, end: int) -> str:
+    def problem(self, blocks: BlocksByGroup, start: int, end: int) -> str:
         """Why an offer of these lists is not one of the blocks of tokens [start, end); empty if it is."""
         if not 0 <= start <= end:
             return f"of tokens [{start}, {end})"
-        if len(tables) != len(self.layouts):
-            return f"of {len(tables)} lists of blocks; there are {len(self.layouts)} groups of layers"
-        for group, (layout, table) in enumerate(zip(self.layouts, tables, strict=True)):
+        if len(blocks) != len(self.layouts):
+            return f"of {len(blocks)} lists of blocks; there are {len(self.layouts)} groups of layers"
+        for group, (layout, mine) in enumerate(zip(self.layouts, blocks, strict=True)):
             first, last = layout.needed(start, end)
             covering = layout.blocks_of(first, last)
-            if len(table) != covering.stop - covering.start:
+            if len(mine) != covering.stop - covering.start:
                 where = f" of group {group}" if group else ""
                 tokens = f"[{first * layout.position_tokens}, {last * layout.position_tokens})"
-                return f"of {len(table)} blocks{where}; tokens {tokens} take {covering.stop - covering.start}"
-            if table and not 0 <= min(table) <= max(table) < layout.num_blocks:
+                return f"of {len(mine)} blocks{where}; tokens {tokens} take {covering.stop - covering.start}"
+            if mine and not 0 <= min(mine) <= max(mine) < layout.num_blocks:
                 return f"names a block outside 0..{layout.num_blocks - 1}"
-            if len(set(table)) != len(table):
+            if len(set(mine)) != len(mine):
                 return "names a block twice"
         for one, two in self.overlaid:
-            twice = {*tables[one]} & {*tables[two]}
+            twice = {*blocks[one]} & {*blocks[two]}
             if twice:
                 return (
                     f"names block {min(twice)} in groups {one} and {two}, which share memory; a block is one group's"

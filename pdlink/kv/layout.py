@@ -32,7 +32,7 @@ RunArray = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 """[n, 3] int64, C-contiguous: source offset, destination offset, nbytes."""
 
 
-class Piece(NamedTuple):
+class RunList(NamedTuple):
     """Runs between one source region and one destination region: what `plan` makes and a transport copies.
 
     A tuple, because that is what native engines take.

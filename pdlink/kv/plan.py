@@ -27,7 +27,7 @@ import numpy as np
 
 from pdlink.compiled import compiled
 from pdlink.errors import LayoutMismatch
-from pdlink.kv.layout import MAX_OFFSET, KVLayout, LayerLayout, Part, Piece
+from pdlink.kv.layout import MAX_OFFSET, KVLayout, LayerLayout, Part, RunList
 
 if TYPE_CHECKING:
     from pdlink.kv.layout import RunArray
@@ -37,8 +37,8 @@ BlockIds = Sequence[int] | np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
 """In token order."""
 Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
-_piece = tuple.__new__
-"""`_piece(Piece, fields)` takes half the time of `Piece(*fields)`, and every layer of a request makes some."""
+_made = tuple.__new__
+"""`_made(RunList, fields)` takes half the time of `RunList(*fields)`, and every layer of a request makes some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class LayerTemplate:
 
     class_index: int
     bases: tuple[tuple[Part, Part], ...]
-    """(source, destination) per piece: one for fused parts, otherwise one per part."""
+    """(source, destination) per list of runs: one for fused parts, otherwise one per part."""
     token_nbytes: int
 
 
@@ -98,13 +98,13 @@ class Plan:
     runs: tuple[RunArray, ...]
     """Per class of `template.classes`."""
 
-    def pieces(self, layer: int) -> list[Piece]:
+    def run_lists(self, layer: int) -> list[RunList]:
         """What to submit for one layer; empty if the range is."""
         if self.start == self.end:
             return []
         shape = self.template.layers[layer]
         runs = self.runs[shape.class_index]
-        return [_piece(Piece, (src.region, src.offset, dst.region, dst.offset, runs)) for src, dst in shape.bases]
+        return [_made(RunList, (src.region, src.offset, dst.region, dst.offset, runs)) for src, dst in shape.bases]
 
     def layer_nbytes(self, layer: int) -> int:
         return (self.end - self.start) * self.template.layers[layer].token_nbytes
@@ -190,7 +190,7 @@ def warm_up() -> None:
 def _classify(
     src: KVLayout, dst: KVLayout, src_layer: LayerLayout, dst_layer: LayerLayout
 ) -> tuple[LayerClass, tuple[tuple[Part, Part], ...]]:
-    """The class of a layer and the bases of its pieces."""
+    """The class of a layer and the bases of its lists."""
     bases = tuple(sorted(zip(src_layer.parts, dst_layer.parts, strict=True), key=lambda pair: pair[0].offset))
     tokens = (0, src_layer.token_stride, dst_layer.token_stride)
     heads = (src.num_heads, src_layer.head_stride, dst_layer.head_stride)
@@ -227,7 +227,7 @@ def _common_distance(bases: tuple[tuple[Part, Part], ...]) -> int:
 def _absorbs(*axes: tuple[int, int, int], head_nbytes: int) -> bool:
     """Whether the last axis becomes part of a longer run when a whole block is copied.
 
-    If not, its parts are better kept as pieces of their own, which share one list of runs half as long.
+    If not, its parts are better kept as lists of their own, which share runs half as long.
     """
     run = head_nbytes
     for axis in sorted(axes, key=lambda axis: axis[2]):

@@ -62,9 +62,9 @@ class Checksums:
         plan = bind(template, blocks[: len(dense)], list(dense), start, end)
         first = start % block_tokens * template.dst.layers[layer].token_stride
         gathered = np.empty(first + plan.layer_nbytes(layer), np.uint8)
-        for piece in plan.pieces(layer):
-            runs = piece.runs + np.array([piece.src_base, piece.dst_base, 0])
-            _copy.memcpy_runs(gathered, self._buffers[piece.src_region].array, runs)
+        for one in plan.run_lists(layer):
+            runs = one.runs + np.array([one.src_base, one.dst_base, 0])
+            _copy.memcpy_runs(gathered, self._buffers[one.src_region].array, runs)
         return gathered[first:].data
 
 

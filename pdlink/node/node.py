@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from pdlink.endpoint.half import Transfer
     from pdlink.endpoint.live import LiveTransfer
     from pdlink.endpoint.sharing import Sharing
-    from pdlink.kv.groups import AnyTables
+    from pdlink.kv.groups import AnyBlocks
     from pdlink.kv.layout import KVLayout
     from pdlink.memory.blocks import BlockPool
     from pdlink.memory.buffers import AnyBuffer, HostBuffer
@@ -215,7 +215,7 @@ class Node:
     def send(
         self,
         transfer_id: str,
-        blocks: AnyTables | None = None,
+        blocks: AnyBlocks | None = None,
         num_tokens: int = 0,
         num_cached_tokens: int = 0,
     ) -> Outgoing:
@@ -239,7 +239,7 @@ class Node:
         self,
         transfer_id: str,
         peer: str,
-        blocks: AnyTables | None = None,
+        blocks: AnyBlocks | None = None,
         tokens: range | None = None,
         *,
         by_layer: bool = True,

@@ -17,7 +17,7 @@ from pdlink.reasons import Code, Reason
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pdlink.kv.groups import AnyTables
+    from pdlink.kv.groups import AnyBlocks
     from pdlink.node.node import Incoming, Node, Outgoing
 
 
@@ -52,26 +52,26 @@ class EnginePort:
 
     # -- what an engine says -----------------------------------------------------------------------------------------
 
-    def admitted(self, request_id: str, block_table: AnyTables, num_cached_tokens: int = 0) -> None:
-        """The request has blocks: `block_table`, from token 0 on. Its first `num_cached_tokens` tokens are in them.
+    def admitted(self, request_id: str, blocks: AnyBlocks, num_cached_tokens: int = 0) -> None:
+        """The request has blocks: `blocks`, from token 0 on. Its first `num_cached_tokens` tokens are in them.
 
         One list for each group of layers, or the list of the only group.
 
-        Called again, with another table, by an engine that computes the prompt after a transfer to here has failed,
+        Called again, with other blocks, by an engine that computes the prompt after a transfer to here has failed,
         and by one that computes it anew after `preempted`.
         """
         outgoing, incoming = self._outgoing.get(request_id), self._incoming.get(request_id)
         if outgoing is not None:
-            outgoing.publish(block_table, outgoing.num_tokens, num_cached_tokens)
+            outgoing.publish(blocks, outgoing.num_tokens, num_cached_tokens)
         elif incoming is not None and incoming.error is not None:
             del self._incoming[request_id]
             emit(FallbackUsed(kind="recompute", reason=incoming.error.reason.code))
         elif incoming is not None:
             end, groups = incoming.num_tokens, self.node.groups
             start = min(num_cached_tokens, end)
-            incoming.offer(groups.part(groups.tables(block_table), start, end), range(start, end))
+            incoming.offer(groups.part(groups.by_group(blocks), start, end), range(start, end))
 
-    def extended(self, request_id: str, blocks: AnyTables) -> None:
+    def extended(self, request_id: str, blocks: AnyBlocks) -> None:
         """The request has more blocks, behind those it was admitted with."""
         outgoing = self._outgoing.get(request_id)
         if outgoing is not None:

@@ -30,7 +30,7 @@ class Push(msgspec.Struct, frozen=True, gc=False):
     end: int
     nbytes: int
     blocks: tuple[int, ...]
-    """The source: block table of the sender for the layers' group, from token 0 on."""
+    """The source: blocks of the sender for the layers' group, from token 0 on."""
     offer: Offer
     """The destination: `offer.blocks[group]`, the first of which holds position `first`."""
     group: int = 0

@@ -17,7 +17,7 @@ from pdlink.protocol.states import RECEIVER, RECEIVER_ENDS, ReceiverEvent, Recei
 from pdlink.reasons import Code, Reason
 
 if TYPE_CHECKING:
-    from pdlink.kv.groups import KVGroups, Tables
+    from pdlink.kv.groups import BlocksByGroup, KVGroups
 
 
 class Receiving:
@@ -43,7 +43,7 @@ class Receiving:
 
     def offer(
         self,
-        blocks: Tables,
+        blocks: BlocksByGroup,
         start: int,
         end: int,
         *,

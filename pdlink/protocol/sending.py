@@ -29,7 +29,7 @@ from pdlink.reasons import Code, Reason
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
-    from pdlink.kv.groups import KVGroups, Tables
+    from pdlink.kv.groups import BlocksByGroup, KVGroups
 
 
 SHARED_NBYTES = 2**20
@@ -52,8 +52,8 @@ class Sending:
         self.transfer_id = transfer_id
         self.state = SenderState.WAITING
         self.reason: Reason | None = None
-        self.blocks: Tables | None = None
-        """Source block tables by group, from token 0 on; None until `publish`."""
+        self.blocks: BlocksByGroup | None = None
+        """Source blocks by group, from token 0 on; None until `publish`."""
         self.offered: messages.Offer | None = None
         self.num_tokens = 0
         self.nbytes = 0
@@ -78,7 +78,7 @@ class Sending:
 
     # -- this worker -------------------------------------------------------------------------------------------------
 
-    def publish(self, blocks: Tables, num_tokens: int, num_cached_tokens: int) -> list[Action]:
+    def publish(self, blocks: BlocksByGroup, num_tokens: int, num_cached_tokens: int) -> list[Action]:
         """The blocks are reserved; their first `num_cached_tokens` tokens are written already, in all layers."""
         if self.state not in (SenderState.WAITING, SenderState.WRITING) or self.blocks is not None:
             return []
@@ -87,7 +87,7 @@ class Sending:
         self._written = [num_cached_tokens] * self._num_layers
         return self._check_range() or self._push_ready(range(self._num_layers))
 
-    def extend(self, blocks: Tables) -> None:
+    def extend(self, blocks: BlocksByGroup) -> None:
         """Append blocks: an engine may reserve them chunk by chunk."""
         if self.blocks is not None:
             self.blocks = tuple(old + new for old, new in zip(self.blocks, blocks, strict=True))

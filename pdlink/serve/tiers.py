@@ -143,20 +143,18 @@ class Tiered:
             if request.prompt is not None:
                 request.prompt.close(forget=forget)
 
-    def admitted(
-        self, request_id: str, block_table: Sequence[int], num_cached_tokens: int, external_tokens: int
-    ) -> None:
+    def admitted(self, request_id: str, blocks: Sequence[int], num_cached_tokens: int, external_tokens: int) -> None:
         request = self._requests.get(request_id)
         if request is None:
-            self._port.admitted(request_id, block_table, num_cached_tokens)
+            self._port.admitted(request_id, blocks, num_cached_tokens)
             return
         if request.load is not None:  # into blocks that it has no more
             request.load.cancel()
-        request.blocks, request.load, request.offered_s = block_table, None, None
+        request.blocks, request.load, request.offered_s = blocks, None, None
         request.untold = request.loaded_end = None
         cached, receives = num_cached_tokens, external_tokens == len(request.tokens)
         if not receives:
-            self._port.admitted(request_id, block_table, cached)
+            self._port.admitted(request_id, blocks, cached)
         if request.prompt is None:
             choice = Choice(cached, request.not_loaded)
         else:

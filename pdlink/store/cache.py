@@ -94,7 +94,7 @@ class Cache:
 
     Arguments that methods share:
     tokens: the whole prompt.
-    blocks: block table: blocks[i] holds the `block_tokens` tokens from `offset` + i * `block_tokens` on, for all full
+    blocks: blocks[i] holds the `block_tokens` tokens from `offset` + i * `block_tokens` on, for all full
         chunks. Blocks of masked tokens are not looked at. The caller keeps the blocks during the call.
     mask: as long as the prompt; False for leading tokens that the call leaves alone: a multiple of `chunk_tokens`, or
         of `block_tokens` where KV is loaded.

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import numpy as np
 
 from pdlink import threads
-from pdlink.cuda.copies import MOST_ROWS, MOST_TOKENS, Copies, kernels_if_any
+from pdlink.cuda.copies import MOST_RUNS, MOST_TOKENS, Copies, kernels_if_any
 from pdlink.cuda.driver import CudaEvent, CudaFailure, CudaStream
 from pdlink.cuda.steps import PinnedSteps
-from pdlink.cuda.strided import Paged, Strided
+from pdlink.cuda.strided import Paged, StridedPlan
 from pdlink.cuda.ways import Ways, ways_of
 from pdlink.errors import ConfigError
 from pdlink.store.arena import STEP_NBYTES
@@ -39,7 +39,6 @@ from pdlink.store.extents import ALIGNMENT_NBYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from pdlink.cuda import driver
     from pdlink.cuda.buffers import DeviceMemory
     from pdlink.kv.layout import KVLayout, RunArray
     from pdlink.kv.plan import IntArray, Template
@@ -62,9 +61,9 @@ _ABANDONED: Final[list[object]] = []
 
 @dataclass(eq=False)
 class PageCopy:
-    """A copy, or a part of one that has many rows; of no rows it only ends behind those before it."""
+    """A copy, or a part of one that has many runs; of no runs it only ends behind those before it."""
 
-    rows: driver.Copies | Strided
+    plan: RunArray | StridedPlan
     after: CudaEvent | None = None
     then: Then | None = None
     begun: Callable[[PageCopy], None] | None = None
@@ -236,7 +235,7 @@ class GpuPages:
 
     def copy(
         self,
-        pieces: Iterable[tuple[int, RunArray]],
+        lists: Iterable[tuple[int, RunArray]],
         arena: Bytes,
         *,
         loading: bool,
@@ -246,23 +245,23 @@ class GpuPages:
     ) -> PageCopy:
         """Copy between regions and the arena, behind the mark `after`, and say when that is over.
 
-        pieces: region, and runs [n, 3] of source offset, destination offset, nbytes. begun: told in any thread, with
+        lists: region, and runs [n, 3] of source offset, destination offset, nbytes. begun: told in any thread, with
         the result, when the copy is in its stream, so that `precede` holds. By one thread.
         """
         return self._copy(
-            lambda: self._parts(pieces, arena, loading=loading), loading, after=after, then=then, begun=begun
+            lambda: self._parts(lists, arena, loading=loading), loading, after=after, then=then, begun=begun
         )
 
     def _copy(
         self,
-        make: Callable[[], Sequence[driver.Copies | Strided]],
+        make: Callable[[], Sequence[RunArray | StridedPlan]],
         loading: bool,
         *,
         after: CudaEvent | None,
         then: Then,
         begun: Callable[[PageCopy], None] | None,
     ) -> PageCopy:
-        parts: Sequence[driver.Copies | Strided] | None
+        parts: Sequence[RunArray | StridedPlan] | None
         try:
             parts = make()
         except CudaFailure as failure:  # no memory to pin: what was begun is as it was
@@ -279,9 +278,9 @@ class GpuPages:
             elif parts is None:
                 reason = reason or "failed"
                 if after is not None:  # other layers of the same request come behind it
-                    direction.line.append(PageCopy(last.rows, after))
+                    direction.line.append(PageCopy(last.plan, after))
             elif not reason:
-                jobs = [PageCopy(rows) for rows in parts or [last.rows]]
+                jobs = [PageCopy(plan) for plan in parts or [last.plan]]
                 jobs[0].after = after
                 jobs[-1].then, jobs[-1].begun = then, begun
                 last = jobs[-1]
@@ -344,7 +343,7 @@ class GpuPages:
     def _begin(self, direction: _Direction) -> list[PageCopy]:
         """Launch queued jobs while slots are free. Returns the jobs launched."""
         begun: list[PageCopy] = []
-        while direction.line and (direction.copies.has_room or not len(direction.line[0].rows)):
+        while direction.line and (direction.copies.has_room or not len(direction.line[0].plan)):
             job = direction.line[0]
             before = len(direction.copies.in_flight)
             try:
@@ -352,8 +351,8 @@ class GpuPages:
                     direction.copies.follow(job.after)
                     self._spare.append(job.after)
                     job.after = None
-                if len(job.rows):
-                    direction.copies.begin(job, job.rows)
+                if len(job.plan):
+                    direction.copies.begin(job, job.plan)
                 else:
                     direction.copies.note(job)
             except CudaFailure as failure:
@@ -416,7 +415,7 @@ class GpuPages:
         """What will not be copied. Under the lock."""
         failed: list[PageCopy] = []
         for direction in self._directions if self._broken else ():
-            failed += [job for job in direction.line if not self.lost or len(job.rows)]
+            failed += [job for job in direction.line if not self.lost or len(job.plan)]
             direction.line.clear()
         return failed
 
@@ -441,19 +440,19 @@ class GpuPages:
 
     # --- Small things
 
-    def _parts(self, pieces: Iterable[tuple[int, RunArray]], arena: Bytes, *, loading: bool) -> list[driver.Copies]:
-        """Rows of addresses for the GPU, as many as one launch takes. Raises CudaFailure."""
+    def _parts(self, lists: Iterable[tuple[int, RunArray]], arena: Bytes, *, loading: bool) -> list[RunArray]:
+        """Runs between addresses of the GPU, as many as one launch takes. Raises CudaFailure."""
         pinned = self._pinned(arena)
         here, there = (1, 0) if loading else (0, 1)
-        rows = []
-        for region, runs in pieces:
+        runs_at = []
+        for region, runs in lists:
             placed = pinned.placed(runs[runs[:, 2] > 0], there)
             placed[:, here] += self._bases[region]
-            rows.append(placed)
-        whole = np.concatenate(rows) if rows else np.zeros((0, 3), np.int64)
-        return [whole[at : at + MOST_ROWS] for at in range(0, len(whole), MOST_ROWS)]
+            runs_at.append(placed)
+        whole = np.concatenate(runs_at) if runs_at else np.zeros((0, 3), np.int64)
+        return [whole[at : at + MOST_RUNS] for at in range(0, len(whole), MOST_RUNS)]
 
-    def _strided(self, plan: SlotPlan, layer: int, arena: Bytes, *, loading: bool) -> list[Strided]:
+    def _strided(self, plan: SlotPlan, layer: int, arena: Bytes, *, loading: bool) -> list[StridedPlan]:
         """One launch each. Parts that do not lie a constant distance apart on both sides go alone."""
         of, to = plan.template.src, plan.template.dst
         pages, record = (to, of) if loading else (of, to)
@@ -473,7 +472,7 @@ class GpuPages:
             kept = kept._replace(block_stride=ALIGNMENT_NBYTES)
             sides = (kept, page) if loading else (page, kept)
             numbers = (plan.record_slots, plan.page_slots) if loading else (plan.page_slots, plan.record_slots)
-            whole = Strided(*sides, num_parts, of.num_heads, of.head_nbytes, np.stack(numbers))
+            whole = StridedPlan(*sides, num_parts, of.num_heads, of.head_nbytes, np.stack(numbers))
             copies += whole.cut(MOST_TOKENS)
         return copies
 

@@ -1,6 +1,6 @@
 """`RecordGroup`: the records of one group of an engine's layers, and plans of copies between them and its pages.
 
-`Blocks` is a part of a request's block table. A `RecordPlan` says copies as runs, a `SlotPlan` as slots of tokens.
+`Blocks` are some of a request's blocks. A `RecordPlan` says copies as runs, a `SlotPlan` as slots of tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A part of a request's block table."""
+    """Some of a request's blocks, side by side."""
 
     numbers: tuple[int, ...]
     begin: int

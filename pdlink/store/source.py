@@ -212,11 +212,11 @@ class Source:
         if isinstance(plan, SlotPlan):
             self.gpu.copy_slots(plan, layer, arena, loading=loading, after=after, then=told, begun=begun)
             return
-        pieces = []
-        for piece in plan.plan.pieces(layer):
-            runs = piece.runs + np.array([piece.src_base, piece.dst_base, 0])
-            pieces.append((piece.dst_region if loading else piece.src_region, runs))
-        self.gpu.copy(pieces, arena, loading=loading, after=after, then=told, begun=begun)
+        lists = []
+        for run_list in plan.plan.run_lists(layer):
+            runs = run_list.runs + np.array([run_list.src_base, run_list.dst_base, 0])
+            lists.append((run_list.dst_region if loading else run_list.src_region, runs))
+        self.gpu.copy(lists, arena, loading=loading, after=after, then=told, begun=begun)
 
     def copy(self, plan: RecordPlan, layer: int, *, loading: bool, sums: Sums | None = None) -> None:
         """One layer of a plan between pages of the host and records, in the calling thread, without the GIL.
@@ -224,10 +224,10 @@ class Source:
         sums: [records, 2]; those of what is copied are added. Only where the source `fuses`.
         """
         arena = self.store.array
-        for piece in plan.plan.pieces(layer):
-            runs = piece.runs + np.array([piece.src_base, piece.dst_base, 0])
-            to = self.arrays[piece.dst_region] if loading else arena
-            of = arena if loading else self.arrays[piece.src_region]
+        for run_list in plan.plan.run_lists(layer):
+            runs = run_list.runs + np.array([run_list.src_base, run_list.dst_base, 0])
+            to = self.arrays[run_list.dst_region] if loading else arena
+            of = arena if loading else self.arrays[run_list.src_region]
             if sums is None:
                 _copy.nt_runs(to, of, runs)
             else:

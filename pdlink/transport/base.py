@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import msgspec
 
 from pdlink.capabilities import Capabilities
-from pdlink.kv.layout import Piece as Piece  # noqa: TC001 (exported from here, too)
+from pdlink.kv.layout import RunList as RunList  # noqa: TC001 (exported from here, too)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -187,8 +187,8 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
-        """Copy every run of every piece from our memory into the peer's; returns the ticket of the batch.
+    def submit(self, peer: str, lists: Sequence[RunList], timeout_s: float) -> int:
+        """Copy every run of every list from our memory into the peer's; returns the ticket of the batch.
 
         One native call whatever the number of runs. The runs are copied before it returns. Bytes land in any order:
         of runs that meet at the destination, in one batch or in two open ones, either may be the last. A batch that

@@ -38,7 +38,7 @@ class GpuBatch:
     submitted_s: float
     deadline_s: float
     nbytes: int
-    rows: _cuda.RowQueue
+    runs: _cuda.RunQueue
     """Not launched yet."""
     launched: bool = False
     """All of it."""

@@ -3,12 +3,12 @@
 It is what `csrc/copy/copier.h` is for host memory, with two differences. A copy is not done when the call returns: a
 launch is *in flight* until the event behind it is reached, and a kernel cannot be called off. And the data moves by
 itself, so the thread has time to be Python. `submit` launches at once while a slot is free: one native call
-(csrc/cuda/puts.h), no change of threads. What is left is launched by the thread when a slot has become free.
+(csrc/cuda/launcher.h), no change of threads. What is left is launched by the thread when a slot has become free.
 
-Order. A batch is cut into slices, a launch each: one slice unless a batch is larger than any layer. The gate of the
-destination (csrc/common/gate.h) is entered before a launch and left when its event is reached: the owner's PeerClosed
-comes after the last store of the last kernel. `cuda.launches` rings when the oldest launch in flight has run, and the
-thread collects all that have ended. Nothing polls while nothing happens. Peers take turns, a slice each.
+Order. A batch is one launch, or several if it is larger than any layer. The gate of the destination
+(csrc/common/gate.h) is entered before a launch and left when its event is reached: the owner's PeerClosed comes after
+the last store of the last kernel. `cuda.launches` rings when the oldest launch in flight has run, and the thread
+collects all that have ended. Nothing polls while nothing happens. Peers take turns, a launch each.
 
 Faults. After a failure in a kernel the context is dead, and with it every peer of this transport; whether the stores
 of that kernel have ended is not known then, so those gates stay entered until this process ends (a dead writer is
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pdlink.cuda.kernels import Kernels
     from pdlink.transport.gpu_batches import PeerMemory
 
-SLICE_NBYTES: Final = 256 << 20
+LAUNCH_NBYTES: Final = 256 << 20
 """Longer than a layer of any model, so that a layer is one launch. How long one takes is not measured."""
 
 log = logging.getLogger(__name__)
@@ -55,9 +55,9 @@ _QUIET_LOOKS_S: Final = (0.0005, 0.02)
 class GpuCopier:
     """Callers of any thread put work into tables under one lock and wake the thread; only `close` waits for it."""
 
-    def __init__(self, device: Device, kernels: Kernels, slice_nbytes: int = SLICE_NBYTES) -> None:
+    def __init__(self, device: Device, kernels: Kernels, launch_nbytes: int = LAUNCH_NBYTES) -> None:
         """Starts the thread. Raises CudaFailure, CudaUnavailable, OSError."""
-        self._slice_nbytes = slice_nbytes
+        self._launch_nbytes = launch_nbytes
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._peers: dict[str, GpuPeer] = {}
@@ -114,8 +114,8 @@ class GpuCopier:
         with self._usable():
             return self._writable(name).regions
 
-    def submit(self, name: str, rows: _cuda.RowQueue, timeout_s: float) -> int:
-        """The rows are inside `regions(name)` and belong to the copier from now on.
+    def submit(self, name: str, runs: _cuda.RunQueue, timeout_s: float) -> int:
+        """The runs are inside `regions(name)` and belong to the copier from now on.
 
         While others are in flight the deadline is looked at every quarter of a second.
         """
@@ -124,7 +124,7 @@ class GpuCopier:
             self._writable(name)
             peer = self._peers[name]
             asleep = not self._launches.in_flight
-            batch = GpuBatch(self._next_ticket, submitted_s, submitted_s + timeout_s, rows.nbytes, rows)
+            batch = GpuBatch(self._next_ticket, submitted_s, submitted_s + timeout_s, runs.nbytes, runs)
             self._next_ticket += 1
             peer.queue.append(batch)
             peer.open[batch.ticket] = batch
@@ -284,13 +284,13 @@ class GpuCopier:
         return max(0.0, min(looks)) if looks else None
 
     def _collect(self) -> None:
-        for part in self._launches.take_ended():
-            if part.gated:
-                part.memory.gate.leave()
-            part.memory.in_flight -= 1
-            if part.last and part.batch.ticket in part.peer.open:
-                self._report_batch(part.peer, part.batch, BatchStatus.OK, "")
-            self._close_unused(part.memory)
+        for work in self._launches.take_ended():
+            if work.gated:
+                work.memory.gate.leave()
+            work.memory.in_flight -= 1
+            if work.last and work.batch.ticket in work.peer.open:
+                self._report_batch(work.peer, work.batch, BatchStatus.OK, "")
+            self._close_unused(work.memory)
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -299,39 +299,39 @@ class GpuCopier:
                 self._fail(peer, "batch deadline passed", BatchStatus.TIMEOUT)
 
     def _launch(self) -> None:
-        """A slice of each peer in turn, while there are slots."""
+        """A launch for each peer in turn, while there are slots."""
         while self._turns and self._launches.has_room:
             peer = self._turns.popleft()
             memory = peer.memory
             if memory is None or peer.closing or not peer.queue:
                 continue
             batch = peer.queue[0]
-            part = GpuLaunch(peer, batch, memory, gated=not batch.rows.empty)
-            if part.gated and not memory.gate.enter():
+            work = GpuLaunch(peer, batch, memory, gated=not batch.runs.empty)
+            if work.gated and not memory.gate.enter():
                 self._fail(peer, "peer closed", BatchStatus.CANCELLED)
                 continue
-            self._begin(part)
-            if part.last:
+            self._begin(work)
+            if work.last:
                 peer.queue.popleft()
             if peer.queue:
                 self._turns.append(peer)
-            if not part.gated:
+            if not work.gated:
                 self._kick()  # nobody else will
 
-    def _begin(self, part: GpuLaunch) -> None:
-        """Launch the next slice of its batch, whose gate is entered. Raises CudaFailure: the context is dead."""
+    def _begin(self, work: GpuLaunch) -> None:
+        """Launch what is next of its batch, whose gate is entered. Raises CudaFailure: the context is dead."""
         before = len(self._launches.in_flight)
         try:
-            if part.gated:
-                self._launches.put(part, part.batch.rows, self._slice_nbytes)
+            if work.gated:
+                self._launches.launch_runs(work, work.batch.runs, self._launch_nbytes)
             else:
-                self._launches.note(part)
+                self._launches.note(work)
         finally:
             if len(self._launches.in_flight) > before:
-                part.memory.in_flight += 1
-                part.last = part.batch.launched = part.batch.rows.empty
-            elif part.gated:  # nothing is on its way
-                part.memory.gate.leave()
+                work.memory.in_flight += 1
+                work.last = work.batch.launched = work.batch.runs.empty
+            elif work.gated:  # nothing is on its way
+                work.memory.gate.leave()
 
     def _on_death(self, life_fd: int) -> None:
         peer = self._lives.get(life_fd)

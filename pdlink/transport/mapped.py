@@ -8,7 +8,7 @@ would give has to be made by hand:
 
 - who is alive: the writer watches the owner's pidfd, since storing into a dead process's memory succeeds silently;
 - who may still write: a gate page per peer (`csrc/common/gate.h`), which the owner shuts in `close_peer`. PeerClosed
-  comes when the writer is in no slice of a copy any more, or has ended. A writer stopped inside one holds it up;
+  comes when the writer is in no range of a copy any more, or has ended. A writer stopped inside one holds it up;
 - who has invited us: an invitation could name any process of this user. It repeats a random number out of the gate
   page, so it comes from the process that it names, and never from this one.
 
@@ -157,9 +157,9 @@ class MappedTransport(NativeTransport[_copy.Copier, "HostBuffer"]):
         if self._native is not None:
             self._native.computing(on)
 
-    def slices_taken(self) -> tuple[int, int]:
-        """Slices of a quarter megabyte that the first and the second thread have copied or begun to."""
-        return self._engine.slices_taken()
+    def ranges_taken(self) -> tuple[int, int]:
+        """Ranges of runs, a quarter megabyte each, that the first and the second thread have copied or begun to."""
+        return self._engine.ranges_taken()
 
 
 def _file_of(buffer: HostBuffer) -> _File:

@@ -35,7 +35,7 @@ from pdlink.memory.host import boot_id, pid_namespace
 from pdlink.transport.base import Occurrence, Probe, Site, Transport
 from pdlink.transport.edge import decoded, require_this_host, translated
 from pdlink.transport.gpu_batches import PeerMemory
-from pdlink.transport.gpu_copier import SLICE_NBYTES, GpuCopier
+from pdlink.transport.gpu_copier import LAUNCH_NBYTES, GpuCopier
 from pdlink.transport.handle_door import DoorPlace, HandleDoor, handles
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from pdlink.config import TransportConfig
     from pdlink.cuda.buffers import DeviceMemory
     from pdlink.cuda.virtual import Range, SharedMemory
-    from pdlink.kv.layout import Piece
+    from pdlink.kv.layout import RunList
     from pdlink.memory.buffers import AnyBuffer
 
 _CLOSE_GRACE_S = 1.0
@@ -96,16 +96,16 @@ class MappedCudaTransport(Transport):
         *,
         library: str | None = None,
         image: bytes | None = None,
-        slice_nbytes: int = SLICE_NBYTES,
+        launch_nbytes: int = LAUNCH_NBYTES,
     ) -> None:
         """Retains the device's context for itself; the caller makes its buffers on a `Device` of its own.
 
         image: kernels other than the built-in ones, as `cuModuleLoadData` takes them.
 
-        slice_nbytes: about the most bytes of one launch, and so of what has to be waited for when a peer is closed.
+        launch_nbytes: about the most bytes of one launch, and so of what has to be waited for when a peer is closed.
         """
         self._device, self._library = Device(device_index, library), library
-        self._image, self._slice_nbytes = image, slice_nbytes
+        self._image, self._launch_nbytes = image, launch_nbytes
         self._kernels: Kernels | None = None
         self._copier: GpuCopier | None = None
         self._closed = False
@@ -151,7 +151,7 @@ class MappedCudaTransport(Transport):
                 made.callback(self._device.close)
                 kernels = Kernels(self._device, self._image)
                 made.callback(kernels.close)
-                self._copier = GpuCopier(self._device, kernels, self._slice_nbytes)
+                self._copier = GpuCopier(self._device, kernels, self._launch_nbytes)
             except (CudaUnavailable, CudaFailure, OSError) as error:
                 raise TransportUnavailable(f"mapped-cuda does not work here: {error}") from error
             self._kernels = kernels
@@ -206,9 +206,9 @@ class MappedCudaTransport(Transport):
                 memory.close()
                 raise
 
-    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
+    def submit(self, peer: str, lists: Sequence[RunList], timeout_s: float) -> int:
         copier = self._open_copier()
-        return copier.submit(peer, _cuda.RowQueue(pieces, self._sources, copier.regions(peer)), timeout_s)
+        return copier.submit(peer, _cuda.RunQueue(lists, self._sources, copier.regions(peer)), timeout_s)
 
     def poll(self) -> list[Occurrence]:
         return [] if self._copier is None else self._copier.poll()

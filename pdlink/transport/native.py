@@ -17,14 +17,14 @@ from pdlink.transport.base import BatchDone, BatchStatus, Occurrence, PeerClosed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdlink.kv.layout import Piece
+    from pdlink.kv.layout import RunList
     from pdlink.memory.buffers import AnyBuffer
 
 
 class NativeEngine(Protocol):
     """The part of a native engine that all of them have; `_copy.pyi` says what each method does."""
 
-    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int: ...
+    def submit(self, peer: str, lists: Sequence[RunList], timeout_s: float) -> int: ...
     def poll(self) -> list[tuple[str, str, int, str, int, float, float, str]]: ...
     def fileno(self) -> int: ...
     def connected(self, peer: str) -> bool: ...
@@ -89,16 +89,16 @@ class NativeTransport(Transport, Generic[AnyEngine, Kept]):
         if not self._buffers:
             raise TransportUnavailable("register a buffer before inviting a peer to it")
 
-    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
+    def submit(self, peer: str, lists: Sequence[RunList], timeout_s: float) -> int:
         native = self._native
         if native is None or self._closed:
             native = self._engine  # says why there is none
         try:
-            return native.submit(peer, pieces, timeout_s)
+            return native.submit(peer, lists, timeout_s)
         except RuntimeError as error:  # `PeerUnusable` of this engine
             raise TransportFailure(str(error)) from error
         except TypeError as error:
-            raise ValueError(f"pieces need 64-bit numbers and C-contiguous int64 runs [n, 3]: {error}") from error
+            raise ValueError(f"lists need 64-bit numbers and C-contiguous int64 runs [n, 3]: {error}") from error
 
     def poll(self) -> list[Occurrence]:
         """As in the contract; what was not fetched before `close()` can still be fetched after it."""
@@ -117,7 +117,7 @@ class NativeTransport(Transport, Generic[AnyEngine, Kept]):
     def close(self) -> None:
         """As in the contract. No PeerClosed is reported of a peer that is not quiet in time.
 
-        A writer that was stopped in the middle of a slice, for instance. What it still stores reaches memory files
+        A writer that was stopped in the middle of a range, for instance. What it still stores reaches memory files
         only, and it keeps these alive.
         """
         self._closed = True

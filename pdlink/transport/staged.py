@@ -2,8 +2,8 @@
 
 For GPUs that cannot reach each other: other hosts without GPUDirect RDMA, memory that CUDA IPC does not share
 (`expandable_segments`), a build without kernels. A part of a layer is gathered into a slot, sent, and scattered by
-the receiver (`staging/stager.py`); the copies of one part run beside the sending of another. It costs one pass over
-PCIe at each end, slots of pinned memory, and for each part two messages each way beside the bytes.
+the receiver (`staging/stager.py`); the copies of one slot run beside the sending of another. It costs one pass over
+PCIe at each end, slots of pinned memory, and for each slot two messages each way beside the bytes.
 
 What the transport below cannot refuse, a peer can do: over `mapped` write to every slot, over `ucx` anywhere. Over
 `tcp` a peer writes to slots granted to it, and the owner places only what lies in blocks offered to it. The slots are
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from pdlink.cuda.buffers import DeviceMemory
     from pdlink.cuda.ways import Ways
     from pdlink.kv.groups import KVGroups
-    from pdlink.kv.layout import Piece
+    from pdlink.kv.layout import RunList
     from pdlink.memory.buffers import AnyBuffer
 
 _CLOSE_GRACE_S = 1.0
@@ -193,14 +193,14 @@ class StagedTransport(Transport):
             self._below.connect(peer, there.below)
             stager.connect(peer, there)
 
-    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
+    def submit(self, peer: str, lists: Sequence[RunList], timeout_s: float) -> int:
         stager = self._running()
         extents = stager.extents(peer)
         try:
-            _cuda.RowQueue(pieces, [(0, nbytes) for _, nbytes in self._regions], extents)  # checks every run
+            _cuda.RunQueue(lists, [(0, nbytes) for _, nbytes in self._regions], extents)  # checks every run
         except TypeError as error:
-            raise ValueError(f"pieces need 64-bit numbers and C-contiguous int64 runs [n, 3]: {error}") from error
-        return stager.submit(peer, pieces, timeout_s)
+            raise ValueError(f"lists need 64-bit numbers and C-contiguous int64 runs [n, 3]: {error}") from error
+        return stager.submit(peer, lists, timeout_s)
 
     def poll(self) -> list[Occurrence]:
         return [] if self._stager is None else self._stager.poll()

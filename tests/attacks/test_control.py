@@ -256,7 +256,7 @@ def test_session_whose_fence_is_pending_cannot_be_replayed(pair: Pair) -> None:
     stranger = Stranger(pair)
     with stranger.join():
         stranger.say(messages.Offer("mine", 0, TOKENS, ((5, 1),), 3))
-        until(lambda: len(pair.hub.flights) == 1, "three layers are in flight, together")
+        until(lambda: len(pair.hub.open_batches) == 1, "three layers are in flight, together")
         pair.hub.stop(pair.prefill.transport)  # in the middle of a run: the fence has to wait
         stranger.say(messages.Bye("gone"))
         until(lambda: pair.prefill.endpoint.num_closing() == 1, "the fence is pending")

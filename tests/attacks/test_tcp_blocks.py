@@ -22,7 +22,7 @@ from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.kv.plan import warm_up
 from pdlink.memory.buffers import Buffer
 from pdlink.transport.tcp import TcpTransport
-from tests.conformance.transports.side import Side, join, piece
+from tests.conformance.transports.side import Side, join, run_list
 from tests.endpoint.conftest import TIMEOUTS, Handler, Receives, Sends, until
 
 from .wire import FRAME_MAGIC, HEADER, OUTSIDE, PLACED, RUN, Attacker
@@ -216,7 +216,7 @@ def test_a_transport_that_is_not_guarded_is_open_as_a_whole(attack: Callable[[by
         for side in (owner, writer):
             side.add_buffer(LAYOUT.extent(0), seed=2)
         join(writer, owner)
-        assert writer.wait_batch(writer.submit("owner", piece([[0, 0, PLANE_NBYTES]]))) == "ok"
+        assert writer.wait_batch(writer.submit("owner", run_list([[0, 0, PLANE_NBYTES]]))) == "ok"
 
 
 # -- through a session -----------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def written(decode: Worker) -> set[int]:
 def evil(prefill: Worker, block: int) -> None:
     """The hostile half of the prefill worker: its data connection is good, so it puts what it likes."""
     peer = next(peer.key for peer in prefill.endpoint.peers())
-    prefill.transport.submit(peer, [piece([[0, at(block), 64]])], 5.0)
+    prefill.transport.submit(peer, [run_list([[0, at(block), 64]])], 5.0)
 
 
 def test_transfers_write_what_they_offer_and_their_sessions_live_on(workers: tuple[Worker, Worker]) -> None:

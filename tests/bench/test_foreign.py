@@ -129,7 +129,7 @@ def test_batches_are_prepared_once_and_reported_each_time(recorder: Recorder) ->
     plan = workload.plan()
     for _ in range(3):
         for layer in range(workload.num_layers):
-            ticket = recorder.submit("peer", plan.pieces(layer), 1.0)
+            ticket = recorder.submit("peer", plan.run_lists(layer), 1.0)
             [done] = recorder.poll()
             assert isinstance(done, BatchDone)
             assert (done.ticket, done.status, done.nbytes) == (ticket, BatchStatus.OK, workload.nbytes // 3)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdlink.memory.buffers import AnyBuffer, HostBuffer
-    from pdlink.transport.base import Piece
+    from pdlink.transport.base import RunList
 
 SMALL = Workload(
     num_layers=3,
@@ -76,16 +76,16 @@ class Corrupting(MappedTransport):
         self.buffer = cast("HostBuffer", buffer)
         return super().register(buffer)
 
-    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
-        last = pieces[-1]
+    def submit(self, peer: str, lists: Sequence[RunList], timeout_s: float) -> int:
+        last = lists[-1]
         self.buffer.array[last.src_base + int(last.runs[-1, 0])] ^= 0x10
-        return super().submit(peer, pieces, timeout_s)
+        return super().submit(peer, lists, timeout_s)
 
 
 class Dying(MappedTransport):
     """Takes its process with it."""
 
-    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
+    def submit(self, peer: str, lists: Sequence[RunList], timeout_s: float) -> int:
         os._exit(7)
 
 
@@ -303,9 +303,9 @@ def destination(workload: Workload) -> tuple[np.ndarray[tuple[int], np.dtype[np.
     fill_source(source, same)
     plan = same.plan()
     for layer in range(same.num_layers):
-        for piece in plan.pieces(layer):
-            for src, dst, nbytes in piece.runs.tolist():
-                array[piece.dst_base + dst :][:nbytes] = source[piece.src_base + src :][:nbytes]
+        for run_list in plan.run_lists(layer):
+            for src, dst, nbytes in run_list.runs.tolist():
+                array[run_list.dst_base + dst :][:nbytes] = source[run_list.src_base + src :][:nbytes]
     return array, same
 
 

@@ -79,8 +79,8 @@ class _Lends(Transport):
 
 
 class DoubleTransport(_Lends, MappedCudaTransport):
-    def __init__(self, slice_nbytes: int = 1 << 20) -> None:
-        super().__init__(library=fake().path, image=IMAGE, slice_nbytes=slice_nbytes)
+    def __init__(self, launch_nbytes: int = 1 << 20) -> None:
+        super().__init__(library=fake().path, image=IMAGE, launch_nbytes=launch_nbytes)
 
 
 class DoubleStaged(_Lends, StagedTransport):

@@ -33,34 +33,36 @@ using namespace fake;
 namespace {
 
 // What a kernel that moves tokens reads and writes, head by head.
-std::vector<Row> rows_of(const std::string& kernel, const pdlink::cuda::Reshape& job, unsigned planes) {
+std::vector<Run> runs_of(const std::string& kernel, const pdlink::cuda::Reshape& reshape, unsigned planes) {
     const std::uint64_t unit_nbytes = std::stoul(kernel.substr(std::strlen("pdlink_copy")));
-    const std::uint64_t head_nbytes = unit_nbytes * job.units_per_head.divisor();
-    const std::uint32_t heads = job.units_per_row / job.units_per_head.divisor();
-    std::vector<Row> rows;
+    const std::uint64_t head_nbytes = unit_nbytes * reshape.units_per_head.divisor();
+    const std::uint32_t heads = reshape.units_per_row / reshape.units_per_head.divisor();
+    std::vector<Run> runs;
     for (unsigned plane = 0; plane < planes; ++plane)
-        for (std::uint32_t token = 0; token < job.num_strands / job.strands_per_row.divisor(); ++token) {
-            const std::int64_t src = job.src.slot(token), dst = job.dst.slot(token);
-            if (src < 0 || src >= job.src.num_slots || dst < 0 || dst >= job.dst.num_slots) continue;
-            const std::uint32_t layer = plane / job.num_parts.divisor(), part = plane % job.num_parts.divisor();
+        for (std::uint32_t token = 0; token < reshape.num_strands / reshape.strands_per_row.divisor(); ++token) {
+            const std::int64_t src = reshape.src.slot(token), dst = reshape.dst.slot(token);
+            if (src < 0 || src >= reshape.src.num_slots || dst < 0 || dst >= reshape.dst.num_slots) continue;
+            const std::uint32_t layer = plane / reshape.num_parts.divisor(),
+                                part = plane % reshape.num_parts.divisor();
             for (std::uint32_t head = 0; head < heads; ++head)
-                rows.push_back({job.src.row(plane, layer, part, src) + head * job.src.head_stride,
-                                job.dst.row(plane, layer, part, dst) + head * job.dst.head_stride, head_nbytes});
+                runs.push_back({reshape.src.row(plane, layer, part, src) + head * reshape.src.head_stride,
+                                reshape.dst.row(plane, layer, part, dst) + head * reshape.dst.head_stride,
+                                head_nbytes});
         }
-    return rows;
+    return runs;
 }
 
 // Copies are given to a stream: whether their memory is such as an asynchronous copy takes.
-int begin_copies(const char* call, void* stream, const std::vector<Row>& rows) {
+int begin_copies(const char* call, void* stream, const std::vector<Run>& runs) {
     World& w = world();
     const std::lock_guard lock(w.mutex);
-    for (const Row& row : rows)
-        for (const Where at : {where(row.src, row.nbytes), where(row.dst, row.nbytes)}) {
+    for (const Run& run : runs)
+        for (const Where at : {where(run.src, run.nbytes), where(run.dst, run.nbytes)}) {
             if (at == Where::kInvalid) return kInvalidValue;
             // "may be staged through pinned memory", and the caller may wait: never what pdlink wants.
             if (at == Where::kPageable) w.order.faults.push_back(std::string(call) + " of pageable memory");
         }
-    w.order.run(call, stream, rows);
+    w.order.run(call, stream, runs);
     return kSuccess;
 }
 
@@ -335,13 +337,13 @@ int cuMemcpyBatchAsync_v2(std::uint64_t* dsts, std::uint64_t* srcs, std::size_t*
     if (!stream || !count || !num_attributes || num_attributes > count || firsts[0] != 0) return kInvalidValue;
     for (std::size_t i = 0; i < num_attributes; ++i)
         if (attributes[i].src_access_order < 1 || attributes[i].src_access_order > 3) return kInvalidValue;
-    std::vector<Row> copies;
+    std::vector<Run> copies;
     for (std::size_t i = count; i-- > 0;) copies.push_back({srcs[i], dsts[i], sizes[i]});
     STREAM(line, stream);
     if (const int failed = begin_copies(__func__, stream, copies)) return failed;
     line->put([copies] {
         const std::lock_guard wait(world().gate);
-        for (const Row& one : copies)
+        for (const Run& one : copies)
             std::memcpy(reinterpret_cast<void*>(one.dst), reinterpret_cast<const void*>(one.src), one.nbytes);
     });
     return kSuccess;
@@ -479,24 +481,24 @@ int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned 
     STREAM(line, stream);
     if (!x || !y || z != 1 || y > 65535 || threads != pdlink::cuda::kThreads) return kInvalidValue;
     const std::string& name = *static_cast<std::string*>(function);
-    const std::size_t nbytes = name == "pdlink_runs" ? sizeof(pdlink::cuda::RunList) : sizeof(pdlink::cuda::Reshape);
+    const std::size_t nbytes = name == "pdlink_runs" ? sizeof(pdlink::cuda::CopyRuns) : sizeof(pdlink::cuda::Reshape);
     pdlink::cuda::Launch launch{name, x, y, {}};
     const auto* bytes = static_cast<const std::byte*>(arguments[0]);
     launch.argument.assign(bytes, bytes + nbytes);  // the driver copies it before it returns, too
     if (name == "pdlink_runs") {                    // the list is in pinned memory, and there by now
-        const auto& list = *reinterpret_cast<const pdlink::cuda::RunList*>(bytes);
+        const auto& list = *reinterpret_cast<const pdlink::cuda::CopyRuns*>(bytes);
         const std::size_t count = list.num_shares / list.segments.divisor();
-        const Row* rows = reinterpret_cast<const Row*>(list.runs);
+        const Run* runs = reinterpret_cast<const Run*>(list.runs);
         const std::lock_guard lock(world().mutex);
-        world().order.run("pdlink_runs", stream, {rows, rows + count});
+        world().order.run("pdlink_runs", stream, {runs, runs + count});
     } else {  // so are the slots of tokens
-        const auto rows = rows_of(name, *reinterpret_cast<const pdlink::cuda::Reshape*>(bytes), y);
+        const auto runs = runs_of(name, *reinterpret_cast<const pdlink::cuda::Reshape*>(bytes), y);
         const std::lock_guard lock(world().mutex);
-        for (const Row& row : rows)
-            for (const std::uint64_t at : {row.src, row.src + row.nbytes - 1, row.dst, row.dst + row.nbytes - 1})
+        for (const Run& run : runs)
+            for (const std::uint64_t at : {run.src, run.src + run.nbytes - 1, run.dst, run.dst + run.nbytes - 1})
                 if (where(at, 1) != Where::kKnown)  // a kernel may go from one registration into the next
                     world().order.faults.push_back(name + " reaches memory that the GPU does not know");
-        world().order.run(name.c_str(), stream, rows);
+        world().order.run(name.c_str(), stream, runs);
     }
     line->put([launch = std::move(launch)] {
         const std::lock_guard wait(world().gate);

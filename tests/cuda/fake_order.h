@@ -51,17 +51,17 @@ inline bool meet(const std::vector<Span>& a, const std::vector<Span>& b) {
     return false;
 }
 
-struct Row {
+struct Run {
     std::uint64_t src, dst, nbytes;
 };
 // Which operations are in an order, and what is wrong.
 class Order {
   public:
-    void run(const char* what, void* stream, const std::vector<Row>& rows) {
+    void run(const char* what, void* stream, const std::vector<Run>& runs) {
         Operation one{what, stream, ++counts_[stream], {}, {}};
-        for (const Row& row : rows) {
-            one.reads.push_back({row.src, row.src + row.nbytes});
-            one.writes.push_back({row.dst, row.dst + row.nbytes});
+        for (const Run& run : runs) {
+            one.reads.push_back({run.src, run.src + run.nbytes});
+            one.writes.push_back({run.dst, run.dst + run.nbytes});
         }
         one.reads = sorted(std::move(one.reads)), one.writes = sorted(std::move(one.writes));
         Clock& before = before_[stream];

@@ -63,7 +63,7 @@ class GpuPages(Pages):
                             steps = block * place.block_stride, token * place.token_stride, head * place.head_stride
                             at = part.offset + sum(steps)
                             rows.append((self.drafts.ptr + at, self.pages.ptr + at, self.layout.head_nbytes))
-        self.device.copy_all(np.array(rows, np.int64), self.stream.handle)
+        self.device.copy_runs(np.array(rows, np.int64), self.stream.handle)
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)

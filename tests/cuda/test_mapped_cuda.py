@@ -24,7 +24,7 @@ from pdlink.cuda.launches import NUM_SLOTS, SLOT_NBYTES
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.transport.mapped_cuda import MappedCudaTransport
 from tests.conformance.transports.other_process import OtherProcess
-from tests.conformance.transports.side import PATIENCE_S, Side, join, piece
+from tests.conformance.transports.side import PATIENCE_S, Side, join, run_list
 from tests.cuda.double import DoubleTransport
 from tests.cuda.fake import COMPILER, IMAGE, Fake, fake
 
@@ -59,7 +59,10 @@ def test_a_layer_of_scattered_pages_is_one_launch(pair: tuple[Side, Side], doubl
     writer, owner = pair
     assert writer.wait_batch(writer.submit_block("owner", 0, 16)) == "ok"
     double.take_log()
-    assert writer.wait_batch(writer.submit("owner", piece(scattered(128, 4096)), piece(scattered(99, 512)))) == "ok"
+    assert (
+        writer.wait_batch(writer.submit("owner", run_list(scattered(128, 4096)), run_list(scattered(99, 512))))
+        == "ok"
+    )
     calls = [call for call, _ in double.take_log()]
     assert calls.count("cuLaunchKernel") == 1
     assert calls.index("cuLaunchKernel") < calls.index("cuEventRecord") < calls.index("cuLaunchHostFunc")
@@ -69,7 +72,7 @@ def test_a_layer_of_scattered_pages_is_one_launch(pair: tuple[Side, Side], doubl
 def test_a_list_of_runs_longer_than_a_slot_takes_more_launches(pair: tuple[Side, Side], double: Fake) -> None:
     writer, owner = pair
     double.take_log()
-    assert writer.wait_batch(writer.submit("owner", piece(scattered(POOL_NBYTES // 32, 32)))) == "ok"
+    assert writer.wait_batch(writer.submit("owner", run_list(scattered(POOL_NBYTES // 32, 32)))) == "ok"
     assert np.array_equal(owner.buffers[0].array, writer.buffers[0].array)
     launches = [call for call, _ in double.take_log()].count("cuLaunchKernel")
     assert launches >= POOL_NBYTES // 32 // (SLOT_NBYTES // 24)
@@ -285,12 +288,12 @@ def test_a_pinned_source_is_read_in_place_and_is_no_destination(device: Device) 
     owner.add_buffer(4096, seed=1)
     writer.connect("owner", owner.transport.invite("writer"))
     before = owner.buffers[0].array[:200].copy()
-    writer.submit("owner", [piece([[0, 100, 50]])], 20)
+    writer.submit("owner", [run_list([[0, 100, 50]])], 20)
     owner.wait_changed(before)
     assert (owner.buffers[0].array[100:150] == 5).all()
     owner.transport.connect("back", writer.invite("back"))
     with pytest.raises(ValueError, match=r"destination bytes 0 \+ 0 \+ 1 outside a region of 0 bytes"):
-        owner.submit("back", piece([[0, 0, 1]]))
+        owner.submit("back", run_list([[0, 0, 1]]))
     owner.close()
     writer.close()
     source.close()
@@ -316,7 +319,7 @@ def test_real_device_buffers_carry_bytes_too(device: Device) -> None:
         writer.register(source)
         owner.register(target)
         writer.connect("owner", owner.invite("writer"))
-        writer.submit("owner", [piece([[0, 0, 4096]])], 20)
+        writer.submit("owner", [run_list([[0, 0, 4096]])], 20)
         writer.close()
         owner.close()
 

@@ -91,10 +91,10 @@ def test_a_slot_outside_moves_nothing_and_is_told() -> None:
         assert flag.item() == 1
 
 
-def place(tensor: torch.Tensor, **more: int) -> _cuda.Place:
+def strides(tensor: torch.Tensor, **more: int) -> _cuda.Strides:
     """Of a contiguous [block, token, element]."""
     block, token, _ = (stride * tensor.itemsize for stride in tensor.stride())
-    return _cuda.Place(
+    return _cuda.Strides(
         base=tensor.data_ptr(),
         block_stride=block,
         token_stride=token,
@@ -109,8 +109,8 @@ def test_more_tokens_than_one_launch_takes_are_shared_out(max_strands: int) -> N
     src, dst = torch.rand(5, 6, 64), torch.zeros(8, 4, 64)
     slots = torch.randperm(32)[:25]
     launches = _cuda.plan_reshape(
-        place(src, first_slot=3),
-        place(dst, slots=slots.data_ptr()),
+        strides(src, first_slot=3),
+        strides(dst, slots=slots.data_ptr()),
         num_tokens=25,
         head_nbytes=256,
         max_strands=max_strands,
@@ -128,7 +128,7 @@ def test_the_widest_access_that_fits_is_taken() -> None:
         storage = torch.zeros(4096, dtype=torch.uint8)
         at = torch.as_strided(storage, (4, 4, width), (4 * 64, 64, 1), start)
         contiguous = torch.zeros(4, 4, width, dtype=torch.uint8)
-        (launch,) = _cuda.plan_reshape(place(at), place(contiguous), num_tokens=1, head_nbytes=width)
+        (launch,) = _cuda.plan_reshape(strides(at), strides(contiguous), num_tokens=1, head_nbytes=width)
         return launch.kernel.removeprefix("pdlink_")
 
     assert [kernel(start, 48) for start in (0, 8, 4, 2, 1)] == [f"copy{n}_flat" for n in (16, 8, 4, 2, 1)]

@@ -19,7 +19,7 @@ import pdlink
 from pdlink.cuda.driver import Device
 from pdlink.errors import TransferFailed, TransportFailure, TransportUnavailable
 from pdlink.kv.groups import groups_of
-from pdlink.kv.layout import Piece
+from pdlink.kv.layout import RunList
 from pdlink.memory.buffers import Buffer
 from pdlink.transport.base import PeerClosed, Transport
 from pdlink.transport.mapped import MappedTransport
@@ -30,7 +30,7 @@ from pdlink.transport.staging.open_blocks import OpenBlocks
 from pdlink.transport.staging.owner import Owner
 from pdlink.transport.tcp import TcpTransport
 from pdlink.transport.ucx import UcxTransport
-from tests.conformance.transports.side import Side, join, piece
+from tests.conformance.transports.side import Side, join, run_list
 from tests.cuda.double import DoubleStaged, Kv, Reached
 from tests.cuda.fake import COMPILER, IMAGE, Fake, fake
 from tests.endpoint.conftest import until
@@ -228,7 +228,7 @@ def test_a_long_batch_is_cut_at_the_slots_size_wherever_that_is(sides: tuple[Sid
     for one, to, nbytes in zip(src, dst, lengths, strict=True):
         expected[to : to + nbytes] = writer.buffers[0].array[one : one + nbytes]
     runs = np.stack([src, dst, lengths], axis=1).astype(np.int64)
-    assert writer.wait_batch(writer.submit("owner", Piece(0, 0, 0, 0, runs))) == "ok"
+    assert writer.wait_batch(writer.submit("owner", RunList(0, 0, 0, 0, runs))) == "ok"
     assert np.array_equal(owner.buffers[0].array, expected)
 
 
@@ -291,9 +291,9 @@ def test_a_writer_is_held_to_the_blocks_that_it_is_offered() -> None:
     owner.transport.open_blocks("writer", [[3]])
     place = kv.layers[1]
     inside = place.parts[0].offset + 3 * place.block_stride
-    assert writer.wait_batch(writer.submit("owner", piece([[0, inside, 8]]))) == "ok"
+    assert writer.wait_batch(writer.submit("owner", run_list([[0, inside, 8]]))) == "ok"
     before = owner.snapshot()
-    ticket = writer.submit("owner", piece([[0, inside, 8], [0, inside + place.block_stride, 8]]))
+    ticket = writer.submit("owner", run_list([[0, inside, 8], [0, inside + place.block_stride, 8]]))
     assert writer.wait_batch(ticket) == "peer_failed"
     writer.wait_failed("owner")
     assert owner.snapshot() == before

@@ -102,7 +102,7 @@ class GpuEngine(Engine):
                     first = at + token % block_tokens * shape.token_stride + index * shape.head_stride
                     self.drafts.array[first : first + 64] = value(layer, part, token)[head]
                     rows.append((self.drafts.ptr + first, self.buffer.ptr + first, 64))
-        self.device.copy_all(np.array(rows, np.int64), self.stream.handle)
+        self.device.copy_runs(np.array(rows, np.int64), self.stream.handle)
 
     def read(self, layer: int) -> None:
         """A kernel of the engine reads all pages of a layer."""
@@ -317,8 +317,8 @@ def test_blocks_and_leases_of_a_cancelled_load_are_kept_until_its_copies_are_ove
 def test_what_does_not_fit_into_the_launches_in_flight_waits_in_line(
     made: Any, held: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy of many rows is several launches, and over when the last of them is."""
-    monkeypatch.setattr(gpu_pages, "MOST_ROWS", 7)
+    """A copy of many runs is several launches, and over when the last of them is."""
+    monkeypatch.setattr(gpu_pages, "MOST_RUNS", 7)
     monkeypatch.setattr(gpu_pages, "_NUM_SLOTS", 2)
     engine = made()
     held(engine.stores)

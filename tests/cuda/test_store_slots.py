@@ -161,7 +161,7 @@ def _noted(self: Any, made: list[str], name: str, call: Callable[..., None], *ar
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which way copies were made."""
     made: list[str] = []
-    for name in ("put", "put_tokens", "copy"):
+    for name in ("launch_runs", "launch_plan", "copy"):
         monkeypatch.setattr(Launches, name, partialmethod(_noted, made, name, getattr(Launches, name)))
     return made
 
@@ -192,7 +192,7 @@ def test_short_runs_go_by_slots_of_tokens_both_ways_and_no_byte_differs(
     before = [buffer.array.copy() for buffer in other.buffers]
     begin = 16 if layout.block_tokens == 16 else 0
     assert other.load(begin) == kept
-    assert set(launched) == {"put_tokens"}
+    assert set(launched) == {"launch_plan"}
     assert other.tokens(begin, kept) == gpu.tokens(begin, kept)
     written = [buffer.array.copy() for buffer in other.buffers]
     _mask(other, range(begin, kept), written, before)
@@ -215,7 +215,7 @@ def _mask(pages: Pages, tokens: range, *both: list[Any]) -> None:
 
 def test_long_runs_go_by_a_list_of_them_and_the_copy_engine_takes_no_slots(world: Any, launched: list[str]) -> None:
     world(paged("LPBTH", 16, 64), 1).store([TOKENS])
-    assert set(launched) == {"put"}
+    assert set(launched) == {"launch_runs"}
     launched.clear()
     hnd = world(paged("LPBHT", 16, 64), 2, ways=BY_ENGINE)
     hnd.load(0)
@@ -223,7 +223,7 @@ def test_long_runs_go_by_a_list_of_them_and_the_copy_engine_takes_no_slots(world
     launched.clear()
     between = world(paged("LPBHT", 16, 64), 3, ways=Ways(64, 65))
     between.load(0)
-    assert set(launched) == {"put_tokens"}, "a run of 64 bytes is shorter than the engine takes that way"
+    assert set(launched) == {"launch_plan"}, "a run of 64 bytes is shorter than the engine takes that way"
 
 
 def test_more_tokens_than_a_launch_takes_are_several(
@@ -246,7 +246,7 @@ def test_an_arena_without_one_base_for_the_gpu_is_copied_by_runs(
     launched.clear()
     monkeypatch.setattr(PinnedSteps, "one_base", lambda *_: None)
     assert other.load(0) == 128
-    assert set(launched) == {"put"}
+    assert set(launched) == {"launch_runs"}
     assert other.tokens(0, 128) == gpu.tokens(0, 128)
 
 

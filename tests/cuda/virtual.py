@@ -70,7 +70,7 @@ class VirtualTransport(MappedCudaTransport):
     """Takes host buffers of a test for virtual memory of a GPU, in chunks, as long as it is open."""
 
     def __init__(self, *, handle_types: int = POSIX_FD) -> None:
-        super().__init__(library=fake().path, image=IMAGE, slice_nbytes=1 << 20)
+        super().__init__(library=fake().path, image=IMAGE, launch_nbytes=1 << 20)
         self._handle_types = handle_types
         self.chunk_nbytes = 0
         """0: a third of a buffer."""

@@ -304,7 +304,7 @@ class Pair:
         both = self.begin(transfer_id, dst, num_tokens)
         self.compute(transfer_id, src, num_tokens)
         num_layers = len(self.prefill.layout.layers)
-        until(lambda: len(self.hub.flights) == num_layers, "every layer is in flight")
+        until(lambda: len(self.hub.open_batches) == num_layers, "every layer is in flight")
         return both
 
     def transfer(self, transfer_id: str, src: list[int], dst: list[int], num_tokens: int) -> list[str]:

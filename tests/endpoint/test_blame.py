@@ -209,7 +209,7 @@ def test_a_push_without_a_plan_waits_for_those_in_flight(pair: Pair, monkeypatch
         patched.setattr("pdlink.endpoint.data_path.bind", fail)
         sender.layer_ready("t", 0, 8, TOKENS)
     assert not log.ended.wait(0.1), "its first chunk is still read"
-    assert len(pair.hub.flights) == 1
+    assert len(pair.hub.open_batches) == 1
     pair.hub.hold = False
     pair.hub.deliver_all()
     assert log.wait()[-1] == "end"

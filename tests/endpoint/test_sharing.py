@@ -19,7 +19,7 @@ from .conftest import TIMEOUTS, WAIT_S, Handler, Node, Pair, SenderLog, layout, 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.loopback import Flight
+    from tests.loopback import OpenBatch
 
 TOKEN_NBYTES, LAYERS = 64, 3
 """Of one layer."""
@@ -71,16 +71,16 @@ def in_flight(pair: Pair) -> int:
     return pair.prefill.endpoint.sender.push_nbytes()["in_flight"]
 
 
-def flights_to(pair: Pair, node: Node) -> list[Flight]:
-    return [flight for flight in list(pair.hub.flights) if flight.link.owner is node.transport]
+def batches_to(pair: Pair, node: Node) -> list[OpenBatch]:
+    return [batch for batch in list(pair.hub.open_batches) if batch.link.owner is node.transport]
 
 
 def land_next(pair: Pair, node: Node) -> None:
-    """Land the oldest flight to a node, and wait until its sender has noticed."""
-    flight = flights_to(pair, node)[0]
+    """Land the oldest batch to a node, and wait until its sender has noticed."""
+    batch = batches_to(pair, node)[0]
     before = in_flight(pair) + waiting(pair)
-    pair.hub.land(flight)
-    until(lambda: in_flight(pair) + waiting(pair) == before - flight.nbytes, "the sender has noticed")
+    pair.hub.land(batch)
+    until(lambda: in_flight(pair) + waiting(pair) == before - batch.nbytes, "the sender has noticed")
 
 
 def landed(pair: Pair, name: str) -> list[int]:
@@ -111,9 +111,9 @@ def test_small_transfer_overtakes_a_big_one(pair: Pair) -> None:
 
 def test_no_more_than_the_window_is_in_flight(pair: Pair) -> None:
     _, big = begin(pair, "big", BIG, BIG_DST, BIG_TOKENS)
-    while pair.hub.flights:
+    while pair.hub.open_batches:
         assert in_flight(pair) <= 1024
-        assert sum(flight.nbytes for flight in pair.hub.flights) <= 1024
+        assert sum(batch.nbytes for batch in pair.hub.open_batches) <= 1024
         land_next(pair, pair.decode)
     assert big.wait() == ["ready 42", "released"]
     assert pair.prefill.endpoint.sender.push_nbytes() == {"waiting": 0, "in_flight": 0}
@@ -138,7 +138,7 @@ def test_layer_that_travels_in_several_pushes_lands_whole(pair: Pair) -> None:
 def test_what_waits_is_not_submitted_after_a_stop_and_quiet_waits_only_for_what_flies(pair: Pair, side: str) -> None:
     log, handler = begin(pair, "big", BIG, BIG_DST, BIG_TOKENS)
     assert waiting(pair) > 0
-    submitted = list(pair.hub.flights)
+    submitted = list(pair.hub.open_batches)
     if side == "sender":
         pair.prefill.sender.cancel("big", "enough")
     else:
@@ -146,8 +146,8 @@ def test_what_waits_is_not_submitted_after_a_stop_and_quiet_waits_only_for_what_
     until(lambda: waiting(pair) == 0, "the waiting pushes are dropped")
     assert pair.sender_state("draining") == 1
     assert not log.ended.is_set()
-    for flight in submitted:
-        pair.hub.land(flight)
+    for batch in submitted:
+        pair.hub.land(batch)
     assert log.wait() == ["failed aborted: enough", "end"]
     assert handler.wait() == ["failed aborted: enough", "released"]
     assert pair.hub._num_submitted == len(submitted) == 2
@@ -157,21 +157,21 @@ def test_what_waits_is_not_submitted_after_a_stop_and_quiet_waits_only_for_what_
 def test_transfer_that_only_waits_is_quiet_at_once(pair: Pair) -> None:
     begin(pair, "big", BIG, BIG_DST, BIG_TOKENS)
     log, handler = begin(pair, "small", SMALL, SMALL_DST, SMALL_TOKENS)
-    assert len(pair.hub.flights) == 2
+    assert len(pair.hub.open_batches) == 2
     pair.prefill.sender.cancel("small", "enough")
     assert log.wait() == ["failed aborted: enough", "end"]
     assert handler.wait() == ["failed aborted: enough", "released"]
-    assert len(pair.hub.flights) == 2
+    assert len(pair.hub.open_batches) == 2
 
 
 def test_withdrawn_blocks_whose_pushes_do_not_end_in_time_end_their_transfer(pair: Pair) -> None:
     log, handler = begin(pair, "big", BIG, BIG_DST, BIG_TOKENS, finish=False)
-    submitted = list(pair.hub.flights)
+    submitted = list(pair.hub.open_batches)
     pair.prefill.sender.withdraw("big", 0.05)
     until(lambda: bool(log.calls), "it has failed")
     assert log.calls == ["failed preempted: a push is in flight"], "its own blocks are read still"
-    for flight in submitted:
-        pair.hub.land(flight)
+    for batch in submitted:
+        pair.hub.land(batch)
     assert log.wait() == ["failed preempted: a push is in flight", "end"]
     assert handler.wait() == ["failed preempted: a push is in flight", "released"]
 
@@ -180,12 +180,12 @@ def test_withdrawn_blocks_take_what_waits_along_and_it_is_pushed_again_from_the_
     """Preemption waits for two pushes, not for all that other transfers go before. What has landed counts."""
     sender, new = pair.prefill.sender, [0, 3, 4, 6, 10, 13]
     log, handler = begin(pair, "big", BIG, BIG_DST, BIG_TOKENS, finish=False)
-    submitted = list(pair.hub.flights)
+    submitted = list(pair.hub.open_batches)
     withdrawn = threading.Thread(target=sender.withdraw, args=("big", WAIT_S))
     withdrawn.start()
     until(lambda: waiting(pair) == 0, "the waiting pushes are dropped")
-    for flight in submitted:
-        pair.hub.land(flight)
+    for batch in submitted:
+        pair.hub.land(batch)
     withdrawn.join(WAIT_S)
     assert pair.hub._num_submitted == 2
     pair.hub.hold = False
@@ -220,7 +220,7 @@ def test_metrics_tell_what_waits_and_for_how_long(pair: Pair) -> None:
 def test_lost_peer_takes_what_waits_for_it_along(pair: Pair) -> None:
     log, handler = begin(pair, "big", BIG, BIG_DST, BIG_TOKENS)
     also, _ = begin(pair, "small", SMALL, SMALL_DST, SMALL_TOKENS)
-    pair.hub.fail_peer(pair.hub.flights[0].link, "reset")
+    pair.hub.fail_peer(pair.hub.open_batches[0].link, "reset")
     assert log.wait()[-1] == also.wait()[-1] == "end"
     assert handler.wait()[-1] == "released"
     assert pair.hub._num_submitted == 2
@@ -229,9 +229,9 @@ def test_lost_peer_takes_what_waits_for_it_along(pair: Pair) -> None:
 
 def test_deadline_of_a_push_counts_from_when_it_is_handed_over(pair: Pair) -> None:
     _, handler = begin(pair, "big", BIG, BIG_DST, BIG_TOKENS)
-    while pair.hub.flights:
+    while pair.hub.open_batches:
         pair.hub.advance(1.0)  # eight pushes one after the other take longer than the 5 s that each may
-        assert all(flight.deadline_s == flight.submitted_s + 5.0 for flight in pair.hub.flights)
+        assert all(batch.deadline_s == batch.submitted_s + 5.0 for batch in pair.hub.open_batches)
         land_next(pair, pair.decode)
     assert handler.wait() == ["ready 42", "released"]
 
@@ -240,13 +240,13 @@ def test_stalled_peer_does_not_stop_another(pair: Pair) -> None:
     other = Node(pair.hub, "decode-2", layout(8), TIMEOUTS).open()
     try:
         begin(pair, "stalled", BIG, BIG_DST, BIG_TOKENS)
-        assert len(flights_to(pair, pair.decode)) == 2
+        assert len(batches_to(pair, pair.decode)) == 2
         _, handler = begin(pair, "moving", BIG, BIG_DST, BIG_TOKENS, decode=other)
-        while flights := flights_to(pair, other):
-            assert len(flights) == 2 or waiting(pair) == LAYERS * BIG_TOKENS * TOKEN_NBYTES - 1024
+        while batches := batches_to(pair, other):
+            assert len(batches) == 2 or waiting(pair) == LAYERS * BIG_TOKENS * TOKEN_NBYTES - 1024
             land_next(pair, other)
         assert handler.wait() == ["ready 42", "released"]
-        assert len(flights_to(pair, pair.decode)) == 2
+        assert len(batches_to(pair, pair.decode)) == 2
     finally:
         pair.hub.hold = False
         pair.hub.deliver_all()
@@ -265,7 +265,7 @@ def offered_last(pair: Pair, name: str, dst: list[int], num_tokens: int) -> Hand
 
 
 def flying_nbytes(pair: Pair) -> list[int]:
-    return [flight.nbytes for flight in pair.hub.flights]
+    return [batch.nbytes for batch in pair.hub.open_batches]
 
 
 def test_32_small_layers_that_are_written_before_the_offer_go_in_one_native_call() -> None:
@@ -340,7 +340,7 @@ def test_stop_takes_back_a_shared_push_that_waits_and_waits_for_one_that_flies(s
     try:
         if not flies:
             begin(pair, "other", SMALL, SMALL_DST, 2, finish=False)
-        other = list(pair.hub.flights)
+        other = list(pair.hub.open_batches)
         log = pair.announce("t")
         pair.compute("t", BIG, SMALL_TOKENS)
         handler = pair.expect("t")
@@ -358,7 +358,7 @@ def test_stop_takes_back_a_shared_push_that_waits_and_waits_for_one_that_flies(s
             pair.hub.deliver_all()
         assert log.wait() == ["failed aborted: enough", "end"]
         assert handler.wait() == ["failed aborted: enough", "released"]
-        assert list(pair.hub.flights) == other
+        assert list(pair.hub.open_batches) == other
         assert landed(pair, "t") == ([0, 1] if flies else [])
     finally:
         pair.close()

@@ -121,7 +121,7 @@ def test_layer_is_announced_up_to_its_first_token_in_flight(pair: Pair) -> None:
     sender.publish("t", SRC, TOKENS, 0)
     sender.layer_ready("t", 0, 0, 8)
     sender.layer_ready("t", 0, 8, TOKENS)
-    pair.hub.land(pair.hub.flights[1])
+    pair.hub.land(pair.hub.open_batches[1])
     until(lambda: any(isinstance(event, LayerLanded) for event in pair.events), "the second chunk has landed")
     pair.hub.hold = False
     pair.hub.deliver_all()

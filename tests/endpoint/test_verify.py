@@ -35,14 +35,14 @@ def test_right_bytes_pass(pair: Pair, verify: Verify, start: int) -> None:
 def test_one_byte_that_changed_on_the_way_fails_the_transfer(pair: Pair) -> None:
     pair.hub.hold = True
     handler = begin(pair, "t", "all")
-    until(lambda: len(pair.hub.flights) == 3, "three layers are in flight")
-    flights = list(pair.hub.flights)
-    for flight in flights:
-        pair.hub.land(flight, report=False)
+    until(lambda: len(pair.hub.open_batches) == 3, "three layers are in flight")
+    batches = list(pair.hub.open_batches)
+    for batch in batches:
+        pair.hub.land(batch, report=False)
     place = pair.decode.layout.layers[1]
     pair.decode.buffer.array[place.parts[0].offset + DST[2] * place.block_stride + 4 * place.token_stride] ^= 1
-    for flight in flights:
-        pair.hub.report(flight)
+    for batch in batches:
+        pair.hub.report(batch)
     assert handler.wait() == ["failed checksum: checksum of layer 1, tokens [0, 21) differs", "released"]
 
 
@@ -50,14 +50,14 @@ def test_without_verify_nobody_would_have_noticed(pair: Pair) -> None:
     """The cost of `off`, shown: the same damage passes."""
     pair.hub.hold = True
     handler = begin(pair, "t", "off")
-    until(lambda: len(pair.hub.flights) == 3, "three layers are in flight")
-    flights = list(pair.hub.flights)
-    for flight in flights:
-        pair.hub.land(flight, report=False)
+    until(lambda: len(pair.hub.open_batches) == 3, "three layers are in flight")
+    batches = list(pair.hub.open_batches)
+    for batch in batches:
+        pair.hub.land(batch, report=False)
     place = pair.decode.layout.layers[1]
     pair.decode.buffer.array[place.parts[0].offset + DST[2] * place.block_stride] ^= 1
-    for flight in flights:
-        pair.hub.report(flight)
+    for batch in batches:
+        pair.hub.report(batch)
     assert handler.wait() == ["ready 42", "released"]
 
 

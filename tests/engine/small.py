@@ -69,11 +69,9 @@ class Recorder:
     on_ended: Callable[[str], None] | None = None
     on_layer_needed: Callable[[str, int, float], bool] | None = None
 
-    def admitted(
-        self, request_id: str, block_table: Sequence[int], num_cached_tokens: int, external_tokens: int
-    ) -> None:
+    def admitted(self, request_id: str, blocks: Sequence[int], num_cached_tokens: int, external_tokens: int) -> None:
         assert request_id not in self.errors
-        self.tables[request_id] = tuple(block_table)
+        self.tables[request_id] = tuple(blocks)
         self.cached[request_id], self.external[request_id] = num_cached_tokens, external_tokens
         self.order.append(request_id)
 

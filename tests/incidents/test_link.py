@@ -129,8 +129,8 @@ def test_blocks_of_an_aborted_transfer_are_given_back_only_when_its_write_has_en
     handler = in_flight(pair, "a")
     pair.decode.receiver.cancel("a", "client left")
     until(lambda: "failed aborted: client left" in handler.calls, "the request is over")
-    for flight in list(pair.hub.flights)[:2]:
-        pair.hub.land(flight)
+    for batch in list(pair.hub.open_batches)[:2]:
+        pair.hub.land(batch)
         assert handler.calls == ["failed aborted: client left"], "a third write may still come"
     pair.hub.deliver_all()
     assert handler.wait() == ["failed aborted: client left", "released"]

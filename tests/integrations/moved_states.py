@@ -55,7 +55,7 @@ def move(src: Pages, dst: Pages, block: int, to: int, src_shard: tuple[int, int]
         plan = bind(template(ours, theirs), [block], [to], first, end)
         num_runs += plan.num_runs
         for layer in range(len(ours.layers)):
-            for piece in plan.pieces(layer):
-                runs = piece.runs + np.array([piece.src_base, piece.dst_base, 0])
+            for run_list in plan.run_lists(layer):
+                runs = run_list.runs + np.array([run_list.src_base, run_list.dst_base, 0])
                 _copy.memcpy_runs(dst.memory, src.memory, runs)
     return num_runs

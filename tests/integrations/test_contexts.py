@@ -107,9 +107,9 @@ def test_every_token_lands_where_vllm_looks_for_it(
         src_blocks, dst_blocks = (TABLE[layout.blocks_of(first, until)] for layout in (ours, theirs))
         plan = bind(template(ours, theirs), src_blocks, dst_blocks, first, until)
         given, got = src.bytes_of(part), dst.bytes_of(part)
-        for piece in plan.pieces(0):
-            for at, to, nbytes in piece.runs.tolist():
-                at, to = at + piece.src_base, to + piece.dst_base
+        for run_list in plan.run_lists(0):
+            for at, to, nbytes in run_list.runs.tolist():
+                at, to = at + run_list.src_base, to + run_list.dst_base
                 got[to : to + nbytes] = given[at : at + nbytes]
     for token in range(start, end):
         assert np.array_equal(dst.row(token), src.row(token)), token

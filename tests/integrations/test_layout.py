@@ -124,9 +124,9 @@ def test_tokens_arrive_whatever_the_form_and_block_size(
         length,
     )
     for layer in range(len(src.layout.layers)):
-        for piece in plan.pieces(layer):
-            runs = piece.runs + np.array([piece.src_base, piece.dst_base, 0])
-            _copy.memcpy_runs(sides["dst"][3][piece.dst_region], sides["src"][3][piece.src_region], runs)
+        for run_list in plan.run_lists(layer):
+            runs = run_list.runs + np.array([run_list.src_base, run_list.dst_base, 0])
+            _copy.memcpy_runs(sides["dst"][3][run_list.dst_region], sides["src"][3][run_list.src_region], runs)
     for got, wanted in zip(sides["dst"][0], expected, strict=True):
         assert torch.equal(got, wanted)
 
@@ -271,7 +271,7 @@ def test_a_state_and_a_window_stand_beside_blocks_that_only_a_kernel_reads() -> 
     state = describe([_state(4)], GroupKind(("state",), STATE, dtype="u8", block_tokens=8))
     groups = CacheGroups.of([packed, window, state], 4)
     assert [layout.position_tokens for layout in groups.groups.layouts] == [4, 4, 1]
-    tables = groups.groups.tables(groups.kernel_blocks(((3, 1), (0, 2), (2, 0))))
+    tables = groups.groups.by_group(groups.kernel_blocks(((3, 1), (0, 2), (2, 0))))
     assert tables == ((6, 7, 2, 3), (0, 1, 4, 5), (2, 0))
     for num_tokens, num_blocks, kept, block in (
         (1, 1, (0,), 2),

@@ -180,8 +180,8 @@ def test_a_cache_that_does_not_keep_all_tokens_is_known_by_its_groups() -> None:
 def test_every_group_that_is_transferred_has_a_list_of_blocks() -> None:
     several = caches(FULL, WINDOW, STATES)
     several.transfer_group_ids = (0, 2)
-    assert cache_groups.tables(several, ([1, 2], [3], [4])) == ((1, 2), (4,))
-    assert cache_groups.tables(caches(FULL), ([1, 2],)) == (1, 2)
+    assert cache_groups.by_group(several, ([1, 2], [3], [4])) == ((1, 2), (4,))
+    assert cache_groups.by_group(caches(FULL), ([1, 2],)) == (1, 2)
 
 
 def test_layers_of_a_group_that_is_not_transferred_are_in_no_other() -> None:

@@ -342,7 +342,7 @@ def test_compressed_caches_of_deepseek_v4_are_described_as_vllm_lays_them_out() 
         "l.0.swa": (64, 1, 128),
         "l.0.state": (1, 4, 8),
     }
-    assert cache_groups.tables(cache, [[1, 2], [3, 4, 5, 6, 7], [7] * 80]) == (
+    assert cache_groups.by_group(cache, [[1, 2], [3, 4, 5, 6, 7], [7] * 80]) == (
         *[(1, 2)] * 3,
         (3, 4, 5, 6, 7),
         (7,) * 80,
@@ -417,7 +417,7 @@ def test_latents_and_an_indexers_keys_in_one_group_of_vllm_are_two_of_ours() -> 
     assert [kind.form for kind in (attention, indexer)] == ["rows", "packed"]
     assert indexer.dtype == "uint8 DEEPSEEK_V32_INDEXER"
     assert attention.names == ("model.layers.0.attn", "model.layers.1.attn")
-    assert cache_groups.tables(cache, [[3, 1]]) == ((3, 1), (3, 1))
+    assert cache_groups.by_group(cache, [[3, 1]]) == ((3, 1), (3, 1))
     assert cache_groups.keeps_all(cache)
 
 

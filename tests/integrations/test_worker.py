@@ -191,7 +191,7 @@ def test_a_prefix_from_the_cache_is_not_read_before_the_step_has_written_it(
     prefill, decode = servers
     offered(pair, prefill, decode)
     prefill.half.begin(prefill.book.step([Scheduled("p", tuple(SRC), True, 16, 14)]))
-    assert not pair.hub.flights
+    assert not pair.hub.open_batches
     assert not pair.decode.rows(DST, 29, 0).any()
     pair.prefill.buffer.array[:] = np.random.default_rng(9).integers(0, 256, pair.prefill.buffer.nbytes, np.uint8)
     for name in NAMES:
@@ -363,7 +363,7 @@ def test_a_preemption_waits_for_pushes_in_flight(pair: Pair, servers: tuple[Serv
     offered(pair, prefill, decode)
     pair.hub.hold = True
     prefill.step([Scheduled("p", tuple(SRC[:4]), True, 0, 16)])
-    until(lambda: len(pair.hub.flights) == 3, "a push of every layer is in flight")
+    until(lambda: len(pair.hub.open_batches) == 3, "a push of every layer is in flight")
     preempting = threading.Thread(target=prefill.step, kwargs={"preempted": frozenset({"p"})})
     preempting.start()
     preempting.join(0.2)
@@ -385,7 +385,7 @@ def test_a_preemption_that_waits_too_long_ends_the_transfer(pair: Pair, servers:
     offered(pair, prefill, decode)
     pair.hub.hold = True
     prefill.step([Scheduled("p", tuple(SRC[:4]), True, 0, 16)])
-    until(lambda: len(pair.hub.flights) == 3, "a push of every layer is in flight")
+    until(lambda: len(pair.hub.open_batches) == 3, "a push of every layer is in flight")
     prefill.step(preempted=frozenset({"p"}))
     assert decode.step() == Results(), "what is in flight may still be written"
     pair.hub.hold = False

@@ -88,25 +88,25 @@ def test_every_group_gives_the_blocks_of_what_it_needs() -> None:
 
 def test_one_group_is_given_as_its_layout_and_its_list() -> None:
     one = groups_of(layout())
-    assert one.tables([3, 1]) == one.tables(([3, 1],)) == ((3, 1),)
+    assert one.by_group([3, 1]) == one.by_group(([3, 1],)) == ((3, 1),)
     assert (one.num_layers, one.group_of, one.keeps_all) == (2, (0, 0), True)
     assert groups_of(one) is one
     with pytest.raises(InvalidRequest, match="got 2 items for 1 groups"):
-        one.tables(([3], [1]))
+        one.by_group(([3], [1]))
 
 
 def test_block_ids_of_numpy_become_those_of_python() -> None:
     """Others cannot be encoded: an offer with one ended the session, and all of its transfers."""
     one = groups_of(layout())
     ids: Any = np.array([3, 1])
-    for tables in (one.tables(ids), one.tables([ids]), one.tables([*ids])):
+    for tables in (one.by_group(ids), one.by_group([ids]), one.by_group([*ids])):
         assert tables == ((3, 1),)
         assert {type(block) for block in tables[0]} == {int}
-    assert GROUPS.tables([ids[1:], [2], ()]) == ((1,), (2,), ())
+    assert GROUPS.by_group([ids[1:], [2], ()]) == ((1,), (2,), ())
     wrong: Any
     for wrong in (1.0, None, "1"):
         with pytest.raises(InvalidRequest, match=r"blocks: got .* ids are integers"):
-            GROUPS.tables([[1], [wrong], [1]])
+            GROUPS.by_group([[1], [wrong], [1]])
 
 
 def test_layers_are_counted_through_all_groups() -> None:

@@ -80,10 +80,10 @@ def pick(rng: random.Random, layout: KVLayout, start: int, end: int) -> list[int
 def execute(plan: Plan, src: Regions, dst: Regions) -> None:
     """Do what a transport does, with numpy."""
     for layer in range(len(plan.template.layers)):
-        for piece in plan.pieces(layer):
-            source, destination = src[piece.src_region].numpy(), dst[piece.dst_region].numpy()
-            for src_offset, dst_offset, nbytes in piece.runs.tolist():
-                at, to = piece.src_base + src_offset, piece.dst_base + dst_offset
+        for run_list in plan.run_lists(layer):
+            source, destination = src[run_list.src_region].numpy(), dst[run_list.dst_region].numpy()
+            for src_offset, dst_offset, nbytes in run_list.runs.tolist():
+                at, to = run_list.src_base + src_offset, run_list.dst_base + dst_offset
                 destination[to : to + nbytes] = source[at : at + nbytes]
 
 
@@ -94,21 +94,21 @@ def check_runs(plan: Plan) -> None:
     num_runs = 0
     for layer in range(len(plan.template.layers)):
         layer_nbytes = 0
-        for piece in plan.pieces(layer):
-            assert piece.runs.dtype == np.int64
-            assert piece.runs.flags.c_contiguous
-            assert piece.runs.ndim == 2
-            assert piece.runs.shape[1] == 3
-            layer_nbytes += piece.nbytes
-            rows = piece.runs.tolist()
+        for run_list in plan.run_lists(layer):
+            assert run_list.runs.dtype == np.int64
+            assert run_list.runs.flags.c_contiguous
+            assert run_list.runs.ndim == 2
+            assert run_list.runs.shape[1] == 3
+            layer_nbytes += run_list.nbytes
+            rows = run_list.runs.tolist()
             num_runs += len(rows)
             for src_offset, dst_offset, nbytes in rows:
                 assert nbytes > 0
-                assert piece.src_base + src_offset >= 0
-                assert piece.src_base + src_offset + nbytes <= src.extent(piece.src_region)
-                assert piece.dst_base + dst_offset + nbytes <= dst.extent(piece.dst_region)
-                at = piece.dst_base + dst_offset
-                written.setdefault(piece.dst_region, []).append((at, at + nbytes))
+                assert run_list.src_base + src_offset >= 0
+                assert run_list.src_base + src_offset + nbytes <= src.extent(run_list.src_region)
+                assert run_list.dst_base + dst_offset + nbytes <= dst.extent(run_list.dst_region)
+                at = run_list.dst_base + dst_offset
+                written.setdefault(run_list.dst_region, []).append((at, at + nbytes))
             for (s, d, n), (next_s, next_d, _) in pairwise(rows):
                 assert (s + n, d + n) != (next_s, next_d), "neighbours that touch on both sides are one run"
         assert layer_nbytes == plan.layer_nbytes(layer)
@@ -216,10 +216,10 @@ def test_heads_are_split_over_ranks_and_merged_again(orders: tuple[str, str], se
     source = regions_for(whole, seed)
     merged = {0: torch.zeros_like(source[0])}
     for head in range(4):
-        piece = heads_of(whole, head, 1)
+        one_head = heads_of(whole, head, 1)
         on_rank = {0: torch.zeros(rank.extent(0), dtype=torch.uint8)}
-        execute(bind(template(piece, rank), whole_blocks, rank_blocks, start, end), source, on_rank)
-        execute(bind(template(rank, piece), rank_blocks, whole_blocks, start, end), on_rank, merged)
+        execute(bind(template(one_head, rank), whole_blocks, rank_blocks, start, end), source, on_rank)
+        execute(bind(template(rank, one_head), rank_blocks, whole_blocks, start, end), on_rank, merged)
     expected = {0: torch.zeros_like(source[0])}
     copy_tokens(whole, source, whole_blocks, whole, expected, whole_blocks, start, end)
     torch.testing.assert_close(merged[0], expected[0], rtol=0, atol=0)
@@ -296,16 +296,16 @@ def test_layers_of_equal_geometry_share_one_list_of_runs() -> None:
     layout = dense(num_layers=5)
     plan = bind(template(layout, layout), [3, 1], [0, 7], 0, 8)
     assert len(plan.runs) == 1
-    pieces = [piece for layer in range(5) for piece in plan.pieces(layer)]
-    assert all(piece.runs is plan.runs[0] for piece in pieces)
+    lists = [run_list for layer in range(5) for run_list in plan.run_lists(layer)]
+    assert all(run_list.runs is plan.runs[0] for run_list in lists)
     assert not plan.runs[0].flags.writeable
-    assert len({piece.src_base for piece in pieces}) == 10
+    assert len({run_list.src_base for run_list in lists}) == 10
 
 
 def test_fused_k_and_v_travel_as_one_run_per_block() -> None:
     layout = dense("LBPTH")
     plan = bind(template(layout, layout), [5, 1, 8], [2, 9, 4], 0, 12)
-    assert [len(plan.pieces(layer)) for layer in range(2)] == [1, 1]
+    assert [len(plan.run_lists(layer)) for layer in range(2)] == [1, 1]
     assert plan.runs[0][:, 2].tolist() == [layout.token_nbytes * layout.block_tokens // 2] * 3
 
 
@@ -319,7 +319,7 @@ def test_fused_v_before_k_travels_as_one_run_per_block_too() -> None:
 def test_an_empty_range_is_an_empty_plan(at: int) -> None:
     plan = bind(template(dense(), dense("LPBHT")), [], [], at, at)
     assert plan.num_runs == plan.nbytes == plan.layer_nbytes(0) == 0
-    assert plan.pieces(0) == plan.pieces(1) == []
+    assert plan.run_lists(0) == plan.run_lists(1) == []
 
 
 def test_offsets_beyond_32_bits_are_exact() -> None:
@@ -329,9 +329,9 @@ def test_offsets_beyond_32_bits_are_exact() -> None:
     )
     plan = bind(template(layout, layout), [99_999], [99_998], 15, 16)
     assert plan.runs[0].tolist() == [[99_999 * 32768 + 15 * 2048, 99_998 * 32768 + 15 * 2048, 2048]]
-    piece = plan.pieces(79)[1]
-    assert piece.src_base == 159 * 100_000 * 32768
-    assert piece.src_base + 100_000 * 32768 == layout.extent(0)
+    run_list = plan.run_lists(79)[1]
+    assert run_list.src_base == 159 * 100_000 * 32768
+    assert run_list.src_base + 100_000 * 32768 == layout.extent(0)
 
 
 def test_block_lists_may_be_arrays_of_any_integer_type_and_longer_than_needed() -> None:

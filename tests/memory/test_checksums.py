@@ -36,8 +36,8 @@ def test_equal_kv_in_different_layouts_has_equal_checksums(order: str, start: in
         src_blocks, dst_blocks = [3, 1, 7, 11, 0, 5], [9, 2, 4, 6]
         plan = bind(template(src, dst), src_blocks, dst_blocks, 0, 21)
         for layer in range(3):
-            for piece in plan.pieces(layer):
-                runs = piece.runs + np.array([piece.src_base, piece.dst_base, 0])
+            for run_list in plan.run_lists(layer):
+                runs = run_list.runs + np.array([run_list.src_base, run_list.dst_base, 0])
                 _copy.memcpy_runs(to.array, from_.array, runs)
         ours, theirs = Checksums(groups_of(src), [from_]), Checksums(groups_of(dst), [to])
         for layer in range(3):

@@ -51,7 +51,7 @@ class Played(World):
     def move_slow(self, dice: Dice) -> None:
         """Time in which no byte moves, but everything else does; in a gentle world not for long."""
         now = self.hub.now_s
-        land = self.profile == "gentle" and any(flight.submitted_s < now - 1.0 for flight in self.hub.flights)
+        land = self.profile == "gentle" and any(batch.submitted_s < now - 1.0 for batch in self.hub.open_batches)
         self.calm(land=land)
 
     def move_request(self, dice: Dice) -> None:
@@ -101,9 +101,9 @@ class Played(World):
 
     def move_land(self, dice: Dice) -> None:
         """Some runs of some batch become visible."""
-        if self.hub.flights:
-            flight = dice.one(self.hub.flights)
-            self.hub.land(flight, (1, 2, None)[dice.below(3)], report=bool(dice.below(3)))
+        if self.hub.open_batches:
+            batch = dice.one(self.hub.open_batches)
+            self.hub.land(batch, (1, 2, None)[dice.below(3)], report=bool(dice.below(3)))
 
     def move_cancel(self, dice: Dice) -> None:
         """Somebody does not want a transfer any more: the client, the router or an engine."""
@@ -179,10 +179,10 @@ class Played(World):
 
     def move_break(self, dice: Dice) -> None:
         """A data connection fails, perhaps with a batch half written; what was under way may land later."""
-        if self.hub.flights:
-            flight = dice.one(self.hub.flights)
-            if flight.link.writer is not None and not flight.link.writer._stopped:
-                self.hub.tear(flight, dice.below(1 + len(flight.runs)))
+        if self.hub.open_batches:
+            batch = dice.one(self.hub.open_batches)
+            if batch.link.writer is not None and not batch.link.writer._stopped:
+                self.hub.tear(batch, dice.below(1 + len(batch.runs)))
 
     def move_fail(self, dice: Dice) -> None:
         """A data connection fails while nothing is under way, or something; or the next batch cannot be posted."""
@@ -195,10 +195,10 @@ class Played(World):
 
     def move_stale(self, dice: Dice) -> None:
         """Bytes of a batch that has failed are written after all; a shut gate keeps them out."""
-        failed = [item for item in self.tracked if item.flight.reported]
+        failed = [item for item in self.tracked if item.batch.reported]
         if failed:
             item = dice.one(failed)
-            self.hub.stale_write(item.flight, dice.below(len(item.flight.runs)))
+            self.hub.stale_write(item.batch, dice.below(len(item.batch.runs)))
 
     def move_jump(self, dice: Dice) -> None:
         """A clock jumps forward, as after the suspension of a virtual machine."""

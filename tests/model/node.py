@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
     from pdlink.endpoint.peer import Peer
     from pdlink.engine.engine import Engine as RealEngine
-    from pdlink.kv.groups import AnyTables
-    from pdlink.kv.layout import Piece
+    from pdlink.kv.groups import AnyBlocks
+    from pdlink.kv.layout import RunList
     from pdlink.memory.buffers import Buffer
     from pdlink.node.node import Node as FrontDoor
     from pdlink.protocol.receiving import Receiving
     from pdlink.protocol.sending import Sending
     from pdlink.serve.stream import Stream
-    from tests.loopback import Flight, LoopbackHub
+    from tests.loopback import LoopbackHub, OpenBatch
 
 TIMEOUTS = Deadlines(heartbeat_s=1.0, peer_s=4.0, connect_s=5.0, lease_s=8.0, request_s=40.0, idle_s=0.0)
 IDLE_S = 4.0
@@ -112,7 +112,7 @@ class JumpingClock:
 class Tracked:
     """A batch that somebody may still read or write memory for."""
 
-    flight: Flight
+    batch: OpenBatch
     transfer_id: str
     writer: Node
     owner: Node
@@ -122,8 +122,8 @@ class Tracked:
     @property
     def dangerous(self) -> bool:
         """Whether bytes of it may still be written. A shut gate ends that, unless a run is under way."""
-        link = self.flight.link
-        if self.flight.reported and self.flight.num_landed == len(self.flight.runs):
+        link = self.batch.link
+        if self.batch.reported and self.batch.num_landed == len(self.batch.runs):
             return False
         if not self.writer.alive or not self.owner.alive:
             return False
@@ -147,12 +147,12 @@ class Wire(LoopbackTransport):
         while self.to_close:
             super().close_peer(self.to_close.pop())
 
-    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
+    def submit(self, peer: str, lists: Sequence[RunList], timeout_s: float) -> int:
         if peer in self.to_close:
             raise TransportFailure(f"{peer} is closed")
-        ticket = super().submit(peer, pieces, timeout_s)
-        if self.hub.flights and self.hub.flights[-1].ticket == ticket:
-            self._track(self.hub.flights[-1], pieces)
+        ticket = super().submit(peer, lists, timeout_s)
+        if self.hub.open_batches and self.hub.open_batches[-1].ticket == ticket:
+            self._track(self.hub.open_batches[-1], lists)
         return ticket
 
     def writes_through(self, link: object) -> bool:
@@ -162,27 +162,27 @@ class Wire(LoopbackTransport):
         """Peers of which anything is kept."""
         return len({*self._in, *self._out, *self._failed, *self._closing})
 
-    def _track(self, flight: Flight, pieces: Sequence[Piece]) -> None:
-        owner = flight.link.owner
+    def _track(self, batch: OpenBatch, lists: Sequence[RunList]) -> None:
+        owner = batch.link.owner
         assert isinstance(owner, Wire)
         src = {
             block
-            for piece in pieces
+            for run_list in lists
             for block in _blocks(
-                self.node.groups.layouts[piece.src_region],
-                [(piece.src_base + int(run[0]), int(run[2])) for run in piece.runs],
+                self.node.groups.layouts[run_list.src_region],
+                [(run_list.src_base + int(run[0]), int(run[2])) for run in run_list.runs],
             )
         }
         dst = {
             block
-            for piece in pieces
+            for run_list in lists
             for block in _blocks(
-                owner.node.groups.layouts[piece.dst_region],
-                [(piece.dst_base + int(run[1]), int(run[2])) for run in piece.runs],
+                owner.node.groups.layouts[run_list.dst_region],
+                [(run_list.dst_base + int(run[1]), int(run[2])) for run in run_list.runs],
             )
         }
-        transfer_id = self.node.transfer_of.get(transfer_number(flight.runs[0][1]), "unwritten")
-        self.node.tracked.append(Tracked(flight, transfer_id, self.node, owner.node, src, dst))
+        transfer_id = self.node.transfer_of.get(transfer_number(batch.runs[0][1]), "unwritten")
+        self.node.tracked.append(Tracked(batch, transfer_id, self.node, owner.node, src, dst))
 
 
 def _blocks(layout: KVLayout, spans: list[tuple[int, int]]) -> set[int]:
@@ -222,8 +222,8 @@ class _CheckedIncoming(Incoming):
         super().__init__(node.endpoint.receiver, request.transfer_id, address, by_layer=by_layer)
         node.open_legs.add((request.transfer_id, "receiver"))
 
-    def offer(self, blocks: AnyTables, tokens: range) -> None:
-        self._blocks = self._node.groups.tables(blocks)
+    def offer(self, blocks: AnyBlocks, tokens: range) -> None:
+        self._blocks = self._node.groups.by_group(blocks)
         super().offer(blocks, tokens)
 
     def on_ready(self, first_token_: int) -> None:

@@ -230,7 +230,7 @@ class World:
         for _ in range(3):
             busy = self.deliver_all()
             if land:
-                busy |= bool(self.hub.flights)
+                busy |= bool(self.hub.open_batches)
                 self.hub.deliver_all()
             moved |= busy
             if not busy and not any(node.has_work for node in self.running):

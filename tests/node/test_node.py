@@ -120,7 +120,7 @@ def test_receiver_that_leaves_early_keeps_its_blocks_until_the_sender_is_quiet(p
     outgoing = pair.prefill.send("t", SRC, TOKENS)
     with pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS)) as incoming:
         outgoing.layer_ready(0)
-        until(lambda: bool(pair.hub.flights), "a layer is in flight")
+        until(lambda: bool(pair.hub.open_batches), "a layer is in flight")
     with pytest.raises(TransferFailed, match="aborted"):
         incoming.wait(WAIT_S)
     assert not incoming.released.wait(0.1)
@@ -140,7 +140,7 @@ def test_sender_that_leaves_early_keeps_its_blocks_until_nothing_reads_them(pair
         with pair.prefill.send("t", SRC, TOKENS) as outgoing:
             outgoing.released.then(freed.set)
             outgoing.layer_ready(0)
-            until(lambda: bool(pair.hub.flights), "a layer is in flight")
+            until(lambda: bool(pair.hub.open_batches), "a layer is in flight")
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -417,7 +417,7 @@ def test_live_transfers_show_their_layers_and_end(pair: Pair) -> None:
     incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
     assert outgoing.accepted.wait(WAIT_S)
     outgoing.layer_ready(0)
-    until(lambda: bool(pair.hub.flights), "a layer is in flight")
+    until(lambda: bool(pair.hub.open_batches), "a layer is in flight")
     (sent,), (received,) = pair.prefill.transfers(), pair.decode.transfers()
     assert (sent.transfer_id, sent.side, sent.peer, sent.num_tokens, sent.nbytes) == ("t", "sender", "decode", 21, 0)
     assert sent.layers == "f.."

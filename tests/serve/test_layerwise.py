@@ -37,7 +37,7 @@ class Link:
     asked: list[int]
 
     def land(self, layer: int) -> None:
-        self.hub.land(self.hub.flights[0])
+        self.hub.land(self.hub.open_batches[0])
         until(lambda: self.leg.incoming.has_layer(layer), f"layer {layer} is here")
 
 
@@ -90,7 +90,7 @@ def link() -> Iterator[Link]:
     until(lambda: nodes[0].report().sending["writing"] == 1, "the offer is here")
     for layer in range(NUM_LAYERS):
         outgoing.layer_ready(layer)
-        until(lambda num=layer + 1: len(hub.flights) == num, f"layer {layer} is in flight")  # type: ignore[misc]
+        until(lambda num=layer + 1: len(hub.open_batches) == num, f"layer {layer} is in flight")  # type: ignore[misc]
     outgoing.finish(first)
     yield link
     hub.hold = False

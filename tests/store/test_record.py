@@ -52,8 +52,8 @@ def engine(order: str, block_tokens: int) -> KVLayout:
 def copy(dst: Bytes, src: Bytes, source: KVLayout, target: KVLayout, blocks: tuple[list[int], list[int]]) -> None:
     plan = bind(template(source, target), *blocks, 0, 8)
     for layer in range(len(source.layers)):
-        for piece in plan.pieces(layer):
-            _copy.memcpy_runs(dst, src, piece.runs + np.array([piece.src_base, piece.dst_base, 0]))
+        for run_list in plan.run_lists(layer):
+            _copy.memcpy_runs(dst, src, run_list.runs + np.array([run_list.src_base, run_list.dst_base, 0]))
 
 
 def sealed(seed: int = 0, shape: RecordShape = SHAPE) -> Bytes:

@@ -17,7 +17,7 @@ from pdlink.transport.base import BatchDone, BatchStatus, Occurrence, PeerClosed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdlink.kv.layout import Piece
+    from pdlink.kv.layout import RunList
     from pdlink.memory.buffers import AnyBuffer, Bytes, HostBuffer
 
 
@@ -59,15 +59,15 @@ class Direct(Transport):
             raise ProtocolError("no invitation of this process")
         self._peers[peer] = self.invited.pop(invitation)
 
-    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
+    def submit(self, peer: str, lists: Sequence[RunList], timeout_s: float) -> int:
         if peer not in self._peers:
             raise TransportFailure(f"no open peer {peer}")
         nbytes = 0
-        for piece in pieces:
-            source, destination = self._regions[piece.src_region], self._peers[peer][piece.dst_region]
-            for src, dst, length in piece.runs.tolist():
-                start = piece.dst_base + dst
-                destination[start : start + length] = source[piece.src_base + src :][:length]
+        for run_list in lists:
+            source, destination = self._regions[run_list.src_region], self._peers[peer][run_list.dst_region]
+            for src, dst, length in run_list.runs.tolist():
+                start = run_list.dst_base + dst
+                destination[start : start + length] = source[run_list.src_base + src :][:length]
                 nbytes += length
         self._num_submitted += 1
         self._report(BatchDone(self._num_submitted, peer, BatchStatus.OK, nbytes, 0.0, 0.0))

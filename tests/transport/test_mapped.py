@@ -21,14 +21,14 @@ from pdlink.memory.buffers import Buffer
 from pdlink.transport.base import BatchDone
 from pdlink.transport.mapped import MappedTransport
 from tests.conformance.transports.other_process import OtherProcess
-from tests.conformance.transports.side import PATIENCE_S, Side, join, piece
+from tests.conformance.transports.side import PATIENCE_S, Side, join, run_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 POOL_NBYTES = 1 << 20
-SLICE_NBYTES = 256 << 10
-"""`kSliceNbytes` of csrc/copy/batch.h."""
+RANGE_NBYTES = 256 << 10
+"""`kRangeNbytes` of csrc/copy/batch.h."""
 GATE_WORDS = struct.Struct("=IIqQ")
 """closed, busy, writer_pid, writer_born: `GateWords` of csrc/common/gate.h."""
 
@@ -176,8 +176,8 @@ def test_an_invitation_covers_what_was_registered_before_it(pair: tuple[Side, Si
     assert owner.add_buffer(4096, seed=5) == 1
     join(writer, owner, "late", "owner#2")
     with pytest.raises(ValueError, match="no destination region 1"):
-        writer.submit("owner", piece([[0, 0, 4]], dst_region=1))
-    assert writer.wait_batch(writer.submit("owner#2", piece([[0, 0, 4]], dst_region=1))) == "ok"
+        writer.submit("owner", run_list([[0, 0, 4]], dst_region=1))
+    assert writer.wait_batch(writer.submit("owner#2", run_list([[0, 0, 4]], dst_region=1))) == "ok"
 
 
 def test_batches_to_one_peer_land_and_are_reported_in_the_order_of_submits(pair: tuple[Side, Side]) -> None:
@@ -185,7 +185,7 @@ def test_batches_to_one_peer_land_and_are_reported_in_the_order_of_submits(pair:
     join(writer, owner)
     lengths = [600_000, 5, 300_000] * 20
     tickets = [
-        writer.submit("owner", piece([[64 * index, 0, nbytes], [index * 4096, 700_000 + index * 4096, 4096]]))
+        writer.submit("owner", run_list([[64 * index, 0, nbytes], [index * 4096, 700_000 + index * 4096, 4096]]))
         for index, nbytes in enumerate(lengths)
     ]
     writer.wait_batch(tickets[-1])
@@ -198,7 +198,7 @@ def test_a_small_batch_has_landed_when_its_submit_returns(pair: tuple[Side, Side
     join(writer, owner)
     assert writer.wait_batch(writer.submit_block("owner", 0, 100)) == "ok"  # so the owner's pages are mapped
     rows = [[at, at + 512, 256] for at in range(1024, POOL_NBYTES // 2, 2048)]  # 65,280 bytes in short runs
-    ticket = writer.submit("owner", piece(rows))
+    ticket = writer.submit("owner", run_list(rows))
     for src, dst, nbytes in rows:
         assert (
             owner.buffers[0].array[dst : dst + nbytes].tobytes()
@@ -234,7 +234,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 @contextlib.contextmanager
 def inside_the_gate(owner: Side, process: subprocess.Popen[bytes]) -> Iterator[mmap.mmap]:
-    """The gate that the owner made for "writer", with `process` in the middle of a slice."""
+    """The gate that the owner made for "writer", with `process` in the middle of a range."""
     gate_fd = msgspec.msgpack.decode(owner.transport.invite("writer"))["gate"]["fd"]
     after_name = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     with mmap.mmap(gate_fd, mmap.PAGESIZE) as gate:
@@ -242,7 +242,7 @@ def inside_the_gate(owner: Side, process: subprocess.Popen[bytes]) -> Iterator[m
         yield gate
 
 
-def test_a_writer_in_the_middle_of_a_slice_holds_up_the_end(
+def test_a_writer_in_the_middle_of_a_range_holds_up_the_end(
     pair: tuple[Side, Side], sleeper: subprocess.Popen[bytes]
 ) -> None:
     _, owner = pair
@@ -254,7 +254,7 @@ def test_a_writer_in_the_middle_of_a_slice_holds_up_the_end(
         owner.wait_closed("writer")
 
 
-def test_a_writer_that_dies_in_the_middle_of_a_slice_is_quiet(
+def test_a_writer_that_dies_in_the_middle_of_a_range_is_quiet(
     pair: tuple[Side, Side], sleeper: subprocess.Popen[bytes]
 ) -> None:
     _, owner = pair
@@ -275,7 +275,7 @@ def test_a_pid_given_to_another_process_does_not_count_as_the_writer(
         owner.wait_closed("writer")
 
 
-def test_close_does_not_wait_for_ever_for_a_writer_in_the_middle_of_a_slice(
+def test_close_does_not_wait_for_ever_for_a_writer_in_the_middle_of_a_range(
     pair: tuple[Side, Side], sleeper: subprocess.Popen[bytes]
 ) -> None:
     _, owner = pair
@@ -288,7 +288,7 @@ def test_close_does_not_wait_for_ever_for_a_writer_in_the_middle_of_a_slice(
 def test_a_close_with_batches_queued_reports_each_once(pair: tuple[Side, Side]) -> None:
     writer, owner = pair
     join(writer, owner)
-    tickets = [writer.submit("owner", piece([[0, 0, POOL_NBYTES]])) for _ in range(200)]
+    tickets = [writer.submit("owner", run_list([[0, 0, POOL_NBYTES]])) for _ in range(200)]
     writer.transport.close()
     writer.poll()
     assert [len(writer.done(ticket)) for ticket in tickets] == [1] * 200
@@ -311,15 +311,15 @@ def two() -> Iterator[tuple[Side, Side]]:
         yield writer, owner
 
 
-def slices_taken(side: Side) -> tuple[int, int]:
+def ranges_taken(side: Side) -> tuple[int, int]:
     assert isinstance(side.transport, MappedTransport)
-    return side.transport.slices_taken()
+    return side.transport.ranges_taken()
 
 
 def submit_many(writer: Side, shift: int) -> int:
     """The whole of the first buffer, rotated by so many eighths: enough to wake the second thread for."""
     part = MANY_NBYTES // 8
-    return writer.submit("owner", piece([[(index + shift) % 8 * part, index * part, part] for index in range(8)]))
+    return writer.submit("owner", run_list([[(index + shift) % 8 * part, index * part, part] for index in range(8)]))
 
 
 def assert_rotated(writer: Side, owner: Side, shift: int) -> None:
@@ -327,19 +327,19 @@ def assert_rotated(writer: Side, owner: Side, shift: int) -> None:
     assert np.array_equal(owner.buffers[0].array, rotated)
 
 
-def until_second(writer: Side, num_slices: int) -> None:
-    """Return when the second thread has taken more than so many slices."""
+def until_second(writer: Side, num_ranges: int) -> None:
+    """Return when the second thread has taken more than so many ranges."""
     deadline = time.monotonic() + PATIENCE_S
-    while slices_taken(writer)[1] <= num_slices:
+    while ranges_taken(writer)[1] <= num_ranges:
         assert time.monotonic() < deadline, "the second thread does nothing"
         time.sleep(0.0005)
 
 
-def both_at_work(writer: Side, num_slices: int = 0) -> list[int]:
-    """Batches in the middle of which both threads are; the second one has taken more than so many slices of them."""
-    already = slices_taken(writer)[1]
+def both_at_work(writer: Side, num_ranges: int = 0) -> list[int]:
+    """Batches in the middle of which both threads are; the second one has taken more than so many ranges of them."""
+    already = ranges_taken(writer)[1]
     tickets = [writer.submit_long("owner") for _ in range(3)]
-    until_second(writer, already + num_slices)
+    until_second(writer, already + num_ranges)
     return tickets
 
 
@@ -347,12 +347,12 @@ def test_two_threads_share_a_batch_and_each_slice_is_taken_once(two: tuple[Side,
     writer, owner = two
     deadline = time.monotonic() + PATIENCE_S
     shift = 0
-    while not slices_taken(writer)[1]:  # it may be woken too late for some
+    while not ranges_taken(writer)[1]:  # it may be woken too late for some
         assert time.monotonic() < deadline, "the second thread does nothing"
         shift += 1
-        before = sum(slices_taken(writer))
+        before = sum(ranges_taken(writer))
         assert writer.wait_batch(submit_many(writer, shift)) == "ok"
-        assert sum(slices_taken(writer)) - before == MANY_NBYTES // SLICE_NBYTES
+        assert sum(ranges_taken(writer)) - before == MANY_NBYTES // RANGE_NBYTES
         assert_rotated(writer, owner, shift)
 
 
@@ -360,7 +360,7 @@ def test_the_second_thread_rests_while_a_prefill_is_computed(two: tuple[Side, Si
     writer, owner = two
     writer.transport.computing(on=True)
     assert writer.wait_batch(submit_many(writer, 1)) == "ok"
-    assert slices_taken(writer)[1] == 0
+    assert ranges_taken(writer)[1] == 0
     deadline = time.monotonic() + PATIENCE_S
     taken = rounds = 0
     while rounds < 5 or not taken:  # it may be woken too late in some
@@ -369,9 +369,9 @@ def test_the_second_thread_rests_while_a_prefill_is_computed(two: tuple[Side, Si
         tickets = [submit_many(writer, 1) for _ in range(4)]
         writer.transport.computing(on=True)
         tickets.append(submit_many(writer, 1))
-        taken = slices_taken(writer)[1]  # one that did not see the flag was taken before that submit
+        taken = ranges_taken(writer)[1]  # one that did not see the flag was taken before that submit
         assert [writer.wait_batch(ticket) for ticket in tickets] == ["ok"] * 5
-        assert slices_taken(writer)[1] == taken
+        assert ranges_taken(writer)[1] == taken
         rounds += 1
     assert_rotated(writer, owner, 1)
 
@@ -379,8 +379,8 @@ def test_the_second_thread_rests_while_a_prefill_is_computed(two: tuple[Side, Si
 def test_little_at_once_wakes_nobody(two: tuple[Side, Side]) -> None:
     writer, _ = two
     for _ in range(50):
-        assert writer.wait_batch(writer.submit_block("owner", 0, SLICE_NBYTES)) == "ok"
-    assert slices_taken(writer)[1] == 0
+        assert writer.wait_batch(writer.submit_block("owner", 0, RANGE_NBYTES)) == "ok"
+    assert ranges_taken(writer)[1] == 0
 
 
 def test_one_thread_copies_everything_if_told_to() -> None:
@@ -392,13 +392,13 @@ def test_one_thread_copies_everything_if_told_to() -> None:
         assert sorted(_thread_names()) == sorted([*before, "pdlink-copy"])
 
 
-@pytest.mark.parametrize("num_slices", [0, 1, 7, 50])
+@pytest.mark.parametrize("num_ranges", [0, 1, 7, 50])
 @pytest.mark.parametrize("closing", ["writer", "owner"])
 def test_both_threads_have_stopped_when_the_peer_is_closed(
-    two: tuple[Side, Side], closing: str, num_slices: int
+    two: tuple[Side, Side], closing: str, num_ranges: int
 ) -> None:
     writer, owner = two
-    tickets = both_at_work(writer, num_slices)
+    tickets = both_at_work(writer, num_ranges)
     side, peer = (writer, "owner") if closing == "writer" else (owner, "writer")
     side.close_peer(peer)
     side.wait_closed(peer)
@@ -441,11 +441,11 @@ def test_neither_thread_copies_anything_of_a_batch_that_is_late_already(two: tup
     before = owner.buffers[0].array.copy()
     for index in range(30):
         join(writer, owner, f"writer {index}", f"owner {index}")
-        assert writer.wait_batch(writer.submit(f"owner {index}", piece([]))) == "ok"  # so the pages are mapped
-        taken = slices_taken(writer)
-        late = writer.submit(f"owner {index}", piece([[0, 100, MANY_NBYTES - 100]]), timeout_s=0)
+        assert writer.wait_batch(writer.submit(f"owner {index}", run_list([]))) == "ok"  # so the pages are mapped
+        taken = ranges_taken(writer)
+        late = writer.submit(f"owner {index}", run_list([[0, 100, MANY_NBYTES - 100]]), timeout_s=0)
         assert writer.wait_batch(late) == "timeout"
-        assert slices_taken(writer) == taken
+        assert ranges_taken(writer) == taken
         writer.close_peer(f"owner {index}")
         writer.wait_closed(f"owner {index}")
     assert np.array_equal(owner.buffers[0].array, before)

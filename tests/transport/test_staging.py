@@ -1,4 +1,4 @@
-"""The parts of the staging lane that decide: cutting, credit, whose blocks a run is in, who comes in. No GPU."""
+"""What decides in the staging lane: cutting, credit, whose blocks a run is in, who comes in. No GPU."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ import pytest
 
 from pdlink.errors import ProtocolError
 from pdlink.kv.groups import groups_of
-from pdlink.kv.layout import KVLayout, Piece, paged_layout
+from pdlink.kv.layout import KVLayout, RunList, paged_layout
 from pdlink.transport.edge import listening
 from pdlink.transport.staging.credit import Credit
 from pdlink.transport.staging.door import MAX_WAITING, Door
 from pdlink.transport.staging.line import StagingLine
 from pdlink.transport.staging.open_blocks import OpenBlocks
-from pdlink.transport.staging.parts import Cutter
 from pdlink.transport.staging.peers import StagingPeer, WritingTo
+from pdlink.transport.staging.rest import RestOfBatch
 from pdlink.transport.staging.wire import Ask, FrameCutter, Grant, Invitation, SlotPlaced, packed
 from pdlink.transport.staging.writer import Writer
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_parts_of_a_batch_are_its_bytes_in_order(seed: int) -> None:
+def test_the_slots_of_a_batch_are_its_bytes_in_order(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    pieces = [
-        Piece(region, 7, 2 - region, 11, rng.integers(0, 300, (int(rng.integers(0, 40)), 3), dtype=np.int64))
+    lists = [
+        RunList(region, 7, 2 - region, 11, rng.integers(0, 300, (int(rng.integers(0, 40)), 3), dtype=np.int64))
         for region in range(3)
     ]
     expected = [
         (one.src_region, src + 7 + i, one.dst_region, dst + 11 + i)
-        for one in pieces
+        for one in lists
         for src, dst, nbytes in one.runs.tolist()
         for i in range(nbytes)
     ]
-    cutter, found = Cutter(pieces), []
-    most_nbytes, most_rows = int(rng.integers(1, 2000)), int(rng.integers(1, 12))
-    assert cutter.left_nbytes == len(expected)
-    while cutter.left_nbytes:
-        part = cutter.take(most_nbytes, most_rows)
-        assert 0 < part.nbytes <= most_nbytes
-        assert sum(len(runs) for _, _, runs in part.pieces) <= most_rows
-        for src_region, dst_region, runs in part.pieces:
+    rest, found = RestOfBatch(lists), []
+    most_nbytes, most_runs = int(rng.integers(1, 2000)), int(rng.integers(1, 12))
+    assert rest.nbytes == len(expected)
+    while rest.nbytes:
+        one = rest.take(most_nbytes, most_runs)
+        assert 0 < one.nbytes <= most_nbytes
+        assert sum(len(runs) for _, _, runs in one.lists) <= most_runs
+        for src_region, dst_region, runs in one.lists:
             for src, dst, nbytes in runs.tolist():
                 found += [(src_region, src + i, dst_region, dst + i) for i in range(nbytes)]
     assert found == expected, f"seed {seed}"

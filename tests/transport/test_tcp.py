@@ -30,7 +30,7 @@ from tests.conformance.transports.side import (
     PATIENCE_S,
     Side,
     join,
-    piece,
+    run_list,
     wait_until_sockets_are_full,
 )
 
@@ -144,7 +144,7 @@ def test_small_batches_that_nobody_reads_any_more_are_sent_by_the_thread(
     owner.stop()
     tickets = [writer.submit_block("owner", 0, 60_000) for _ in range(400)]
     wait_until_sockets_are_full()
-    last = piece([[60_000, 0, 60_000]])
+    last = run_list([[60_000, 0, 60_000]])
     tickets.append(writer.submit("owner", last))
     owner.resume()
     assert [writer.wait_batch(ticket) for ticket in tickets] == ["ok"] * 401
@@ -180,7 +180,7 @@ def test_two_writers_at_once_each_get_their_own_bytes_there(make_side: Callable[
     for start in range(0, half, 1 << 12):
         for index, writer in enumerate(writers):
             rows = [[start + at + index * half, start + at + index * half, 256] for at in range(0, 1 << 12, 256)]
-            tickets[index].append(writer.submit("owner", piece(rows)))
+            tickets[index].append(writer.submit("owner", run_list(rows)))
     for index, writer in enumerate(writers):
         assert {writer.wait_batch(ticket) for ticket in tickets[index]} == {"ok"}
         mine = slice(index * half, (index + 1) * half)

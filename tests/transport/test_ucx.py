@@ -21,7 +21,7 @@ from pdlink.errors import ProtocolError, TransportFailure
 from pdlink.transport import ucx
 from pdlink.transport.ucx import UcxTransport
 from tests.conformance.transports.other_process import OtherProcess
-from tests.conformance.transports.side import LONG_NBYTES, LONG_PASSES, PATIENCE_S, Side, join, piece
+from tests.conformance.transports.side import LONG_NBYTES, LONG_PASSES, PATIENCE_S, Side, join, run_list
 from tests.transport.standing import standing_still
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def test_a_run_longer_than_a_put_arrives_whole(make_side: MakeSide) -> None:
     expected = owner.buffers[0].array.copy()
     expected[5 : 5 + nbytes] = writer.buffers[0].array[3 : 3 + nbytes]
     halves = [[3, 5, nbytes // 2], [3 + nbytes // 2, 5 + nbytes // 2, nbytes - nbytes // 2]]
-    assert writer.wait_batch(writer.submit("owner", piece(halves))) == "ok"
+    assert writer.wait_batch(writer.submit("owner", run_list(halves))) == "ok"
     np.testing.assert_array_equal(owner.buffers[0].array, expected)
 
 

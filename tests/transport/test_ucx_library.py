@@ -122,7 +122,7 @@ def test_transports_that_ucx_does_not_have_are_refused_at_open() -> None:
 def test_a_process_may_end_without_closing(tls: str) -> None:
     program = f"""
         import numpy as np
-        from pdlink.kv.layout import Piece
+        from pdlink.kv.layout import RunList
         from pdlink.memory.buffers import Buffer
         from pdlink.transport.ucx import UcxTransport
         sides = [UcxTransport({tls!r}), UcxTransport({tls!r})]
@@ -134,7 +134,7 @@ def test_a_process_may_end_without_closing(tls: str) -> None:
         writer.connect("owner", owner.invite("writer"))
         starts = np.arange(0, 64 << 20, 32 << 10, dtype=np.int64)
         runs = np.stack([starts[::-1], starts, np.full(len(starts), 32 << 10)], axis=1)
-        print(writer.submit("owner", [Piece(0, 0, 0, 0, runs)], 5.0))
+        print(writer.submit("owner", [RunList(0, 0, 0, 0, runs)], 5.0))
     """
     assert run_python(program) == "1"
 

@@ -26,7 +26,7 @@ from pdlink.cuda import ops
 from pdlink.cuda.buffers import DeviceBuffer
 from pdlink.cuda.driver import CudaUnavailable, Device
 from pdlink.errors import PdlinkError
-from pdlink.kv.layout import Piece
+from pdlink.kv.layout import RunList
 from pdlink.memory.borrowed import borrow
 from pdlink.node.layer_order import LayerOrder
 from pdlink.transport.base import BatchDone, BatchStatus
@@ -149,8 +149,8 @@ class GpuLink:
 
     def submit(self, layer: int) -> None:
         bases = (layer * 2 * PART_NBYTES, (layer * 2 + 1) * PART_NBYTES)
-        pieces = [Piece(0, base, 0, base, self._runs) for base in bases]
-        self.open_batches.add(self.transport.submit("owner", pieces, PATIENCE_S))
+        lists = [RunList(0, base, 0, base, self._runs) for base in bases]
+        self.open_batches.add(self.transport.submit("owner", lists, PATIENCE_S))
 
     def wait(self) -> None:
         """Until every batch is reported. Raises RuntimeError for one that failed."""

@@ -21,11 +21,11 @@ CASES = [
 ]
 
 
-def place(base: int, head_nbytes: int, slots: torch.Tensor, *, flat: bool) -> _cuda.Place:
+def strides(base: int, head_nbytes: int, slots: torch.Tensor, *, flat: bool) -> _cuda.Strides:
     """Two planes, tokens in blocks; heads apart unless `flat`."""
     head = head_nbytes if flat else 2 * head_nbytes
     token = HEADS * head
-    return _cuda.Place(
+    return _cuda.Strides(
         base=base,
         layer_stride=BLOCKS * BLOCK_TOKENS * token,
         block_stride=BLOCK_TOKENS * token,
@@ -48,8 +48,8 @@ def reshape_case(kernels: Kernels, unit_nbytes: int, nbytes: int, shift: int, *,
     sides["cuda"] = tuple(tensor.cuda() for tensor in sides["cpu"])
     for device, (src, dst, src_slots, dst_slots) in sides.items():
         launches[device] = _cuda.plan_reshape(
-            place(src.data_ptr() + shift, nbytes, src_slots, flat=flat),
-            place(dst.data_ptr() + shift, nbytes, dst_slots, flat=flat),
+            strides(src.data_ptr() + shift, nbytes, src_slots, flat=flat),
+            strides(dst.data_ptr() + shift, nbytes, dst_slots, flat=flat),
             num_tokens=BLOCKS * BLOCK_TOKENS,
             num_layers=2,
             num_heads=HEADS,

@@ -10,7 +10,7 @@ from pdlink.integrations.vllm_parts.states import inside_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdlink.kv.groups import AnyTables
+    from pdlink.kv.groups import AnyBlocks
 
 
 def transfer_groups(kv_cache_config: Any) -> tuple[int, ...]:
@@ -52,7 +52,7 @@ _SIZES = (
 )
 
 
-def tables(kv_cache_config: Any, block_ids: Sequence[Sequence[int]]) -> AnyTables:
+def by_group(kv_cache_config: Any, block_ids: Sequence[Sequence[int]]) -> AnyBlocks:
     """Blocks as pdlink takes them: a list for each group that is transferred, or the list of the only one."""
     ids = [index for index, _ in transfer_parts(kv_cache_config)]
     return tuple(block_ids[ids[0]]) if len(ids) == 1 else tuple(tuple(block_ids[index]) for index in ids)

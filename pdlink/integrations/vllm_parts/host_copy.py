@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pdlink.integrations.vllm_parts.layout import CacheGroups
     from pdlink.integrations.vllm_parts.requests import StepPlan
-    from pdlink.kv.groups import AnyTables
+    from pdlink.kv.groups import AnyBlocks
     from pdlink.kv.layout import KVLayout
 
 log = logging.getLogger(__name__)
@@ -234,7 +234,7 @@ class HostCopy:
             group = self._group[name]
             self._layers[group][name].take(_index(self._computed[group]))
 
-    def _expected(self, blocks: AnyTables, begin: int, end: int) -> _Coming:
+    def _expected(self, blocks: AnyBlocks, begin: int, end: int) -> _Coming:
         return _Coming(self._cache.by_group(blocks), begin, end)
 
     def _clear_ends(self, coming: _Coming) -> None:
@@ -246,7 +246,7 @@ class HostCopy:
                 for layer in layers.values():
                     layer.host.select(layer.axis, last[0]).zero_()
 
-    def _extended(self, key: tuple[str, bool], blocks: AnyTables, *, first: bool) -> list[list[int]]:
+    def _extended(self, key: tuple[str, bool], blocks: AnyBlocks, *, first: bool) -> list[list[int]]:
         if first or key not in self._tables:
             self._tables[key] = [[] for _ in self._layouts]
         tables = self._tables[key]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from pdlink.integrations.vllm_parts.adapters import Adapter
     from pdlink.integrations.vllm_parts.requests import Scheduled
-    from pdlink.kv.groups import AnyTables
+    from pdlink.kv.groups import AnyBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class BlocksToLoad:
     """Tokens [begin, end) are to be copied into the request's blocks; `blocks[0]` holds token 0."""
 
     request_id: str
-    blocks: AnyTables
+    blocks: AnyBlocks
     begin: int
     end: int
     receives: bool = False
@@ -95,7 +95,7 @@ class BlocksToSave:
     """After this step, layer by layer in it, tokens [start, end) of a prompt are in its blocks."""
 
     request_id: str
-    blocks: AnyTables
+    blocks: AnyBlocks
     """All blocks so far if `first`, otherwise only the new ones."""
     first: bool
     start: int
@@ -109,7 +109,7 @@ class Keep:
     """A request has ended, and all tokens of `prompt`, its answer among them, are in its blocks."""
 
     prompt: BookedPrompt
-    blocks: AnyTables
+    blocks: AnyBlocks
     num_tokens: int
 
 
@@ -224,7 +224,7 @@ class StoreBook:
             return None
         return max(0, request.end - num_computed)
 
-    def allocated(self, request_id: str, blocks: AnyTables, num_external: int) -> int:
+    def allocated(self, request_id: str, blocks: AnyBlocks, num_external: int) -> int:
         """vLLM has reserved blocks; those after what it has computed are for `num_external` tokens from elsewhere.
 
         How many of these the store loads: all, unless the others come from another server.
@@ -236,7 +236,7 @@ class StoreBook:
         count = min(num_external, max(0, found))
         if count:
             end = request.computed + count
-            table = cast("AnyTables", tuple(blocks))
+            table = cast("AnyBlocks", tuple(blocks))
             self._plan.loads.append(BlocksToLoad(request_id, table, request.computed, end, request.receives))
             request.phase = _Phase.LOADING
             return count
@@ -266,7 +266,7 @@ class StoreBook:
         request = self._requests.get(request_id)
         return request is not None and request.phase is _Phase.LOADING
 
-    def ended(self, request_id: str, tokens: Sequence[int] = (), blocks: AnyTables = ()) -> bool:
+    def ended(self, request_id: str, tokens: Sequence[int] = (), blocks: AnyBlocks = ()) -> bool:
         """A request has ended, however it did. True: its blocks are read until the workers report it.
 
         tokens: of prompt and answer whose KV is in `blocks`, of a request whose answer is complete.
@@ -281,7 +281,7 @@ class StoreBook:
         end = self._whole(len(tokens)) if self._keeps_answers and request.keeps and not request.stale else 0
         if end > (0 if request.receives else self._whole(request.num_tokens)):
             whole = replace(request.prompt, tokens=array("I", tokens[:end]).tobytes())
-            self._plan.keeps.append(Keep(whole, cast("AnyTables", tuple(blocks)), end))
+            self._plan.keeps.append(Keep(whole, cast("AnyBlocks", tuple(blocks)), end))
             return True
         return request.saved
 

@@ -16,7 +16,7 @@ from pdlink.content import digest_of
 from pdlink.errors import ConfigError, LocalError
 from pdlink.integrations.vllm_parts import weights
 from pdlink.integrations.vllm_parts.adapters import Adapter
-from pdlink.integrations.vllm_parts.cache_groups import keeps_all, specs_of, tables, transfer_parts
+from pdlink.integrations.vllm_parts.cache_groups import by_group, keeps_all, specs_of, transfer_parts
 from pdlink.integrations.vllm_parts.contexts import check_ranks
 from pdlink.integrations.vllm_parts.layout import UnsupportedCache
 from pdlink.integrations.vllm_parts.shards import RankPlace
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pdlink.config import TiersConfig
     from pdlink.integrations.vllm_parts.adapters import LoadedAdapters
-    from pdlink.kv.groups import AnyTables
+    from pdlink.kv.groups import AnyBlocks
 
 log = logging.getLogger(__name__)
 
@@ -90,14 +90,14 @@ def leave_last_token(request: Any) -> None:
     request.max_tokens = 1  # a second token would change the state
 
 
-def scheduled(output: Any, kv_cache_config: Any) -> list[tuple[str, AnyTables, bool, int, int]]:
-    """(request id, `tables`, whether those are all, tokens computed before, tokens computed now) of a step.
+def scheduled(output: Any, kv_cache_config: Any) -> list[tuple[str, AnyBlocks, bool, int, int]]:
+    """(request id, blocks `by_group`, whether those are all, tokens computed before, tokens computed now) of a step.
 
     Model runner V2 lists resumed requests among the new ones, V1 among the cached ones with their ids in a set.
     """
     counts = output.num_scheduled_tokens
     parts = [
-        (new.req_id, tables(kv_cache_config, new.block_ids), True, new.num_computed_tokens, counts[new.req_id])
+        (new.req_id, by_group(kv_cache_config, new.block_ids), True, new.num_computed_tokens, counts[new.req_id])
         for new in output.scheduled_new_reqs
     ]
     cached = output.scheduled_cached_reqs
@@ -106,7 +106,7 @@ def scheduled(output: Any, kv_cache_config: Any) -> list[tuple[str, AnyTables, b
         parts.append(
             (
                 request_id,
-                tables(kv_cache_config, blocks) if blocks else (),
+                by_group(kv_cache_config, blocks) if blocks else (),
                 request_id in cached.resumed_req_ids,
                 cached.num_computed_tokens[index],
                 counts[request_id],

@@ -1,7 +1,7 @@
 """Who gets the slots of an owner: writers ask, and take turns. Pure.
 
-A slot is granted for one part. Nobody holds more than half of them, so that a writer that stands still does not keep
-the lane from the others.
+A slot is granted to be filled once. Nobody holds more than half of them, so that a writer that stands still does not
+keep the lane from the others.
 """
 
 from __future__ import annotations

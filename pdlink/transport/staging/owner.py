@@ -12,14 +12,14 @@ import numpy as np
 from pdlink.errors import ProtocolError
 from pdlink.transport.staging import wire
 from pdlink.transport.staging.credit import Credit
-from pdlink.transport.staging.parts import starts
 from pdlink.transport.staging.peers import ArrivedSlot
+from pdlink.transport.staging.rest import starts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from pdlink.cuda.copies import Copies
-    from pdlink.cuda.driver import Copies as Rows
+    from pdlink.kv.layout import RunArray
     from pdlink.transport.base import Transport
     from pdlink.transport.staging.open_blocks import Ints, OpenBlocks
     from pdlink.transport.staging.peers import Owning, StagingPeer
@@ -39,7 +39,7 @@ class Owner:
         peers: Mapping[str, StagingPeer],
         placed: Callable[[StagingPeer], None],
     ) -> None:
-        """regions: address and bytes of each device buffer. placed: a part of the peer's is in its pages."""
+        """regions: address and bytes of each device buffer. placed: a slot of the peer's is in its pages."""
         self.copies = copies
         self._slots, self._below, self._regions, self._peers = slots, below, regions, peers
         self._placed = placed
@@ -47,8 +47,8 @@ class Owner:
 
     def go_on(self) -> None:
         """Answer for what is placed, and place more. Raises CudaFailure."""
-        for part in self.copies.take_ended():
-            self._answer(part)
+        for one in self.copies.take_ended():
+            self._answer(one)
         self._scatter()
         self.copies.ring_at_end()
 
@@ -58,10 +58,10 @@ class Owner:
         self._grant()
 
     def places(self, peer: StagingPeer, numbers: Ints) -> bool:
-        """Whether a part of the peer's is being placed, or waits for it, in one of these blocks."""
+        """Whether a slot of the peer's is being placed, or waits for it, in one of these blocks."""
         arrived = () if peer.owning is None else peer.owning.arrived
-        parts = [*arrived, *(one.work for one in self.copies.in_flight if one.work.peer is peer)]
-        return any(part.blocks is not None and np.isin(part.blocks, numbers).any() for part in parts)
+        slots = [*arrived, *(one.work for one in self.copies.in_flight if one.work.peer is peer)]
+        return any(one.blocks is not None and np.isin(one.blocks, numbers).any() for one in slots)
 
     def on_frame(self, peer: StagingPeer, owning: Owning, frame: wire.Frame) -> None:
         """What a writer says. Raises ProtocolError."""
@@ -72,9 +72,9 @@ class Owner:
             if not self._credit.holds(peer.name, frame.slot) or frame.slot in owning.filled:
                 raise ProtocolError(f"slot {frame.slot} is not granted to it")
             self._below.close_blocks(peer.name, [[frame.slot]])
-            rows, blocks = self._rows_in(peer, frame)
+            runs, blocks = self._runs_in(peer, frame)
             owning.filled.add(frame.slot)
-            owning.arrived.append(ArrivedSlot(peer, frame.part, frame.slot, rows, blocks))
+            owning.arrived.append(ArrivedSlot(peer, frame.number, frame.slot, runs, blocks))
         else:
             raise ProtocolError(f"a writer does not say {type(frame).__name__}")
 
@@ -88,15 +88,15 @@ class Owner:
             if peer.owning is not None and peer.owning.line is not None:
                 peer.owning.line.send(wire.Grant(tuple(slots)))
 
-    def _rows_in(self, peer: StagingPeer, frame: wire.Staged) -> tuple[Rows, Ints | None]:
-        """The copies of a part, and the blocks that it touches. Raises ProtocolError for one that it may not."""
-        num_rows = sum(len(packed) for _, packed in frame.pieces) // 16
-        if not 0 < num_rows <= wire.MAX_ROWS:  # before any of them is looked up
-            raise ProtocolError(f"a part has {num_rows} runs; 1 to {wire.MAX_ROWS} are expected")
-        rows, blocks, left_nbytes = [], [], self._slots.nbytes
-        for region, packed in frame.pieces:
+    def _runs_in(self, peer: StagingPeer, frame: wire.Staged) -> tuple[RunArray, Ints | None]:
+        """The runs of a slot, and the blocks that they touch. Raises ProtocolError for one that they may not."""
+        num_runs = sum(len(packed) for _, packed in frame.runs) // 16
+        if not 0 < num_runs <= wire.MAX_RUNS:  # before any of them is looked up
+            raise ProtocolError(f"a slot has {num_runs} runs; 1 to {wire.MAX_RUNS} are expected")
+        found, blocks, left_nbytes = [], [], self._slots.nbytes
+        for region, packed in frame.runs:
             if region >= len(self._regions):
-                raise ProtocolError(f"a part is for region {region}; there are {len(self._regions)}")
+                raise ProtocolError(f"a run is for region {region}; there are {len(self._regions)}")
             if len(packed) % 16:
                 raise ProtocolError(f"runs have {len(packed)} bytes; a multiple of 16 is expected")
             runs = np.frombuffer(packed, "<i8").reshape(-1, 2)
@@ -106,11 +106,11 @@ class Owner:
                 raise ProtocolError(f"a run is outside region {region}, which has {size} bytes")
             left_nbytes -= int(np.minimum(nbytes, self._slots.nbytes + 1).sum())
             if left_nbytes < 0:
-                raise ProtocolError(f"a part is larger than its slot of {self._slots.nbytes} bytes")
+                raise ProtocolError(f"the runs are larger than their slot of {self._slots.nbytes} bytes")
             if self.guard is not None:
                 blocks.append(self.guard.require(peer.number, region, offsets, nbytes))
-            rows.append(np.stack([np.zeros_like(offsets), offsets + address, nbytes], axis=1).astype(np.int64))
-        whole = np.concatenate(rows)
+            found.append(np.stack([np.zeros_like(offsets), offsets + address, nbytes], axis=1).astype(np.int64))
+        whole = np.concatenate(found)
         whole[:, 0] = self._slots.device_ptr(self._slots.count + frame.slot) + starts(whole[:, 2])
         return whole, np.concatenate(blocks) if blocks else None
 
@@ -119,15 +119,15 @@ class Owner:
         for peer in self._peers.values():
             owning = peer.owning
             while owning is not None and owning.arrived and self.copies.has_room:
-                part = owning.arrived.popleft()
-                self.copies.begin(part, part.rows)
+                one = owning.arrived.popleft()
+                self.copies.begin(one, one.runs)
 
-    def _answer(self, part: ArrivedSlot) -> None:
-        owning = part.peer.owning
+    def _answer(self, one: ArrivedSlot) -> None:
+        owning = one.peer.owning
         assert owning is not None
-        owning.filled.discard(part.slot)
-        self._credit.give_back(part.peer.name, part.slot)
+        owning.filled.discard(one.slot)
+        self._credit.give_back(one.peer.name, one.slot)
         if owning.line is not None:
-            owning.line.send(wire.SlotPlaced(part.number))
-        self._placed(part.peer)
+            owning.line.send(wire.SlotPlaced(one.number))
+        self._placed(one.peer)
         self._grant()

@@ -7,32 +7,32 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pdlink.cuda.driver import Copies
+    from pdlink.kv.layout import RunArray
     from pdlink.transport.staging.line import StagingLine
     from pdlink.transport.staging.open_blocks import Ints
-    from pdlink.transport.staging.parts import Cutter, SlotPart
+    from pdlink.transport.staging.rest import RestOfBatch, SlotRuns
     from pdlink.transport.staging.wire import Invitation
 
 
 @dataclass(eq=False)
 class StagedBatch:
     ticket: int
-    cutter: Cutter
+    rest: RestOfBatch
     nbytes: int
     submitted_s: float
     deadline_s: float
     num_open: int = 0
-    """Parts under way."""
+    """Slots under way."""
 
 
 @dataclass(eq=False)
 class FilledSlot:
-    """A part of a batch on its way: gathered, then put, then placed by its owner."""
+    """Runs of a batch on their way: gathered, then put, then placed by its owner."""
 
     peer: StagingPeer
     batch: StagedBatch
     number: int
-    part: SlotPart
+    runs: SlotRuns
     slot: int
     """Ours, that it is gathered into."""
     there: int
@@ -41,14 +41,14 @@ class FilledSlot:
 
 @dataclass(eq=False)
 class ArrivedSlot:
-    """A part that has arrived in a slot of ours, to be placed."""
+    """Runs that have arrived in a slot of ours, to be placed."""
 
     peer: StagingPeer
     number: int
     slot: int
-    rows: Copies
+    runs: RunArray
     blocks: Ints | None
-    """That it touches, if blocks are guarded."""
+    """That they touch, if blocks are guarded."""
 
 
 @dataclass(eq=False)

@@ -1,11 +1,11 @@
-"""`Stager`: moves parts of batches through slots at both ends, in one thread that sleeps while nothing is to be done.
+"""`Stager`: moves batches through slots at both ends, in one thread that sleeps while nothing is to be done.
 
-Writer (`writer.py`): a batch is cut into parts. A part waits for a slot of the owner's (`credit.py`) and for one of
-ours; then the GPU gathers its runs into our slot, and behind the event the transport below puts the slot into the
-owner's. Owner (`owner.py`): told that a slot is filled, it checks every run, the GPU scatters them into the pages,
-and behind the event the writer hears it and the slot is free. So several parts are on their way at once, and only the
-gather of the first and the scatter of the last one do not overlap with the network. Nothing is gathered before the
-owner has room: back-pressure.
+Writer (`writer.py`): a batch is cut into what a slot holds. That waits for a slot of the owner's (`credit.py`) and
+for one of ours; then the GPU gathers its runs into our slot, and behind the event the transport below puts the slot
+into the owner's. Owner (`owner.py`): told that a slot is filled, it checks every run, the GPU scatters them into the
+pages, and behind the event the writer hears it and the slot is free. So several slots are on their way at once, and
+only the gather of the first and the scatter of the last one do not overlap with the network. Nothing is gathered
+before the owner has room: back-pressure.
 
 The fence is here: no byte reaches a page but by a scatter of the owner's own. PeerClosed follows the end of the last
 one, and the fence of the transport below, behind which no slot can be written any more. A writer's PeerClosed waits
@@ -32,8 +32,8 @@ from pdlink.transport.staging import wire
 from pdlink.transport.staging.door import Door
 from pdlink.transport.staging.line import StagingLine
 from pdlink.transport.staging.owner import Owner
-from pdlink.transport.staging.parts import Cutter
 from pdlink.transport.staging.peers import ArrivedSlot, FilledSlot, Owning, StagedBatch, StagingPeer, WritingTo
+from pdlink.transport.staging.rest import RestOfBatch
 from pdlink.transport.staging.writer import Writer
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pdlink.cuda.driver import Device
     from pdlink.cuda.kernels import Kernels
     from pdlink.cuda.ways import Ways
-    from pdlink.kv.layout import Piece
+    from pdlink.kv.layout import RunList
     from pdlink.transport.base import Transport
     from pdlink.transport.staging.open_blocks import OpenBlocks
     from pdlink.transport.staging.slots import Slots
@@ -77,7 +77,7 @@ class Stager:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._placed = threading.Condition(self._lock)
-        """Notified when parts have been placed."""
+        """Notified when slots have been placed."""
         self._peers: dict[str, StagingPeer] = {}
         self._lines: dict[int, StagingPeer] = {}
         """By descriptor."""
@@ -142,12 +142,12 @@ class Stager:
         with self._usable():
             return [(0, nbytes) for nbytes in self._writable(name).there.regions]
 
-    def submit(self, name: str, pieces: Sequence[Piece], timeout_s: float) -> int:
-        """pieces: inside the regions of both sides."""
-        submitted_s, cutter = time.monotonic(), Cutter(pieces)
+    def submit(self, name: str, lists: Sequence[RunList], timeout_s: float) -> int:
+        """lists: inside the regions of both sides."""
+        submitted_s, rest = time.monotonic(), RestOfBatch(lists)
         with self._usable():
             writing, peer = self._writable(name), self._peers[name]
-            batch = StagedBatch(self._number(), cutter, cutter.left_nbytes, submitted_s, submitted_s + timeout_s)
+            batch = StagedBatch(self._number(), rest, rest.nbytes, submitted_s, submitted_s + timeout_s)
             writing.open[batch.ticket] = batch
             if batch.nbytes:
                 self._writer.add(peer, writing, batch)

@@ -2,11 +2,11 @@
 
     writer                                   owner
     Hello(session, token)        ───────►    whose connection this is
-    Ask(count)                   ───────►    it has so many more parts to send
-                                 ◄───────    Grant(slots): yours, for one part each
-    (the part, over the transport below)
-    Staged(part, slot, pieces)   ───────►    its bytes are in the slot: place them
-                                 ◄───────    Placed(part): visible in the pages; the slot is free
+    Ask(count)                   ───────►    it has so many more slots to fill
+                                 ◄───────    Grant(slots): yours, to be filled once each
+    (the bytes, over the transport below)
+    Staged(number, slot, runs)   ───────►    its bytes are in the slot: place them
+                                 ◄───────    Placed(number): visible in the pages; the slot is free
 
 A frame is its length as 4 bytes, the most significant first, and MessagePack.
 """
@@ -23,8 +23,8 @@ TOKEN_NBYTES: Final = 16
 MAX_FRAME_NBYTES: Final = 1 << 20
 HELLO_NBYTES: Final = 64
 """Most bytes that a peer may send before it has said who it is."""
-MAX_ROWS: Final = 8192
-"""Runs of one part: one kernel launch (`cuda.launches.SLOT_NBYTES`), and 128 KiB of a frame."""
+MAX_RUNS: Final = 8192
+"""Runs of one slot: one kernel launch (`cuda.launches.SLOT_NBYTES`), and 128 KiB of a frame."""
 _HEADER_NBYTES: Final = 4
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -69,14 +69,14 @@ class Grant(_Frame, frozen=True, tag=2):
 
 
 class Staged(_Frame, frozen=True, tag=3):
-    part: Word
+    number: Word
     slot: Count
-    pieces: Annotated[tuple[tuple[Count, bytes], ...], msgspec.Meta(max_length=MAX_ROWS)]
+    runs: Annotated[tuple[tuple[Count, bytes], ...], msgspec.Meta(max_length=MAX_RUNS)]
     """Region, and little-endian int64 [n, 2]: offset and nbytes of each run. They lie side by side in the slot."""
 
 
 class SlotPlaced(_Frame, frozen=True, tag=4):
-    part: Word
+    number: Word
 
 
 Frame = Hello | Ask | Grant | Staged | SlotPlaced

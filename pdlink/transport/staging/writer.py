@@ -1,4 +1,4 @@
-"""The writing half of the staging lane: batches cut into parts, gathered, put, and known to be placed.
+"""The writing half of the staging lane: batches cut into slots, gathered, put, and known to be placed.
 
 Used with the lock of the `Stager` held, in any thread.
 """
@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdlink.errors import PdlinkError, ProtocolError
-from pdlink.kv.layout import Piece
+from pdlink.kv.layout import RunList
 from pdlink.transport.base import BatchStatus
 from pdlink.transport.staging import wire
-from pdlink.transport.staging.parts import starts
 from pdlink.transport.staging.peers import FilledSlot
+from pdlink.transport.staging.rest import starts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdlink.cuda.copies import Copies
-    from pdlink.cuda.driver import Copies as Rows
+    from pdlink.kv.layout import RunArray
     from pdlink.transport.base import BatchDone, Transport
     from pdlink.transport.staging.peers import StagedBatch, StagingPeer, WritingTo
     from pdlink.transport.staging.slots import Slots
@@ -46,7 +46,7 @@ class Writer:
         """Peers with batches to cut."""
         self._free = deque(range(slots.count))
         self._most = max(1, slots.count // 2)
-        """Slots of ours that parts to one peer have: one that stands still does not keep them from the others."""
+        """Slots of ours that one peer has: one that stands still does not keep them from the others."""
         self._puts: dict[int, FilledSlot] = {}
         """By the ticket of the transport below."""
         self._number = 0
@@ -65,22 +65,22 @@ class Writer:
         self.copies.ring_at_end()
 
     def _ask(self) -> None:
-        """Ask owners for as many slots as the parts that wait will need, and no more than they give to one writer."""
+        """Ask owners for the slots that waiting batches will need, and no more than they give to one writer."""
         for peer in self._turns:
             writing = peer.writing
             if writing is not None and not peer.failure and not peer.closing:
                 most = max(1, writing.there.num_slots // 2)
-                num_parts = sum(-(-batch.cutter.left_nbytes // self._part_nbytes(writing)) for batch in writing.queue)
-                missing = min(num_parts, most) - len(writing.grants) - writing.num_asked
+                num_slots = sum(-(-batch.rest.nbytes // self._slot_nbytes(writing)) for batch in writing.queue)
+                missing = min(num_slots, most) - len(writing.grants) - writing.num_asked
                 if missing > 0:
                     writing.num_asked += missing
                     writing.line.send(wire.Ask(missing))
 
-    def _part_nbytes(self, writing: WritingTo) -> int:
+    def _slot_nbytes(self, writing: WritingTo) -> int:
         return min(self._slots.nbytes, writing.there.slot_nbytes)
 
     def _gather(self) -> None:
-        """Begin to gather a part for each peer in turn, as long as there is room. Raises CudaFailure."""
+        """Begin to gather into a slot for each peer in turn, as long as there is room. Raises CudaFailure."""
         waiting: list[StagingPeer] = []
         while self._turns and self._free and self.copies.has_room:
             peer = self._turns.popleft()
@@ -91,25 +91,25 @@ class Writer:
                 waiting.append(peer)
                 continue
             batch = writing.queue[0]
-            part = batch.cutter.take(self._part_nbytes(writing), wire.MAX_ROWS)
-            if not batch.cutter.left_nbytes:
+            runs = batch.rest.take(self._slot_nbytes(writing), wire.MAX_RUNS)
+            if not batch.rest.nbytes:
                 writing.queue.popleft()
             self._number += 1
-            out = FilledSlot(peer, batch, self._number, part, self._free.popleft(), writing.grants.popleft())
+            out = FilledSlot(peer, batch, self._number, runs, self._free.popleft(), writing.grants.popleft())
             batch.num_open += 1
             writing.num_slots += 1
             self._turns.append(peer)
-            self.copies.begin(out, self._rows_out(out))
+            self.copies.begin(out, self._runs_out(out))
         self._turns.extend(waiting)
 
-    def _rows_out(self, out: FilledSlot) -> Rows:
-        rows = np.concatenate([runs for _, _, runs in out.part.pieces])
-        rows[:, 1] = self._slots.device_ptr(out.slot) + starts(rows[:, 2])
+    def _runs_out(self, out: FilledSlot) -> RunArray:
+        whole = np.concatenate([runs for _, _, runs in out.runs.lists])
+        whole[:, 1] = self._slots.device_ptr(out.slot) + starts(whole[:, 2])
         first = 0
-        for region, _, runs in out.part.pieces:
-            rows[first : first + len(runs), 0] += self._regions[region][0]
+        for region, _, runs in out.runs.lists:
+            whole[first : first + len(runs), 0] += self._regions[region][0]
             first += len(runs)
-        return rows
+        return whole
 
     def _put(self, out: FilledSlot) -> None:
         """It is gathered: send the slot."""
@@ -119,10 +119,10 @@ class Writer:
             self._free_slot(out)
             return
         at = writing.there.first_slot_nbytes + out.there * writing.there.slot_nbytes
-        run = np.array([[self._slots.offset(out.slot), at, out.part.nbytes]], np.int64)
+        run = np.array([[self._slots.offset(out.slot), at, out.runs.nbytes]], np.int64)
         left_s = max(0.001, out.batch.deadline_s - time.monotonic())
         try:
-            self._puts[self._below.submit(peer.name, [Piece(0, 0, 0, 0, run)], left_s)] = out
+            self._puts[self._below.submit(peer.name, [RunList(0, 0, 0, 0, run)], left_s)] = out
         except (PdlinkError, ValueError) as error:
             self._free_slot(out)
             self._fail(peer, str(error), BatchStatus.PEER_FAILED)
@@ -143,9 +143,9 @@ class Writer:
             self._fail(out.peer, one.detail or one.status.value, one.status)
         elif not out.peer.failure and not out.peer.closing and writing is not None:
             writing.staged[out.number] = out
-            runs = [(region, np.ascontiguousarray(runs[:, 1:])) for _, region, runs in out.part.pieces]
-            pieces = tuple((region, run.astype("<i8", copy=False).tobytes()) for region, run in runs)
-            writing.line.send(wire.Staged(out.number, out.there, pieces))
+            ends = [(region, np.ascontiguousarray(runs[:, 1:])) for _, region, runs in out.runs.lists]
+            told = tuple((region, end.astype("<i8", copy=False).tobytes()) for region, end in ends)
+            writing.line.send(wire.Staged(out.number, out.there, told))
 
     def on_frame(self, peer: StagingPeer, writing: WritingTo, frame: wire.Frame) -> None:
         """What an owner says. Raises ProtocolError."""
@@ -158,11 +158,11 @@ class Writer:
             writing.num_asked = max(0, writing.num_asked - len(frame.slots))
             writing.grants.extend(frame.slots)
         elif isinstance(frame, wire.SlotPlaced):
-            out = writing.staged.pop(frame.part, None)
+            out = writing.staged.pop(frame.number, None)
             if out is None:
-                raise ProtocolError(f"part {frame.part} is placed, and was not sent")
+                raise ProtocolError(f"slot {frame.number} is placed, and was not sent")
             out.batch.num_open -= 1
-            if not out.batch.num_open and not out.batch.cutter.left_nbytes and out.batch.ticket in writing.open:
+            if not out.batch.num_open and not out.batch.rest.nbytes and out.batch.ticket in writing.open:
                 self._done(peer, out.batch, BatchStatus.OK, "")
         else:
             raise ProtocolError(f"an owner does not say {type(frame).__name__}")

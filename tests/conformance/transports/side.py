@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pdlink.kv.layout import Piece, RunArray
+from pdlink.kv.layout import RunArray, RunList
 from pdlink.memory.buffers import Buffer
 from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Transport
 
@@ -54,12 +54,12 @@ class Side:
     def connect(self, peer: str, invitation: str) -> None:
         self.transport.connect(peer, bytes.fromhex(invitation))
 
-    def submit(self, peer: str, *pieces: Piece, timeout_s: float = PATIENCE_S) -> int:
-        return self.transport.submit(peer, pieces, timeout_s)
+    def submit(self, peer: str, *lists: RunList, timeout_s: float = PATIENCE_S) -> int:
+        return self.transport.submit(peer, lists, timeout_s)
 
     def submit_block(self, peer: str, offset: int, nbytes: int, timeout_s: float = PATIENCE_S) -> int:
         """One run between equal offsets of the first regions."""
-        return self.submit(peer, piece([[offset, offset, nbytes]]), timeout_s=timeout_s)
+        return self.submit(peer, run_list([[offset, offset, nbytes]]), timeout_s=timeout_s)
 
     def submit_long(self, peer: str, timeout_s: float = PATIENCE_S, *, short: bool = False) -> int:
         """Write the first `LONG_NBYTES` of the peer's first region again and again, each time other bytes.
@@ -76,7 +76,7 @@ class Side:
         runs[:, :, 0] = starts + 64 * rounds[:, None]
         runs[:, :, 1] = starts
         runs[:, :, 2] = page
-        return self.submit(peer, Piece(0, 0, 0, 0, runs.reshape(-1, 3)), timeout_s=timeout_s)
+        return self.submit(peer, RunList(0, 0, 0, 0, runs.reshape(-1, 3)), timeout_s=timeout_s)
 
     def submit_short(self, peer: str) -> int:
         """`submit_long` in short runs."""
@@ -150,8 +150,8 @@ def runs_array(rows: list[list[int]]) -> RunArray:
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
-def piece(rows: list[list[int]], src_region: int = 0, dst_region: int = 0) -> Piece:
-    return Piece(src_region, 0, dst_region, 0, runs_array(rows))
+def run_list(rows: list[list[int]], src_region: int = 0, dst_region: int = 0) -> RunList:
+    return RunList(src_region, 0, dst_region, 0, runs_array(rows))
 
 
 def join(writer: Side, owner: Side, writer_name: str = "writer", owner_name: str = "owner") -> None:

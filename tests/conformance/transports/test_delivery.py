@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from pdlink.kv.layout import Piece
-from tests.conformance.transports.side import PATIENCE_S, Side, join, piece, runs_array
+from pdlink.kv.layout import RunList
+from tests.conformance.transports.side import PATIENCE_S, Side, join, run_list, runs_array
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,10 +28,10 @@ def pair(make_side: Callable[[], Side], *, num_buffers: int = 1) -> tuple[Side, 
     return writer, owner
 
 
-def expect(writer: Side, owner: Side, pieces: list[Piece]) -> list[np.ndarray[tuple[int], np.dtype[np.uint8]]]:
+def expect(writer: Side, owner: Side, lists: list[RunList]) -> list[np.ndarray[tuple[int], np.dtype[np.uint8]]]:
     """What the owner's buffers must hold afterwards, made run by run."""
     expected = [buffer.array.copy() for buffer in owner.buffers]
-    for one in pieces:
+    for one in lists:
         for src, dst, nbytes in one.runs.tolist():
             src, dst = src + one.src_base, dst + one.dst_base
             expected[one.dst_region][dst : dst + nbytes] = writer.buffers[one.src_region].array[src : src + nbytes]
@@ -52,13 +52,13 @@ def scattered(seed: int, page_nbytes: int, num_runs: int, *, odd: bool, nbytes: 
     return np.stack([src, dst, lengths], axis=1).astype(np.int64)
 
 
-def deliver(writer: Side, owner: Side, pieces: list[Piece]) -> None:
-    expected = expect(writer, owner, pieces)
-    ticket = writer.submit("owner", *pieces)
+def deliver(writer: Side, owner: Side, lists: list[RunList]) -> None:
+    expected = expect(writer, owner, lists)
+    ticket = writer.submit("owner", *lists)
     assert writer.wait_batch(ticket) == "ok"
     for buffer, bytes_expected in zip(owner.buffers, expected, strict=True):
         np.testing.assert_array_equal(buffer.array, bytes_expected)
-    assert writer.done(ticket)[0].nbytes == sum(one.nbytes for one in pieces)
+    assert writer.done(ticket)[0].nbytes == sum(one.nbytes for one in lists)
 
 
 @pytest.mark.parametrize("odd", [False, True], ids=["whole pages", "partial pages"])
@@ -68,12 +68,12 @@ def test_scattered_pages_arrive_and_nothing_else_changes(
 ) -> None:
     writer, owner = pair(make_side)
     runs = scattered(page_nbytes, page_nbytes, 40, odd=odd)
-    deliver(writer, owner, [Piece(0, 0, 0, 0, runs)])
+    deliver(writer, owner, [RunList(0, 0, 0, 0, runs)])
 
 
 def test_ten_thousand_small_runs_are_one_batch(make_side: Callable[[], Side]) -> None:
     writer, owner = pair(make_side)
-    deliver(writer, owner, [Piece(0, 0, 0, 0, scattered(3, 128, 10_000, odd=True))])
+    deliver(writer, owner, [RunList(0, 0, 0, 0, scattered(3, 128, 10_000, odd=True))])
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -81,7 +81,7 @@ def test_short_and_long_runs_share_a_batch(make_side: Callable[[], Side], seed: 
     """Short ones may be packed on their way, the others not; neighbours on one side only are joined there."""
     writer, owner = pair(make_side, num_buffers=2)
     rng = np.random.default_rng(seed)
-    pieces = []
+    lists = []
     for region in range(2):
         lengths = np.concatenate([rng.integers(1, 400, 1500), rng.integers(4000, 70_000, 20)])
         rng.shuffle(lengths)
@@ -89,8 +89,8 @@ def test_short_and_long_runs_share_a_batch(make_side: Callable[[], Side], seed: 
         dst = np.cumsum(lengths + rng.integers(0, 2, len(lengths))) - lengths
         order = rng.permutation(len(lengths)) if seed else np.arange(len(lengths))
         runs = np.stack([src, dst, lengths], axis=1)[order].astype(np.int64)
-        pieces.append(Piece(region, 0, 1 - region, 7, runs))
-    deliver(writer, owner, pieces)
+        lists.append(RunList(region, 0, 1 - region, 7, runs))
+    deliver(writer, owner, lists)
 
 
 def test_regions_are_numbered_in_the_order_of_their_registration(make_side: Callable[[], Side]) -> None:
@@ -100,54 +100,54 @@ def test_regions_are_numbered_in_the_order_of_their_registration(make_side: Call
 
 def test_one_batch_spans_several_regions(make_side: Callable[[], Side]) -> None:
     writer, owner = pair(make_side, num_buffers=3)
-    pieces = [
-        Piece(0, 0, 2, 0, scattered(4, 4096, 20, odd=True)),
-        Piece(2, 0, 0, 0, scattered(5, 4096, 20, odd=False)),
-        Piece(1, 4096, 1, 512, scattered(6, 4096, 20, odd=True, nbytes=POOL_NBYTES // 2)),
+    lists = [
+        RunList(0, 0, 2, 0, scattered(4, 4096, 20, odd=True)),
+        RunList(2, 0, 0, 0, scattered(5, 4096, 20, odd=False)),
+        RunList(1, 4096, 1, 512, scattered(6, 4096, 20, odd=True, nbytes=POOL_NBYTES // 2)),
     ]
-    deliver(writer, owner, pieces)
+    deliver(writer, owner, lists)
 
 
-def test_a_run_longer_than_any_slice_arrives(make_side: Callable[[], Side]) -> None:
+def test_a_run_longer_than_any_range_arrives(make_side: Callable[[], Side]) -> None:
     writer, owner = pair(make_side)
-    deliver(writer, owner, [piece([[3, 70_001, POOL_NBYTES - 100_003]])])
+    deliver(writer, owner, [run_list([[3, 70_001, POOL_NBYTES - 100_003]])])
 
 
 def test_the_first_and_the_last_byte_of_a_region_can_be_written(make_side: Callable[[], Side]) -> None:
     writer, owner = pair(make_side)
-    deliver(writer, owner, [piece([[POOL_NBYTES - 1, 0, 1], [0, POOL_NBYTES - 1, 1]])])
+    deliver(writer, owner, [run_list([[POOL_NBYTES - 1, 0, 1], [0, POOL_NBYTES - 1, 1]])])
 
 
 def test_an_empty_batch_completes(make_side: Callable[[], Side]) -> None:
     writer, owner = pair(make_side)
     deliver(writer, owner, [])
-    deliver(writer, owner, [piece([])])
-    deliver(writer, owner, [piece([[5, 5, 0]])])
+    deliver(writer, owner, [run_list([])])
+    deliver(writer, owner, [run_list([[5, 5, 0]])])
 
 
 def test_runs_belong_to_the_caller_again_after_submit(make_side: Callable[[], Side]) -> None:
     writer, owner = pair(make_side)
     runs = scattered(7, 4096, 400, odd=False)
-    pieces = [Piece(0, 0, 0, 0, runs)]
-    expected = expect(writer, owner, pieces)
-    ticket = writer.submit("owner", *pieces)
+    lists = [RunList(0, 0, 0, 0, runs)]
+    expected = expect(writer, owner, lists)
+    ticket = writer.submit("owner", *lists)
     runs[:, 1] = 0
     assert writer.wait_batch(ticket) == "ok"
     np.testing.assert_array_equal(owner.buffers[0].array, expected[0])
 
 
 OUTSIDE = {
-    "destination beyond the end": Piece(0, 0, 0, 0, runs_array([[0, POOL_NBYTES - 10, 11]])),
-    "source beyond the end": Piece(0, 0, 0, 0, runs_array([[POOL_NBYTES - 10, 0, 11]])),
-    "destination base beyond the end": Piece(0, 0, 0, POOL_NBYTES, runs_array([[0, 0, 1]])),
-    "negative destination": Piece(0, 0, 0, 0, runs_array([[0, -1, 4]])),
-    "negative source": Piece(0, 0, 0, 0, runs_array([[-1, 0, 4]])),
-    "negative length": Piece(0, 0, 0, 0, runs_array([[100, 100, -50]])),
-    "overflow of offset and length": Piece(0, 0, 0, 0, runs_array([[0, 2**63 - 1, 2**63 - 1]])),
-    "overflow of base and offset": Piece(0, 0, 0, 2**63 - 1, runs_array([[0, 2**63 - 1, 4]])),
-    "no such source region": piece([[0, 0, 4]], src_region=1),
-    "no such destination region": piece([[0, 0, 4]], dst_region=1),
-    "negative region": piece([[0, 0, 4]], dst_region=-1),
+    "destination beyond the end": RunList(0, 0, 0, 0, runs_array([[0, POOL_NBYTES - 10, 11]])),
+    "source beyond the end": RunList(0, 0, 0, 0, runs_array([[POOL_NBYTES - 10, 0, 11]])),
+    "destination base beyond the end": RunList(0, 0, 0, POOL_NBYTES, runs_array([[0, 0, 1]])),
+    "negative destination": RunList(0, 0, 0, 0, runs_array([[0, -1, 4]])),
+    "negative source": RunList(0, 0, 0, 0, runs_array([[-1, 0, 4]])),
+    "negative length": RunList(0, 0, 0, 0, runs_array([[100, 100, -50]])),
+    "overflow of offset and length": RunList(0, 0, 0, 0, runs_array([[0, 2**63 - 1, 2**63 - 1]])),
+    "overflow of base and offset": RunList(0, 0, 0, 2**63 - 1, runs_array([[0, 2**63 - 1, 4]])),
+    "no such source region": run_list([[0, 0, 4]], src_region=1),
+    "no such destination region": run_list([[0, 0, 4]], dst_region=1),
+    "negative region": run_list([[0, 0, 4]], dst_region=-1),
 }
 
 
@@ -156,12 +156,12 @@ def test_a_run_outside_a_region_is_refused_before_anything_is_written(
 ) -> None:
     writer, owner = pair(make_side)
     before = owner.snapshot()
-    inside = piece([[0, 0, 4096]])
+    inside = run_list([[0, 0, 4096]])
     for what, outside in OUTSIDE.items():
         with subtests.test(what), pytest.raises(ValueError, match="region"):
             writer.submit("owner", inside, outside)
     # A later batch is in order behind the refused ones: when it has landed, they would have too.
-    assert writer.wait_batch(writer.submit("owner", piece([[0, 8192, 1]]))) == "ok"
+    assert writer.wait_batch(writer.submit("owner", run_list([[0, 8192, 1]]))) == "ok"
     after = owner.buffers[0].array.copy()
     after[8192] = before[0][8192]
     assert after.tobytes() == before[0]
@@ -179,7 +179,7 @@ def test_batches_of_many_threads_all_arrive_and_are_reported_once(make_side: Cal
             rows = [
                 [thread * part + index * 4096 + 7 * i, thread * part + index * 4096 + 8 * i, 7] for i in range(50)
             ]
-            tickets[thread].append(writer.submit("owner", piece(rows)))
+            tickets[thread].append(writer.submit("owner", run_list(rows)))
 
     threads = [threading.Thread(target=work, args=[thread]) for thread in range(num_threads)]
     for thread in threads:

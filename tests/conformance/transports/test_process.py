@@ -13,7 +13,7 @@ import pytest
 
 from pdlink.errors import TransportFailure
 from pdlink.transport.native import NativeTransport
-from tests.conformance.transports.side import LONG_NBYTES, Side, join, piece
+from tests.conformance.transports.side import LONG_NBYTES, Side, join, run_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ def pair(make_side: Callable[[], Side]) -> tuple[Side, Side]:
 def test_a_forked_child_is_refused_and_leaves_the_parents_connections_alone(pair: tuple[Side, Side]) -> None:
     """What a child closes or destroys is shared with the parent: sockets, an epoll set, a UCX worker."""
     writer, owner = pair
-    long = writer.submit("owner", piece([[0, 0, LONG_NBYTES]] * 100))
+    long = writer.submit("owner", run_list([[0, 0, LONG_NBYTES]] * 100))
     child = os.fork()
     if child == 0:
         try:
@@ -48,7 +48,7 @@ def test_a_forked_child_is_refused_and_leaves_the_parents_connections_alone(pair
                     refused += "fork" in str(failure)
             heard = writer.transport.poll()
             counts: list[int] = [getattr(writer.transport, "strangers_dropped", 0)]
-            counts += getattr(writer.transport, "slices_taken", tuple)()
+            counts += getattr(writer.transport, "ranges_taken", tuple)()
             writer.transport.close_peer("owner")
             for side in (writer, owner):
                 side.transport.close()

@@ -13,7 +13,7 @@ import pytest
 
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.transport.base import PeerClosed
-from tests.conformance.transports.side import PATIENCE_S, Side, join, piece
+from tests.conformance.transports.side import PATIENCE_S, Side, join, run_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +78,7 @@ def test_submit_after_close_fails(make_side: Callable[[], Side]) -> None:
         writer.submit_block("owner", 0, 4)
 
 
-@pytest.mark.parametrize("nbytes", [4096, 128 << 10, 2 << 20], ids=["at once", "one slice", "many slices"])
+@pytest.mark.parametrize("nbytes", [4096, 128 << 10, 2 << 20], ids=["at once", "one range", "many ranges"])
 def test_a_peer_that_closed_us_is_failed_and_refuses_more(make_side: Callable[[], Side], nbytes: int) -> None:
     writer, owner = pair(make_side, nbytes=2 << 20)
     assert writer.wait_batch(writer.submit_block("owner", 0, 4)) == "ok"
@@ -272,7 +272,7 @@ def test_submit_lets_other_threads_run(make_side: Callable[[], Side], entry: Ent
     if not entry.native:
         pytest.skip(f"{entry.name} is Python")
     writer, _ = pair(make_side)
-    many = piece([[0, 0, 0]] * 500_000)
+    many = run_list([[0, 0, 0]] * 500_000)
     state, entered = "", threading.Event()
 
     def work() -> None:

@@ -1,7 +1,6 @@
-"""Batches cut into parts: as much as one slot holds. Pure.
+"""Batches cut into runs that fit one slot. Pure.
 
-A part's runs lie side by side in its slot, in the order of the batch; where a run does not fit, its rest begins the
-next part.
+They lie side by side in the slot, in the order of the batch; where a run does not fit, its rest begins the next slot.
 """
 
 from __future__ import annotations
@@ -13,39 +12,39 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdlink.kv.layout import Piece, RunArray
+    from pdlink.kv.layout import RunArray, RunList
 
 
-class SlotPart(NamedTuple):
+class SlotRuns(NamedTuple):
     nbytes: int
-    pieces: list[tuple[int, int, RunArray]]
+    lists: list[tuple[int, int, RunArray]]
     """Source region, destination region, and runs [n, 3]: source offset, destination offset, nbytes."""
 
 
-class Cutter:
+class RestOfBatch:
     """What is left of one batch. The runs are copied: they belong to the caller again."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        """pieces: all inside their regions."""
+    def __init__(self, lists: Sequence[RunList]) -> None:
+        """lists: all inside their regions."""
         self._left: list[tuple[int, int, RunArray]] = []
-        self.left_nbytes = 0
-        for one in reversed(pieces):
+        self.nbytes = 0
+        for one in reversed(lists):
             runs = one.runs[one.runs[:, 2] > 0]  # a copy
             if len(runs):
                 runs[:, 0] += one.src_base
                 runs[:, 1] += one.dst_base
                 self._left.append((one.src_region, one.dst_region, runs))
-                self.left_nbytes += int(runs[:, 2].sum())
+                self.nbytes += int(runs[:, 2].sum())
         self._at = 0
-        """Of the last piece of `_left`: runs that were taken."""
+        """Of the last list of `_left`: runs that were taken."""
 
-    def take(self, most_nbytes: int, most_rows: int) -> SlotPart:
-        """The next part; of no bytes if nothing is left."""
+    def take(self, most_nbytes: int, most_runs: int) -> SlotRuns:
+        """The runs of the next slot; of no bytes if nothing is left."""
         taken: list[tuple[int, int, RunArray]] = []
-        room_nbytes, room_rows = most_nbytes, most_rows
-        while self._left and room_nbytes and room_rows:
+        room_nbytes, room_runs = most_nbytes, most_runs
+        while self._left and room_nbytes and room_runs:
             src_region, dst_region, runs = self._left[-1]
-            window = runs[self._at : self._at + room_rows]
+            window = runs[self._at : self._at + room_runs]
             ends = np.cumsum(window[:, 2])
             whole = int(np.searchsorted(ends, room_nbytes, side="right"))
             mine = window[:whole]
@@ -61,13 +60,13 @@ class Cutter:
                 self._at = 0
             if len(mine):
                 taken.append((src_region, dst_region, mine))
-                room_rows -= len(mine)
+                room_runs -= len(mine)
                 room_nbytes -= int(mine[:, 2].sum())
             if whole < len(window):
                 break
         nbytes = most_nbytes - room_nbytes
-        self.left_nbytes -= nbytes
-        return SlotPart(nbytes, taken)
+        self.nbytes -= nbytes
+        return SlotRuns(nbytes, taken)
 
 
 def starts(lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -1,4 +1,4 @@
-// One launch of a batch of runs as one native call.
+// One launch of runs of a batch as one native call.
 //
 // A push of 32 layers is 32 launches. As separate driver calls from Python they cost more than the bytes, because
 // each call releases the GIL and waits for it again. Here one call copies the list into the memory of its slot,
@@ -16,31 +16,33 @@
 namespace pdlink::cuda {
 
 // As the kernel reads it.
-struct Row {
+struct Run {
     std::uint64_t src, dst, nbytes;
 };
-static_assert(sizeof(Row) == 24);
+static_assert(sizeof(Run) == 24);
 
-// The rows of a batch that are not launched yet.
-class RowQueue {
+// The next runs of a batch for one launch.
+struct RunRange {
+    std::size_t num_runs = 0;
+    std::uint64_t longest_nbytes = 0;
+    std::uint64_t cut_nbytes = 0;  // of the last run, if only a part of it is in the range
+};
+
+// The runs of a batch that are not launched yet.
+class RunQueue {
   public:
-    explicit RowQueue(std::span<const Put> puts);
+    explicit RunQueue(std::span<const pdlink::Run> runs);
 
-    bool empty() const { return at_ == rows_.size(); }
+    bool empty() const { return at_ == runs_.size(); }
     std::uint64_t nbytes() const { return nbytes_; }  // of the whole batch
 
-    // Rows for one launch, copied to `to`: at most `most_rows` of them and about `slice_nbytes` bytes, the last cut
+    // Runs for one launch, copied to `to`: at most `most_runs` of them and about `launch_nbytes` bytes, the last cut
     // if need be. They are taken off by `take`, once they are launched.
-    struct Slice {
-        std::size_t num_rows = 0;
-        std::uint64_t longest_nbytes = 0;
-        std::uint64_t cut_nbytes = 0;  // of the last row, if only a part of it is in the slice
-    };
-    Slice copy_next(std::span<Row> to, std::uint64_t slice_nbytes) const;
-    void take(const Slice& slice);
+    RunRange copy_next(std::span<Run> to, std::uint64_t launch_nbytes) const;
+    void take(const RunRange& range);
 
   private:
-    std::vector<Row> rows_;
+    std::vector<Run> runs_;
     std::size_t at_ = 0;
     std::uint64_t nbytes_ = 0;
 };
@@ -53,9 +55,9 @@ struct Failure {
 
 // The list of one launch until it has run: pinned memory that the kernel reads in place.
 struct SlotMemory {
-    Row* host = nullptr;
+    Run* host = nullptr;
     std::uint64_t device = 0;  // the same memory, for kernels
-    std::size_t num_rows = 0;
+    std::size_t num_runs = 0;
 };
 
 // The calls of the driver in `library`, for one context, one kernel and two streams. Any thread may call.
@@ -69,9 +71,10 @@ class Launcher {
     Launcher(const Launcher&) = delete;
     Launcher& operator=(const Launcher&) = delete;
 
-    // Launch the next slice of `rows` and record `event` behind it. If "cuLaunchKernel" or a call before it failed,
-    // nothing was launched and `rows` is as it was.
-    Failure put(RowQueue& rows, std::uint64_t slice_nbytes, const SlotMemory& slot, std::uintptr_t event) const;
+    // Launch the next range of `runs` and record `event` behind it. If "cuLaunchKernel" or a call before it failed,
+    // nothing was launched and `runs` is as it was.
+    Failure launch_runs(RunQueue& runs, std::uint64_t launch_nbytes, const SlotMemory& slot,
+                        std::uintptr_t event) const;
 
     // Make an eventfd readable once `event` is reached. Uses the bell stream: on the work stream the next launch
     // would wait for the host.

@@ -1,4 +1,4 @@
-#include "cuda/puts.h"
+#include "cuda/launcher.h"
 
 #include <dlfcn.h>
 #include <sys/eventfd.h>
@@ -24,34 +24,34 @@ void look_up(void* library, const char* name, Function& function) {
 
 }  // namespace
 
-RowQueue::RowQueue(std::span<const Put> puts) {
-    rows_.reserve(puts.size());
-    for (const Put& put : puts) {
-        rows_.push_back({put.src, put.dst, put.nbytes});
-        nbytes_ += put.nbytes;
+RunQueue::RunQueue(std::span<const pdlink::Run> runs) {
+    runs_.reserve(runs.size());
+    for (const pdlink::Run& run : runs) {
+        runs_.push_back({run.src, run.dst, run.nbytes});
+        nbytes_ += run.nbytes;
     }
 }
 
-RowQueue::Slice RowQueue::copy_next(std::span<Row> to, std::uint64_t slice_nbytes) const {
-    Slice slice;
-    std::uint64_t left = slice_nbytes;
-    for (std::size_t i = at_; i < rows_.size() && slice.num_rows < to.size() && left > 0; ++i) {
-        Row row = rows_[i];
-        if (row.nbytes > left) row.nbytes = slice.cut_nbytes = left;
-        left -= row.nbytes;
-        slice.longest_nbytes = std::max(slice.longest_nbytes, row.nbytes);
-        to[slice.num_rows++] = row;
+RunRange RunQueue::copy_next(std::span<Run> to, std::uint64_t launch_nbytes) const {
+    RunRange range;
+    std::uint64_t left = launch_nbytes;
+    for (std::size_t i = at_; i < runs_.size() && range.num_runs < to.size() && left > 0; ++i) {
+        Run run = runs_[i];
+        if (run.nbytes > left) run.nbytes = range.cut_nbytes = left;
+        left -= run.nbytes;
+        range.longest_nbytes = std::max(range.longest_nbytes, run.nbytes);
+        to[range.num_runs++] = run;
     }
-    return slice;
+    return range;
 }
 
-void RowQueue::take(const Slice& slice) {
-    at_ += slice.num_rows;
-    if (slice.cut_nbytes == 0) return;
-    Row& cut = rows_[--at_];
-    cut.src += slice.cut_nbytes;
-    cut.dst += slice.cut_nbytes;
-    cut.nbytes -= slice.cut_nbytes;
+void RunQueue::take(const RunRange& range) {
+    at_ += range.num_runs;
+    if (range.cut_nbytes == 0) return;
+    Run& cut = runs_[--at_];
+    cut.src += range.cut_nbytes;
+    cut.dst += range.cut_nbytes;
+    cut.nbytes -= range.cut_nbytes;
 }
 
 Launcher::Launcher(const std::string& library, std::uintptr_t context, std::uintptr_t kernel, std::uintptr_t work,
@@ -77,16 +77,16 @@ Launcher::Launcher(const std::string& library, std::uintptr_t context, std::uint
 
 Launcher::~Launcher() { ::dlclose(library_); }
 
-Failure Launcher::put(RowQueue& rows, std::uint64_t slice_nbytes, const SlotMemory& slot,
-                      std::uintptr_t event) const {
-    const RowQueue::Slice slice = rows.copy_next({slot.host, slot.num_rows}, slice_nbytes);
-    Launch launch = plan_runs(slot.device, slice.num_rows, slice.longest_nbytes);
+Failure Launcher::launch_runs(RunQueue& runs, std::uint64_t launch_nbytes, const SlotMemory& slot,
+                              std::uintptr_t event) const {
+    const RunRange range = runs.copy_next({slot.host, slot.num_runs}, launch_nbytes);
+    Launch launch = plan_runs(slot.device, range.num_runs, range.longest_nbytes);
     void* arguments[] = {launch.argument.data()};
     if (const int failed = calls_.push(context_)) return {"cuCtxPushCurrent_v2", failed};
     Failure failure{"cuLaunchKernel", calls_.launch(kernel_, launch.grid_x, launch.grid_y, 1, kThreads, 1, 1, 0,
                                                     work_, arguments, nullptr)};
     if (failure.number == 0) {
-        rows.take(slice);
+        runs.take(range);
         failure = {"cuEventRecord", calls_.record(handle(event), work_)};
     }
     void* popped;
