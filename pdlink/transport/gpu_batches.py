@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pdlink.transport.gpu_lane import LaneBatch, LanePeer
+
 if TYPE_CHECKING:
     from pdlink import _cuda
     from pdlink.cuda.buffers import PeerBuffer
@@ -33,11 +35,7 @@ class PeerMemory:
 
 
 @dataclass(eq=False)
-class GpuBatch:
-    ticket: int
-    submitted_s: float
-    deadline_s: float
-    nbytes: int
+class GpuBatch(LaneBatch):
     runs: _cuda.RunQueue
     """Not launched yet."""
     launched: bool = False
@@ -58,19 +56,10 @@ class GpuLaunch:
 
 
 @dataclass(eq=False)
-class GpuPeer:
-    """One peer of the copier."""
-
-    name: str
+class GpuPeer(LanePeer[GpuBatch]):
     gate: _cuda.GateOwner | None = None
     """Invited."""
     memory: PeerMemory | None = None
     """Connected, and not failed."""
     queue: deque[GpuBatch] = field(default_factory=deque)
     """Not launched in full."""
-    open: dict[int, GpuBatch] = field(default_factory=dict)
-    """Not reported, by ticket, in order."""
-    failure: str = ""
-    closing: bool = False
-    unfinished: bool = False
-    """A kernel of ours may be writing there, and its end will not be reported."""

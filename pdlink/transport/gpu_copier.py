@@ -7,36 +7,27 @@ itself, so the thread has time to be Python. `submit` launches at once while a s
 
 Order. A batch is one launch, or several if it is larger than any layer. The gate of the destination
 (csrc/common/gate.h) is entered before a launch and left when its event is reached: the owner's PeerClosed comes after
-the last store of the last kernel. `cuda.launches` rings when the oldest launch in flight has run, and the thread
-collects all that have ended. Nothing polls while nothing happens. Peers take turns, a launch each.
-
-Faults. After a failure in a kernel the context is dead, and with it every peer of this transport; whether the stores
-of that kernel have ended is not known then, so those gates stay entered until this process ends (a dead writer is
-quiet).
+the last store of the last kernel. Peers take turns, a launch each. After a failure of the GPU gates stay entered
+until this process ends (a dead writer is quiet).
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 import select
-import threading
 import time
-import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from pdlink import _cuda
 from pdlink.cuda.driver import CudaFailure
 from pdlink.cuda.launches import Launches
 from pdlink.errors import TransportFailure
-from pdlink.transport.base import BatchDone, BatchStatus, Occurrence, PeerClosed, PeerFailed
+from pdlink.transport.base import BatchStatus, PeerClosed
 from pdlink.transport.gpu_batches import GpuBatch, GpuLaunch, GpuPeer
+from pdlink.transport.gpu_lane import GpuLane
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pdlink.cuda.driver import Device
     from pdlink.cuda.kernels import Kernels
     from pdlink.transport.gpu_batches import PeerMemory
@@ -44,48 +35,29 @@ if TYPE_CHECKING:
 LAUNCH_NBYTES: Final = 256 << 20
 """Longer than a layer of any model, so that a layer is one launch. How long one takes is not measured."""
 
-log = logging.getLogger(__name__)
-
-_LOOK_S: Final = 0.25
-"""Poll interval of launches in flight: after a failure no host function runs."""
 _QUIET_LOOKS_S: Final = (0.0005, 0.02)
 """Shortest and longest time between two looks at a gate that has to become quiet."""
 
 
-class GpuCopier:
-    """Callers of any thread put work into tables under one lock and wake the thread; only `close` waits for it."""
+class GpuCopier(GpuLane[GpuPeer]):
+    title: ClassVar[str] = "lane between GPUs"
+    thread_name: ClassVar[str] = "pdlink-gpu-copy"
 
     def __init__(self, device: Device, kernels: Kernels, launch_nbytes: int = LAUNCH_NBYTES) -> None:
         """Starts the thread. Raises CudaFailure, CudaUnavailable, OSError."""
+        super().__init__()
         self._launch_nbytes = launch_nbytes
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._peers: dict[str, GpuPeer] = {}
         self._turns: deque[GpuPeer] = deque()
-        self._reports: list[Occurrence] = []
-        self._next_ticket = 1
-        self._broken = ""
-        self._died = ""
-        """Why the thread has ended by itself."""
         self._quiet_look_s = _QUIET_LOOKS_S[0]
-        self._give_up_s: float | None = None
-        """Set once closing down: when to stop waiting for others."""
         self._lives: dict[int, GpuPeer] = {}
         """By the descriptor of the peer's life."""
-        self._thread: threading.Thread | None = None
-        with contextlib.ExitStack() as made:
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            made.callback(os.close, self._wake)
-            self._told = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            made.callback(os.close, self._told)
-            self._epoll = select.epoll()
-            made.callback(self._epoll.close)
-            self._epoll.register(self._wake, select.EPOLLIN)
+        try:
             self._launches: Launches[GpuLaunch] = Launches(device, kernels, self._wake)
-            made.pop_all()
-        weakref.finalize(self, os.close, self._told)  # what was not fetched before `close` can be fetched after it
-        self._thread = threading.Thread(target=self._run, name="pdlink-gpu-copy", daemon=True)
-        self._thread.start()
+        except BaseException:
+            self._release()
+            raise
+        self._streams = (self._launches,)
+        self._start()
 
     # -- Any thread --------------------------------------------------------------------------------------------------
 
@@ -124,8 +96,7 @@ class GpuCopier:
             self._writable(name)
             peer = self._peers[name]
             asleep = not self._launches.in_flight
-            batch = GpuBatch(self._next_ticket, submitted_s, submitted_s + timeout_s, runs.nbytes, runs)
-            self._next_ticket += 1
+            batch = GpuBatch(self._number(), runs.nbytes, submitted_s, submitted_s + timeout_s, runs)
             peer.queue.append(batch)
             peer.open[batch.ticket] = batch
             if peer not in self._turns:
@@ -142,82 +113,14 @@ class GpuCopier:
             peer = self._peers.get(name)
             return peer is not None and peer.memory is not None
 
-    def close_peer(self, name: str) -> None:
-        if self._forked():
-            return
-        with self._lock:
-            peer = self._peers.get(name)
-            if peer is not None and self._thread is not None:
-                self._begin_closing(peer)
-                self._kick()
-
-    def poll(self) -> list[Occurrence]:
-        if self._forked():
-            return []
-        with self._lock:
-            reports, self._reports = self._reports, []
-            if self._died and not reports:
-                raise TransportFailure(self._died)
-            if reports and not self._died:
-                os.eventfd_read(self._told)
-            return reports
-
-    def fileno(self) -> int:
-        return self._told
-
-    def close(self, grace_s: float) -> bool:
-        """Close every peer, wait at most `grace_s` for launches in flight and for writers here, end the thread.
-
-        False if a kernel may still be running: what it uses is not freed, and the device must stay open.
-        """
-        if self._forked():
-            return False
-        with self._lock:
-            thread, self._thread = self._thread, None
-            self._give_up_s = time.monotonic() + grace_s
-            for peer in self._peers.values():
-                self._begin_closing(peer)
-            self._kick()
-        if thread is None:
-            return False
-        thread.join()
-        if self._launches.in_flight or any(peer.unfinished for peer in self._peers.values()):
-            self._launches.abandon()
-            return False
-        self._launches.close()
-        self._epoll.close()
-        os.close(self._wake)
-        return True
-
-    def _forked(self) -> bool:
-        return os.getpid() != self._pid
-
-    @contextlib.contextmanager
-    def _usable(self) -> Iterator[None]:
-        if self._forked():
-            raise TransportFailure("this transport belongs to the parent of this forked process; open one here")
-        with self._lock:
-            if self._thread is None:
-                raise TransportFailure("the transport is closed")
-            if self._broken:
-                raise TransportFailure(f"the GPU has failed: {self._broken}")
-            yield
-
-    def _peer_for(self, name: str) -> GpuPeer:
-        peer = self._peers.setdefault(name, GpuPeer(name))
-        if peer.closing or peer.failure:
-            raise ValueError(f"peer name {name} is used twice")
-        return peer
+    def _new_peer(self, name: str) -> GpuPeer:
+        return GpuPeer(name)
 
     def _writable(self, name: str) -> PeerMemory:
-        peer = self._peers.get(name)
-        if peer is None or peer.closing:
-            raise TransportFailure(f"no open peer {name}")
-        if peer.failure:
-            raise TransportFailure(f"peer {name} has failed: {peer.failure}")
-        if peer.memory is None:
+        memory = self._open_peer(name).memory
+        if memory is None:
             raise TransportFailure(f"not connected to peer {name}")
-        return peer.memory
+        return memory
 
     def _begin_closing(self, peer: GpuPeer) -> None:
         if not peer.closing:
@@ -226,62 +129,18 @@ class GpuCopier:
             if peer.gate is not None:
                 peer.gate.shut()
 
-    def _kick(self) -> None:
-        os.eventfd_write(self._wake, 1)
+    # -- The thread, and with the lock held any other ----------------------------------------------------------------
 
-    # -- The thread --------------------------------------------------------------------------------------------------
+    def _work(self, *, look: bool) -> None:
+        if look:
+            self._collect()
+        self._launch()
 
-    def _run(self) -> None:
-        try:
-            self._loop()
-        except Exception as error:  # noqa: BLE001  the outermost frame: `poll` raises it
-            log.exception("the thread of the lane between GPUs has died")
-            with self._lock:
-                self._died = f"the thread of the lane between GPUs has died: {type(error).__name__}: {error}"
-                with contextlib.suppress(Exception):  # the same failure may come again
-                    self._break(self._died)
-                self._broken = self._died
-                os.eventfd_write(self._told, 1)
-
-    def _loop(self) -> None:
-        while True:
-            with self._lock:
-                self._go_on(look=True)
-                self._expire()
-                self._advance_closing()
-                now = time.monotonic()
-                if self._give_up_s is not None and (not self._peers or now >= self._give_up_s):
-                    return
-                wait_s = self._next_look_s(now)
-            for fd, _ in self._epoll.poll(wait_s):
-                if fd == self._wake:
-                    os.eventfd_read(self._wake)
-                    self._launches.rung()
-                else:
-                    with self._lock:
-                        self._on_death(fd)
-
-    def _go_on(self, *, look: bool) -> None:
-        """See what has run, if `look`, launch what can be, and have the oldest launch in flight ring at its end."""
-        try:
-            if look:
-                self._collect()
-            self._launch()
-            self._launches.ring_at_end()
-        except (CudaFailure, OSError) as failure:
-            self._break(str(failure))
-
-    def _next_look_s(self, now: float) -> float | None:
-        """Seconds to sleep at most; None until something happens."""
-        looks = [peer_batch.deadline_s - now for peer in self._peers.values() for peer_batch in peer.open.values()]
-        if self._launches.in_flight:
-            looks.append(_LOOK_S)
-        if any(peer.closing for peer in self._peers.values()):
-            looks.append(self._quiet_look_s)
-            self._quiet_look_s = min(2 * self._quiet_look_s, _QUIET_LOOKS_S[1])
-        if self._give_up_s is not None:
-            looks.append(self._give_up_s - now)
-        return max(0.0, min(looks)) if looks else None
+    def _looks(self, now: float) -> list[float]:  # noqa: ARG002
+        if not any(peer.closing for peer in self._peers.values()):
+            return []
+        look_s, self._quiet_look_s = self._quiet_look_s, min(2 * self._quiet_look_s, _QUIET_LOOKS_S[1])
+        return [look_s]
 
     def _collect(self) -> None:
         for work in self._launches.take_ended():
@@ -291,12 +150,6 @@ class GpuCopier:
             if work.last and work.batch.ticket in work.peer.open:
                 self._report_batch(work.peer, work.batch, BatchStatus.OK, "")
             self._close_unused(work.memory)
-
-    def _expire(self) -> None:
-        now = time.monotonic()
-        for peer in list(self._peers.values()):
-            if not peer.failure and any(batch.deadline_s <= now for batch in peer.open.values()):
-                self._fail(peer, "batch deadline passed", BatchStatus.TIMEOUT)
 
     def _launch(self) -> None:
         """A launch for each peer in turn, while there are slots."""
@@ -333,34 +186,14 @@ class GpuCopier:
             elif work.gated:  # nothing is on its way
                 work.memory.gate.leave()
 
-    def _on_death(self, life_fd: int) -> None:
-        peer = self._lives.get(life_fd)
+    def _on_ready(self, fd: int, mask: int) -> None:  # noqa: ARG002
+        """A peer's process has ended."""
+        peer = self._lives.get(fd)
         if peer is None or peer.memory is None:
             return
-        self._unwatch(life_fd)
+        self._unwatch(fd)
         if not peer.closing:
             self._fail(peer, f"process {peer.memory.pid} has ended", BatchStatus.PEER_FAILED)
-
-    def _fail(self, peer: GpuPeer, reason: str, status: BatchStatus) -> None:
-        """With TIMEOUT, only the batches that missed their own deadline are TIMEOUT."""
-        now = time.monotonic()
-        if not peer.closing:
-            peer.failure = reason
-            self._report(PeerFailed(peer.name, reason))
-        for batch in list(peer.open.values()):
-            other = status is BatchStatus.TIMEOUT and batch.deadline_s > now
-            self._report_batch(peer, batch, BatchStatus.PEER_FAILED if other else status, reason)
-        self._drop_memory(peer)
-
-    def _break(self, reason: str) -> None:
-        """The context is dead: no launch of ours will be reported."""
-        self._broken = reason
-        for launch in self._launches.in_flight:
-            launch.work.peer.unfinished = True
-        self._launches.in_flight.clear()
-        for peer in self._peers.values():
-            if not peer.failure and (peer.memory is not None or not peer.closing):
-                self._fail(peer, f"the GPU has failed: {reason}", BatchStatus.PEER_FAILED)
 
     def _advance_closing(self) -> None:
         for peer in [peer for peer in self._peers.values() if peer.closing]:
@@ -368,14 +201,14 @@ class GpuCopier:
                 if not batch.launched:
                     self._report_batch(peer, batch, BatchStatus.CANCELLED, "closed by this side")
             peer.queue.clear()
-            if peer.unfinished or any(launch.work.peer is peer for launch in self._launches.in_flight):
+            if peer.unfinished or self._copies(peer):
                 continue
-            self._drop_memory(peer)
+            self._stop_writing(peer)
             if peer.gate is None or peer.gate.quiet():
                 del self._peers[peer.name]
                 self._report(PeerClosed(peer.name))
 
-    def _drop_memory(self, peer: GpuPeer) -> None:
+    def _stop_writing(self, peer: GpuPeer) -> None:
         memory, peer.memory = peer.memory, None
         peer.queue.clear()
         if memory is not None:
@@ -391,13 +224,3 @@ class GpuCopier:
         if memory.unused and memory.in_flight == 0:
             with contextlib.suppress(CudaFailure):  # of a dead context: the mapping is gone with it
                 memory.close()
-
-    def _report_batch(self, peer: GpuPeer, batch: GpuBatch, status: BatchStatus, detail: str) -> None:
-        del peer.open[batch.ticket]
-        now = time.monotonic()
-        self._report(BatchDone(batch.ticket, peer.name, status, batch.nbytes, batch.submitted_s, now, detail))
-
-    def _report(self, occurrence: Occurrence) -> None:
-        if not self._reports:
-            os.eventfd_write(self._told, 1)
-        self._reports.append(occurrence)

@@ -331,10 +331,10 @@ class Stranger:
     ("runs", "reason"),
     [
         (np.repeat(np.array([[0, 64]], "<i8"), 60_000, 0), "60000 runs"),
-        (np.repeat(np.array([[0, 1 << 16]], "<i8"), 100, 0), "larger than its slot"),
+        (np.repeat(np.array([[0, 1 << 16]], "<i8"), 100, 0), "larger than their slot"),
     ],
 )
-def test_runs_of_a_part_are_counted_before_they_are_looked_up(
+def test_runs_of_a_slot_are_counted_before_they_are_looked_up(
     runs: Any, reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Looking up takes microseconds a run, and memory by their bytes; the owner's lock is held meanwhile."""

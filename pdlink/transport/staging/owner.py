@@ -50,7 +50,6 @@ class Owner:
         for one in self.copies.take_ended():
             self._answer(one)
         self._scatter()
-        self.copies.ring_at_end()
 
     def forget(self, peer: StagingPeer) -> None:
         """Nothing of the peer can be written to a slot any more."""

@@ -6,6 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pdlink.transport.gpu_lane import LaneBatch, LanePeer
+
 if TYPE_CHECKING:
     from pdlink.kv.layout import RunArray
     from pdlink.transport.staging.line import StagingLine
@@ -15,12 +17,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class StagedBatch:
-    ticket: int
+class StagedBatch(LaneBatch):
     rest: RestOfBatch
-    nbytes: int
-    submitted_s: float
-    deadline_s: float
     num_open: int = 0
     """Slots under way."""
 
@@ -62,8 +60,6 @@ class WritingTo:
     """Not granted yet."""
     queue: deque[StagedBatch] = field(default_factory=deque)
     """Not cut in full."""
-    open: dict[int, StagedBatch] = field(default_factory=dict)
-    """Not reported, by ticket."""
     staged: dict[int, FilledSlot] = field(default_factory=dict)
     """The owner knows of them, and has not said that they are placed."""
     num_slots: int = 0
@@ -86,17 +82,12 @@ class Owning:
 
 
 @dataclass(eq=False)
-class StagingPeer:
-    name: str
+class StagingPeer(LanePeer[StagedBatch]):
     number: int
     """Of those to whom blocks are open."""
     writing: WritingTo | None = None
     owning: Owning | None = None
-    failure: str = ""
-    closing: bool = False
     closed_below: bool = False
     """The transport below has reported its fence."""
     give_up_s: float = 0.0
     """Until when an owner is waited for that does not end the connection."""
-    unfinished: bool = False
-    """Work of the GPU whose end will not be reported."""

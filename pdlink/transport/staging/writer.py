@@ -62,7 +62,6 @@ class Writer:
             self._put(out)
         self._ask()
         self._gather()
-        self.copies.ring_at_end()
 
     def _ask(self) -> None:
         """Ask owners for the slots that waiting batches will need, and no more than they give to one writer."""
@@ -162,7 +161,7 @@ class Writer:
             if out is None:
                 raise ProtocolError(f"slot {frame.number} is placed, and was not sent")
             out.batch.num_open -= 1
-            if not out.batch.num_open and not out.batch.rest.nbytes and out.batch.ticket in writing.open:
+            if not out.batch.num_open and not out.batch.rest.nbytes and out.batch.ticket in peer.open:
                 self._done(peer, out.batch, BatchStatus.OK, "")
         else:
             raise ProtocolError(f"an owner does not say {type(frame).__name__}")
