@@ -23,7 +23,7 @@ settings.load_profile("usual")
 """An example has no deadline: how long one takes on a machine that others use, too, says nothing."""
 
 
-# A shell's background job ignores Ctrl-C, and so would all children of such a run, also those that a test interrupts.
+# A shell's background job ignores Ctrl-C, and so would all children of such a run, also one that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _spawn = child.spawn

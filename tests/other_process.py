@@ -74,7 +74,7 @@ class OtherProcess:
 
 def suspend(pid: int) -> None:
     """Suspend a process, and return when the kernel says that all its threads are suspended: SIGSTOP itself does not
-    wait for those that run on another core."""
+    wait for threads that run on another core."""
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + PATIENCE_S
     for thread in (_PROC / str(pid) / "task").iterdir():

@@ -66,7 +66,7 @@ def templates(name: str) -> Iterator[tuple[str, Document]]:
 
 
 def labels_of(template: Document, owner: str) -> dict[str, str]:
-    """With those that the controller of LeaderWorkerSets adds."""
+    """With what the controller of LeaderWorkerSets adds."""
     index = "1" if owner.endswith("(group)") else "0"
     return {**template["metadata"]["labels"], "leaderworkerset.sigs.k8s.io/worker-index": index}
 

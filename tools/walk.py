@@ -72,7 +72,7 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Steps by name of thread. Make it before the threads: only those that begin later are seen, and this one."""
+    """Steps by name of thread. Make it before the threads: only threads that begin later are seen, and this one."""
 
     def __init__(self) -> None:
         self.steps: dict[str, list[Step]] = defaultdict(list)

@@ -29,7 +29,7 @@ BENCHMARKS: dict[str, str] = {
 
 
 def add_bench(bench: Parser, argv: Sequence[str], *, whole: bool) -> None:
-    """The benchmarks below `pdlink bench`. Options only of those that argv names, or of all if whole: most need the
+    """The benchmarks below `pdlink bench`. Options only of what argv names, or of all if whole: most need the
     planner or torch to be imported."""
     bench.description = (
         "Measure this machine and this link beside their limits. What each figure means: benchmarks/README.md."

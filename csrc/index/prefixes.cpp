@@ -114,7 +114,7 @@ std::vector<Prefixes::Found> Prefixes::lookup(Key root, std::span<const std::uin
         if (of) have = of->media ? std::span(of, 1) : std::span<const Holding>(shared_[of->holder]);
         if (block == 0)
             for (const Holding& each : have) active.push_back({each.holder, {}});
-        // Both are by holder, ascending: those that have this block, too, stay.
+        // Both are by holder, ascending: the holders of this block, too, stay.
         auto at = have.begin();
         std::size_t still = 0;
         for (Found& each : active) {

@@ -18,7 +18,7 @@ struct Found {
     std::string_view payload = {};  // in it
 };
 
-// What these bytes begin with. marks: those that somebody must look at.
+// What these bytes begin with. marks: what somebody must look at.
 Found first_chunk(std::string_view bytes, unsigned marks);
 
 }  // namespace pdlink::relay

@@ -45,7 +45,7 @@ struct Watched {
     bool process;
 };
 
-struct Peer : PeerBase<Batch> {  // its batches are those that the thread has not taken yet
+struct Peer : PeerBase<Batch> {  // its batches: what the thread has not taken yet
     using PeerBase::PeerBase;
     std::unique_ptr<Incoming> incoming;
     std::unique_ptr<Outgoing> outgoing;

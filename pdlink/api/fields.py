@@ -1,4 +1,4 @@
-"""Fields of JSON from outside: the types of those that several read, and the one way to read them.
+"""Fields of JSON from outside: the types that several readers share, and the one way to read them.
 
 A type holds the range in which its number makes sense. What is kept of numbers is added up, put into columns of
 64-bit floats, and written as JSON with integers of 64 bits; a number in its range can do no harm there.

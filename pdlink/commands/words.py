@@ -86,7 +86,7 @@ Serve either leg of requests, and whole ones. A proxy may list it on both sides.
   pdlink both --listen 10.0.0.1:8100 --model DIR_OR_HUB_ID
 """,
     "proxy": """\
-Serve OpenAI's API, and send the two legs of each request to workers. It starts without them, and follows those that
+Serve OpenAI's API, and send the two legs of each request to workers. It starts without them, and follows them as they
 come and go. A page for people is at /pdlink/, its health at /health, /readyz and /livez.
 
   pdlink proxy --prefill http://10.0.0.1:8100 --decode http://10.0.0.2:8200
@@ -100,7 +100,7 @@ end.
   pdlink prefill --set tiers.store=ipc:///tmp/pdlink-1000/store.sock
 """,
     "check": """\
-Try every transport on this machine, and say why those that do not work do not. Then the facts of this machine.
+Try every transport on this machine, and say why one does not work. Then the facts of this machine.
 
 exit status: 0 the configured transport works (with auto: one of them), 1 it does not, 2 wrong usage or settings
 """,

@@ -194,7 +194,7 @@ class Endpoint:
         work, clock = self.work, self.clock
         verifier = self.verifier = Verifier(checksums, self.groups, work.call) if checksums is not None else None
         self.transports = {transport.name: transport for transport in transports}
-        """Those that work, by name, the preferred one first."""
+        """Working transports by name, the preferred one first."""
         for transport in transports:
             transport.guard(self.groups)
         self._opened = list(transports)

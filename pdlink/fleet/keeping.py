@@ -61,7 +61,7 @@ def await_all(posts: Sequence[Post], timeout_s: float) -> None:
             post.look()
         log.info("starting %s", ", ".join(post.plan.label for post in posts))
         while waiting := [post for post in posts if not post.ready]:
-            for post in posts:  # also those that are ready: one may end before the others are
+            for post in posts:  # ready ones, too: one may end before the others are ready
                 post.look()
                 if post.ready and post.plan.label not in told:
                     told.add(post.plan.label)

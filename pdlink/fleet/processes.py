@@ -100,7 +100,7 @@ def _run_processes(
 def _share(config: ProxyConfig, processes: int) -> ProxyConfig:
     """The settings of one of so many: bounds are for all together, and it is one router of several.
 
-    processes: those that run, which settings that were read again do not change.
+    processes: the running ones, which settings that were read again do not change.
     """
 
     def part(number: int) -> int:

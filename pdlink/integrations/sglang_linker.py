@@ -100,7 +100,7 @@ class PDLinkLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not i
         )
         self._queued: dict[str, DeviceLoad] = {}
         self._batches: dict[int, tuple[LoadBatch, Future[bool]]] = {}
-        """Those that SGLang has not finished."""
+        """Not finished by SGLang."""
         self._loads_fail = False
         self._stored: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._loader, self._storer = Line("pdlink-sglang-load"), Line("pdlink-sglang-store")

@@ -165,7 +165,7 @@ def sweep(demand: Demand, workers: int) -> list[Split]:
 
 
 def _share_of(form: ClosedForm, split: Split) -> float:
-    """Of the closed form's rate; 0 where that is none."""
+    """Of the closed form's rate; 0 where there is none."""
     most = form.rate(split.num_prefill, split.num_decode)
     return split.per_s / most if most else 0.0
 

@@ -251,7 +251,7 @@ class Announcer:
             for target in self._targets:
                 try:
                     found.update(dict.fromkeys(await _addresses(target)))
-                except Exception as error:  # noqa: BLE001  a name server that is down, or a name that is none
+                except Exception as error:  # noqa: BLE001  a name server that is down, or no name at all
                     known = [
                         each
                         for each in self._proxies

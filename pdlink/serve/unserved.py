@@ -93,7 +93,7 @@ _GREEDY = {"top_k", "min_p"}
 def check_unserved(fields: dict[str, Any], known: Iterable[str], *, chat: bool, greedy: bool) -> None:
     """Raise BadField for the first of these fields that would have to change the answer.
 
-    fields: of a request, without those that are served (`known`). greedy: its temperature is 0.
+    fields: of a request, without the served ones (`known`). greedy: its temperature is 0.
     """
     neutral = _NEUTRAL | (_OF_CHAT if chat else _OF_COMPLETIONS)
     for name, value in fields.items():

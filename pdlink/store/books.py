@@ -69,7 +69,7 @@ class Books:
         """Records that were evicted while a tier was still to have them, since the last flush."""
         self._epoch_s = epoch_s
         self._ends_at_s: dict[bytes, float] = {}
-        """When records are found no more, by the clock that all hosts share; of those that were asked for."""
+        """When records are found no more, by the clock that all hosts share; only of records that were asked for."""
         self._uncounted: list[Change] = []
         """Changes that no metric has heard of."""
         self._dropped: Counter[str] = Counter()

@@ -101,7 +101,7 @@ class Catalog:
         return [key for key, record in self._records.items() if not record.missing]
 
     def writing(self) -> set[bytes]:
-        """Keys that somebody writes, also those that were removed meanwhile."""
+        """Keys that somebody writes, also if they were removed meanwhile."""
         return {entry.slot.key for entry in self._writing.values()}
 
     def leases(self) -> list[Held]:

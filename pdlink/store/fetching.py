@@ -158,7 +158,7 @@ class Fetching:
         return key in self._arrivals
 
     def late(self, now_s: float) -> list[Fetch]:
-        """Those that go on now with what is there, or are done: the caller finishes them, without the lock. Once."""
+        """Fetches that go on now with what is there, or are done. The caller finishes them without the lock. Once."""
         late = [fetch for fetch in self._fetches if fetch.give_up_s <= now_s or fetch.done.done()]
         self._fetches.difference_update(late)
         return late

@@ -127,7 +127,7 @@ class AnyFetch(Protocol):
 
     @property
     def leading(self) -> tuple[Slot, ...]:
-        """Those that are in the arena by now, while others are read. They stay until the fetch is closed."""
+        """Records that are in the arena by now, while others are read. They stay until the fetch is closed."""
 
     def when_more(self, call: Callable[[], None]) -> None:
         """Call it, in any thread, when further leading chunks have come, until it is done. A store in another process

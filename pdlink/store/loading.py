@@ -160,7 +160,7 @@ class GroupLoad:
             self._copy(fetched_s)
 
     def _copy_early(self) -> None:
-        """In the copier's thread, while chunks are read: copy those that have come, but for the last one."""
+        """In the copier's thread, while chunks are read: copy the chunks that have come, but for the last one."""
         if self._cancelled or self._wrong or self._fetch.done.done():
             return
         began_s, last = time.monotonic(), self.group.chunks_of(self._begin, self._end).stop - 1
@@ -307,11 +307,11 @@ class GroupLoad:
         return [self._is_right(*one, layer, of_it) for one, of_it in zip(numbered, sums, strict=True)]
 
     def _end_of(self, numbered: list[tuple[int, Slot]]) -> int:
-        """Where the positions of these leading chunks end, of those that are wanted."""
+        """Where the wanted positions of these leading chunks end."""
         return min(self._end, (numbered[-1][0] + 1) * self.group.chunk_tokens) if numbered else self._begin
 
     def _numbered(self, slots: Sequence[Slot]) -> list[tuple[int, Slot]]:
-        """With the numbers of their chunks: those that hold what is wanted."""
+        """The ones that hold what is wanted, with the numbers of their chunks."""
         chunks = self.group.chunks_of(self._begin, self._end)
         return [(chunk, slot) for chunk, slot in enumerate(slots, self._first) if chunk in chunks]
 

@@ -402,7 +402,7 @@ class Flow:
     def _failed_by(
         self, leg: Leg, events: bytes, loss: Loss, message: str, document: bytes, now: float
     ) -> list[Action]:
-        """A leg sent these events, and then an end that is none of an answer. A client that has nothing yet gets none
+        """A leg sent these events, and then an end that no answer has. A client that has nothing yet gets none
         of them: another attempt may give the whole answer."""
         if not self._begun:
             events, self.first_leg = b"", None

@@ -49,7 +49,7 @@ class Waiting:
     passed_s: float | None = None
     """When it was first passed by another one."""
     passed_tokens: int = 0
-    """Of those that passed it."""
+    """Of the requests that passed it."""
     place: tuple[float, int] | None = None
     """In its share, while it waits: lower is earlier."""
 

@@ -106,7 +106,7 @@ class Table:
 
 
 class Workers(Sequence["WorkerState"]):
-    """The workers of a table that `fit`, in its order; all, if that is None."""
+    """The workers of a table that `fit`, in its order; all, if `fit` is None."""
 
     __slots__ = ("_labels", "_rows", "few", "fit", "num", "table")
 

@@ -273,7 +273,7 @@ def test_one_connection_is_one_peer_however_many_names_it_gives(pair: Pair) -> N
             stranger.name = f"name-{number}"
             stranger.hello()
         until(lambda: [peer.name for peer in pair.prefill.endpoint.peers()] == ["name-299"], "one is left")
-        stranger.hear(messages.Welcome)  # those that found the queue full went with their session
+        stranger.hear(messages.Welcome)  # Welcomes that found the queue full went with their session
         until(lambda: pair.prefill.endpoint.num_closing() == 0, "the others are closed")
         assert losses(pair) == ["replaced by a new session"] * 299
 

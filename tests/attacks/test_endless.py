@@ -85,7 +85,7 @@ def test_connections_are_forgotten_when_they_end(pair: Pair) -> None:
     until(lambda: len(watched) == 21, "all are known")
     for stranger in strangers:
         stranger.close()
-    until(lambda: len(watched) == 1, "those that are over are not")
+    until(lambda: len(watched) == 1, "closed connections are not")
 
 
 # -- the rule by itself, on a pair of sockets ------------------------------------------------------------------------

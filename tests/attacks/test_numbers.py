@@ -111,7 +111,7 @@ def test_every_number_is_read_or_refused(name: str) -> None:
 
 
 def test_no_reader_is_left_out() -> None:
-    """Whoever reads MessagePack is in `READERS`, or says why not."""
+    """Every reader of MessagePack is in `READERS`, or says why not."""
     found = set()
     for folder in (ROOT / "pdlink", ROOT / "proxy/pdlink_proxy"):
         for path in folder.rglob("*.py"):

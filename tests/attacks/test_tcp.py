@@ -389,7 +389,7 @@ def test_a_batch_is_done_only_when_all_of_it_has_left_whatever_its_owner_answers
     make_side: Callable[..., Side],
 ) -> None:
     """Its blocks are free then: what still leaves would be the next request's. The owner answers 32 frames of a
-    megabyte at once, of which the sockets between them hold a few, and then counts those that have come whole.
+    megabyte at once, of which the sockets between them hold a few, and then counts the frames that have come whole.
     """
     writer, model = make_side(), make_side()
     with socket.socket() as server:

@@ -39,7 +39,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def leaf(kind: Any) -> st.SearchStrategy[Any]:
-    """Odd values of a type; of a compound one, only those that need no knowledge of it."""
+    """Odd values of a type; of a compound one, only values that need no knowledge of it."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return st.one_of([leaf(argument) for argument in arguments])

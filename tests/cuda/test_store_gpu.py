@@ -361,7 +361,7 @@ def test_memory_that_cannot_be_pinned_is_a_miss(made: Any, double: Fake, caplog:
 def test_copies_fail_when_the_thread_that_ends_them_has_died(
     made: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those that wait, and those that come later."""
+    """Copies that wait, and copies that come later."""
     engine = stored(made)
     copier = engine.source.gpu
     said: list[str] = []

@@ -17,7 +17,7 @@ LAYERS_END = "linear_attn", "short_conv"
 class KeepingConnector(SpoilingConnector):
     """Files `PDLINK_TEST_STATES`/SIDE-RANK-TOKENS.pt: bytes of the state of each layer, by its name.
 
-    TOKENS of the prompt are those that have come or were computed, by which tests tell requests apart.
+    TOKENS of the prompt have come or were computed; by them tests tell requests apart.
     """
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:

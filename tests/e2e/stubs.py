@@ -53,7 +53,7 @@ class Stub:
 
     @property
     def running(self) -> int:
-        """Of them, those that neither ended nor were given up."""
+        """Requests that neither ended nor were given up."""
         return int(request(self.url + "/seen").body["running"])
 
 
@@ -104,7 +104,7 @@ def url_of(proxy: Child) -> str:
 
 
 def running(proxy: Child) -> int:
-    """Requests, those that wait too."""
+    """Requests, waiting ones too."""
     return int(request(url_of(proxy) + "/health").body["active_requests"])
 
 

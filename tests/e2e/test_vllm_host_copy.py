@@ -81,7 +81,7 @@ def test_a_prompt_whose_prefill_dies_is_computed(pair: Pair, alone: Alone) -> No
 
 @pytest.mark.parametrize("kind", ["windows in other blocks", "windows in bfloat16", "states"])
 def test_groups_of_layers_cross_each_in_its_way(tmp_path: Path, kind: str) -> None:
-    """Decode is short of blocks for the answers of those that come together."""
+    """Decode is short of blocks for the answers of requests that come together."""
     save, flags, more, transport, lengths, crowd, _ = KINDS[kind]
     save(tmp_path / "model")
     with Server("alone", tmp_path / "model", tmp_path / "alone.log", [*FLAGS, *flags]).serving() as single:

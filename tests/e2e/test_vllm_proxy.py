@@ -106,7 +106,7 @@ def test_a_stream_is_that_of_one_server(pair: Pair, name: str) -> None:
 
 
 def test_cached_tokens_are_those_nobody_computed(pair: Pair) -> None:
-    """Not those that decode was sent. Prefill knows; of an answer that decode has given before it nothing is said."""
+    """Not the tokens that decode was sent. Prefill knows; nothing is said if decode answered before it."""
     body = {"prompt": prompt(20, 128), **GREEDY}
 
     def answered() -> Any:

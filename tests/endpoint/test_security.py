@@ -196,7 +196,7 @@ def test_port_scan_is_counted_and_disturbs_nobody(site: Site) -> None:
     for payload in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(64), b"\xff" + bytes(8) + b"\x7f\x03"):
         with socket.create_connection((place.host, place.port), timeout=5) as stray:
             stray.sendall(payload)
-    until(lambda: len(site.refusals()) >= 2, "those that libzmq tells of are counted")  # it tells of no HTTP
+    until(lambda: len(site.refusals()) >= 2, "refusals that libzmq tells of are counted")  # it tells of no HTTP
     decode = site.node("decode", knows(DECODE, PREFILL))
     assert site.transfer(decode, "t") == ["ready 42", "released"]
 

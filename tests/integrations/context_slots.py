@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 class Slot(NamedTuple):
     rank: int
-    """Among those that share the tokens out."""
+    """Among the ranks that share the tokens out."""
     block: int
     """Counted in the block table."""
     offset: int

@@ -204,7 +204,7 @@ def test_servers_that_are_not_carried_are_refused_at_start(
         versions.check_config(config, cache, (0, 32), tiers=kept)
 
 
-def test_shards_are_counted_alike_whoever_has_the_tokens() -> None:
+def test_shards_are_counted_alike_on_every_rank() -> None:
     """Two parts of heads, each of two parts of tokens, in two stages."""
 
     def numbers(place: RankPlace, num_stages: int = 2) -> list[int]:

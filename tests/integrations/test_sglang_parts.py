@@ -220,7 +220,7 @@ def test_ranks_of_other_numbers_exchange_the_heads_that_they_share(make: Make, p
 @pytest.mark.parametrize("num_heads", [1, 2, 4, 8])
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (4, 1), (4, 2), (8, 2), (8, 4), (2, 2), (2, 4)])
 def test_each_head_of_a_decode_rank_comes_from_one_prefill_rank(prefill: int, decode: int, num_heads: int) -> None:
-    """Of those that it asks; a block of decode's is open to one writer at a time."""
+    """Of the prefill ranks that it asks; a block of decode's is open to one writer at a time."""
     for number in range(decode):
         theirs = RankShare((number, decode), num_heads)
         if prefill <= decode:

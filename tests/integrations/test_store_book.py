@@ -83,7 +83,7 @@ def test_all_ranks_must_have_what_is_loaded() -> None:
 
 
 @pytest.mark.parametrize("ends", list(itertools.permutations([48, 16, 32])))
-def test_the_least_that_any_rank_has_is_loaded_whoever_answers_first(ends: tuple[int, ...]) -> None:
+def test_the_least_that_any_rank_has_is_loaded_in_any_order_of_answers(ends: tuple[int, ...]) -> None:
     book, store = books(num_ranks=3)
     book.missing("r", 0)
     for end in ends:

@@ -67,7 +67,7 @@ class Engine:
         self.reported: list[set[str]] = [set() for _ in self.ranks]
         """By rank: requests that have ended there."""
         self.reasons: dict[str, str] = {}
-        """Of those that failed."""
+        """By request that failed."""
 
     def step(self, parts: list[Scheduled] | None = None) -> None:
         plan = self.book.step(parts or [], frozenset())

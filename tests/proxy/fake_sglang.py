@@ -32,7 +32,7 @@ class FakeSglang(FakeServer):
     break_at: int | None = None
     """Close the connection in place of this event of a stream."""
     streams: Mapping[str, Sequence[bytes]] = field(default_factory=dict)
-    """By path, the events of its streams, in place of those that it makes."""
+    """By path, the events of its streams, in place of its own."""
     more_info: dict[str, Any] = field(default_factory=dict)
     """In /server_info."""
     cached_tokens: int | None = None

@@ -54,7 +54,7 @@ class FakeVllm(FakeServer):
     wait_at: dict[int, asyncio.Event] = field(default_factory=dict)
     answer_override: bytes | None = None
     stream_override: list[bytes] | None = None
-    """Events of its streams, each sent by itself, in place of those that it makes."""
+    """Events of its streams, each sent by itself, in place of its own."""
     says_at_end: bool = False
     """A stream's last event has `kv_transfer_params`, as of vLLM 0.33."""
     kv_path: str = ""

@@ -1,4 +1,4 @@
-"""Requests that no aiohttp reads: they are answered as those that it does, and what is unusual goes to it."""
+"""Requests that aiohttp does not read: they are answered as it would, and what is unusual goes to it."""
 
 from __future__ import annotations
 

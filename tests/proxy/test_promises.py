@@ -212,7 +212,7 @@ def test_the_oldest_request_of_every_tenant_is_served_within_a_bound(seed: int) 
             for tenant in ("large", "small", "steady")
         }
         assert waiting > 20, "nobody had to wait"
-        shares = 3 + 3  # of the new keys, those that come in such a time
+        shares = 3 + 3  # new keys that come in such a time
         bound_s = shares * (PATIENCE_S + (longest + 10) * world.token_s)
         assert max(worst_s.values()) <= bound_s, (seed, worst_s, bound_s)
 
@@ -286,7 +286,7 @@ def test_a_worker_that_fails_what_it_gets_is_left_alone_and_gets_requests_again_
         await asked(60)
         assert known.breaker.keeps_away(world.now_s)
         failed = sum(bool(each.said) and each.status == 500 for each in world.clients)
-        assert FAILURES <= failed <= FAILURES + 2, "and those that found out that it still fails"
+        assert FAILURES <= failed <= FAILURES + 2, "and the requests that found out that it still fails"
         bad.sick = False
         assert await asked(100) > 10
         assert long.ended_s is None

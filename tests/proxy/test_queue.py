@@ -262,7 +262,7 @@ def test_one_key_holds_at_most_as_many_places_as_are_free_and_others_find_some()
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_share_is_served_by_age_and_priority_whoever_leaves_in_between(seed: int) -> None:
+def test_a_share_is_served_by_age_and_priority_although_requests_leave(seed: int) -> None:
     rng = random.Random(seed)
     queue, inside = Queue(1000), list[Waiting]()
     for _ in range(300):

@@ -50,7 +50,7 @@ class Hall:
         return self.roll.beat(beat, health, now_s=self.now_s, awake_s=self.now_s, key=key)
 
     def after(self, wait_s: float) -> list[str]:
-        """Time goes on; the names of those that have fallen silent."""
+        """Time goes on; the names of workers that have fallen silent."""
         self.now_s += wait_s
         fallen = self.roll.expire(
             now_s=self.now_s,

@@ -108,7 +108,7 @@ async def test_announced_workers_that_nobody_finds_are_bounded_and_the_page_does
         for number in range(MAX_UNPROVEN + 40):
             hall.new().say(f"http://127.0.{number // 250}.{number % 250 + 1}:9", health_of(number))
         await until(lambda: source.source.describe()["refused"] != [], "the refusal")  # type: ignore[attr-defined]
-        await until(lambda: len(proxy.router.services.pools.all) >= MAX_UNPROVEN, "those that are taken in")
+        await until(lambda: len(proxy.router.services.pools.all) >= MAX_UNPROVEN, "as many are taken in")
         assert len(proxy.router.services.pools.all) <= MAX_UNPROVEN + 2
         await proxy.stream()
         async with asyncio.timeout(5):

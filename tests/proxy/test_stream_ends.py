@@ -32,7 +32,7 @@ BAD = {
     "a role and [DONE] in one piece": ([ROLE + DONE], "malformed"),
     "a token": ([ROLE, TOKEN, DONE], "malformed"),
     "a token and [DONE] in one piece": ([ROLE, TOKEN + DONE], "malformed"),
-    "a reason that is none": ([ROLE, TOKEN, chunk({}, "error"), DONE], "error"),
+    "a reason that does not exist": ([ROLE, TOKEN, chunk({}, "error"), DONE], "error"),
     "a token that came with it": ([ROLE, TOKEN + chunk({}, "error") + DONE], "error"),
 }
 BEFORE_A_BYTE = ("only [DONE]", "a role and [DONE] in one piece")

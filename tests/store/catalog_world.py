@@ -43,7 +43,7 @@ class Reading:
     lease: SlotLease
     deadline_s: float
     keys: set[bytes]
-    """Those that still lead to the leased records."""
+    """Keys that still lead to the leased records."""
     content: dict[bytes, list[int]]
     """What each key's pages are to hold, by part."""
     sound: bool = True

@@ -36,7 +36,7 @@ def arena(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
     made.close()
 
 
-def test_memory_is_there_when_commit_returns_whoever_asks(arena: Arena) -> None:
+def test_memory_is_there_when_commit_returns_to_any_thread(arena: Arena) -> None:
     with ThreadPoolExecutor(8) as pool:
         ends = [(7 * number % 32 + 1) * STEP for number in range(32)]
         for end, committed in zip(ends, pool.map(arena.commit, ends), strict=True):

@@ -62,7 +62,7 @@ def test_what_was_used_is_written_first() -> None:
         fetch(store, [KEYS[7]]).close()
         tier.going.set()
         assert store.flush(WAIT_S)
-        assert list(tier.records).index(KEYS[7]) == 2, "behind those that were in line"
+        assert list(tier.records).index(KEYS[7]) == 2, "behind the keys that were in line"
 
 
 def test_a_debt_does_not_keep_a_record_from_eviction_and_is_told_when_it_is_lost() -> None:

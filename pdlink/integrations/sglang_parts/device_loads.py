@@ -47,7 +47,7 @@ class DeviceLoad:
 
 
 class LoadBatch:
-    """`run` in a thread that may wait, once; `follow` in those that launch attention."""
+    """`run` in a thread that may wait, once; `follow` in the threads that launch attention."""
 
     def __init__(
         self,

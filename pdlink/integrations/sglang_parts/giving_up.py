@@ -1,6 +1,6 @@
 """A hook that ends a prompt between two of its chunks when its room has failed.
 
-SGLang looks at the rooms of prompts that wait and of those that are computed. One in the middle of its chunks is
+SGLang looks at the rooms of prompts that wait and of prompts that are computed. One in the middle of its chunks is
 computed to its end, whether or not decode still wants it. `Scheduler._poll_timeout_aborts` collects the aborts that a
 server decides itself; SGLang gives them to all its ranks, so these come with them.
 """

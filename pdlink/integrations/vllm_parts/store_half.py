@@ -77,7 +77,7 @@ class _Saving:
 
     stored: Prompt
     tables: list[list[int]] = field(default_factory=list)
-    """By group: kernel blocks, from token 0 on. Those that a group has given up since are not read again."""
+    """By group: kernel blocks, from token 0 on. Blocks that a group has given up since are not read again."""
 
 
 @dataclass(frozen=True, slots=True)

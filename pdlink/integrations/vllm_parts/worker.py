@@ -93,7 +93,7 @@ class _Lane:
     planes: Mapping[str, tuple[int, ...]]
     """Of its layers, by name."""
     unsaved: set[str] = field(default_factory=set)
-    """Those that this step has not written yet."""
+    """Layers that this step has not written yet."""
 
 
 OTHER_ADAPTER = "this server has not loaded the files that lie at the path of the request's adapter now"

@@ -1,7 +1,7 @@
 """`Segment`: a part of a disk tier's file, filled from its start and emptied as a whole, and which one goes next.
 
 The oldest one goes, unless it is read far more than the others are: then it counts as new. So records whose chance to
-be read falls with their age leave in order, and those that are read at any age stay.
+be read falls with their age leave in order, and records that are read at any age stay.
 """
 
 from __future__ import annotations

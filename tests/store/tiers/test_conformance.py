@@ -102,7 +102,7 @@ def test_a_cleared_tier_holds_nothing_and_can_be_used_again(tier: Tier) -> None:
 
 
 def test_a_tier_says_which_records_end_alike(tier: Tier) -> None:
-    """Those that are there, and none that was removed."""
+    """Records that are there, and none that was removed."""
     if not isinstance(tier, ListingTier):
         pytest.skip("cannot list")
     ending, other = b"endings!", b"others.."

@@ -470,7 +470,7 @@ def test_segments_go_in_the_order_they_were_filled_in_also_after_a_restart(tmp_p
 
 
 def played(num_segments: int, age_of: Callable[[Random, int], int]) -> tuple[int, int, int]:
-    """Reads of records of random ages that were found, those that FIFO finds, and all; a record comes for each."""
+    """Reads of records of random ages: found, found by FIFO, and all; a record comes for each."""
     seed, each = 5, 50
     print("seed", seed)
     draw, full, active = Random(seed), FullSegments(), Segment(0)
