@@ -112,7 +112,7 @@ class LMCacheEngine:
         return self.cache.clear(tokens, places=locations).records
 
     def health(self) -> int:
-        """0, or -1 if the arena's books are wrong."""
+        """0, or -1 if what keeps memory in order fails."""
         return 0 if self.cache.health()["memory"] else -1
 
     def close(self) -> None:

@@ -500,7 +500,7 @@ class Cache:
         return self._store.places
 
     def health(self) -> dict[str, bool]:
-        """By place: whether the arena's books are right, and whether a tier answers."""
+        """By place: whether what keeps memory in order works, and whether a tier answers."""
         return self._store.health()
 
     def flush(self, timeout_s: float = 10.0) -> bool:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pdlink.store.slots import Held, Serial, Share
 
 _MOST_DUE = 512
-"""Records whose time is over, forgotten at once: some milliseconds."""
+"""Records whose time is over, or that make room ahead, dropped at once: some milliseconds."""
 _MAX_WASTE = 4
 """Eviction for one record stops after that many times its bytes: records not in turn keep the free ones apart."""
 
@@ -103,6 +103,10 @@ class Catalog:
     def writing(self) -> set[bytes]:
         """Keys that somebody writes, also if they were removed meanwhile."""
         return {entry.slot.key for entry in self._writing.values()}
+
+    def written_by(self, holder: str) -> list[Slot]:
+        """The reservations of a holder."""
+        return [entry.slot for entry in self._writing.values() if entry.holder == holder]
 
     def leases(self) -> list[Held]:
         """Oldest first."""
@@ -200,6 +204,18 @@ class Catalog:
         """Whether it has not ended."""
         return lease.serial in self._leases
 
+    def place(self, slots: Sequence[Slot]) -> None:
+        """These slots are committed next, in pieces. The policy knows their records from now on: it is to hear of the
+        last one of a prompt first, and listeners of the first one first."""
+        for slot in reversed(slots):
+            if slot.serial in self._writing:
+                self._place(self._writing[slot.serial].record)
+
+    def _place(self, record: Record) -> None:
+        if record.listed and not record.resident:
+            record.resident = True
+            self._turns.insert(record.slot.key, record.slot.nbytes, record.retention)
+
     def commit(self, slots: Sequence[Slot], expires_s: float = float("inf")) -> list[bytes]:
         """The slots, in the order of the prompt, hold their shares for good; returns the keys that are readable now.
 
@@ -217,9 +233,7 @@ class Catalog:
             if expires_s < record.expires_s:
                 record.expires_s = expires_s
                 self._deadlines.add(expires_s, record)
-            if record.listed and not record.resident:
-                record.resident = True
-                self._turns.insert(slot.key, slot.nbytes, record.retention)
+            self._place(record)
             if record.listed and not record.missing:
                 self._num_readable += 1
                 readable.append(slot)
@@ -303,7 +317,7 @@ class Catalog:
 
     def holder_gone(self, holder: str) -> None:
         """The holder has ended and touches nothing any more. So its reservations, leases and pins end."""
-        self.abandon([writing.slot for writing in self._writing.values() if writing.holder == holder])
+        self.abandon(self.written_by(holder))
         self._end_leases([serial for serial, hold in self._leases.items() if hold.holder == holder])
         self._pins.end(holder=holder)
 
@@ -350,10 +364,11 @@ class Catalog:
         return was
 
     def leave(self, nbytes: int, holder: str, deadline_s: float) -> list[SlotLease]:
-        """Evict until so many bytes are free or about to be. The leases of those records, which go when they end."""
-        leases = []
+        """Evict until so many bytes are free or about to be, or `_MOST_DUE` records. The leases of those records,
+        which go when they end."""
+        leases: list[SlotLease] = []
         free_nbytes = self.capacity_nbytes - self.used_nbytes
-        while free_nbytes + self._leaving_nbytes < nbytes:
+        while free_nbytes + self._leaving_nbytes < nbytes and len(leases) < _MOST_DUE:
             key = self._turns.evict(self._may_evict)
             if key is None:
                 break

@@ -298,7 +298,7 @@ class AnyStore(ABC):
 
     @abstractmethod
     def health(self) -> dict[str, bool]:
-        """By place: whether the arena's books are right, and whether a tier answers."""
+        """By place: whether what keeps memory in order works, and whether a tier answers."""
 
     @abstractmethod
     def gauges(self) -> dict[str, float]:

@@ -45,6 +45,8 @@ class Keeper:
         self._books, self._below, self._fetching, self._writing = books, below, fetching, writing
         self._arena, self._clock = arena, clock
         self.gathering = Gathering()
+        self.works = True
+        """Whether its last round has not failed."""
         self._work = threading.Condition(books.lock)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="pdlink-store", daemon=True)
@@ -64,7 +66,9 @@ class Keeper:
         while True:
             try:
                 self._keep()
+                self.works = True
             except Exception:  # a store without its keeper ends no lease: the next round tries again
+                self.works = False
                 log.exception("a round of the store's keeper has failed")
                 with self._work:
                     self._work.wait(_FAILED_PAUSE_S)

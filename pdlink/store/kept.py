@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -90,9 +91,13 @@ def check(records: Sequence[Record], leased: Sequence[Record], writing: Sequence
     taken = sorted((record.slot.offset, record.slot.nbytes) for record in records)
     for (offset, nbytes), (following, _) in zip(taken, taken[1:], strict=False):
         assert offset + nbytes <= following, "two records share bytes"
+    num_leases = Counter(map(id, leased))
+    reserved_of: dict[int, list[int]] = {}
+    for entry in writing:
+        reserved_of.setdefault(id(entry.record), []).append(entry.parts)
     for record in records:
-        reserved = [entry.parts for entry in writing if entry.record is record]
-        assert record.leases == leased.count(record)
+        reserved = reserved_of.get(id(record), [])
+        assert record.leases == num_leases[id(record)]
         assert record.writers == len(reserved)
         assert record.resident or record.writers or record.leases, "a record is kept for nothing"
         assert not record.leaving or record.leases or record.pins

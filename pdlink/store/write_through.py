@@ -12,6 +12,7 @@ import logging
 from collections import OrderedDict
 from concurrent.futures import CancelledError
 from functools import partial
+from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 SELF = "store"
 """The holder of the store's own leases and reservations."""
+_MOST_PAID = 512
+"""Debts that are put into a tier's line at once: some milliseconds."""
 _WAITING_SHARE = 4
 """Of the arena, how small a part may wait for one tier: it cannot be evicted."""
 _HEADROOM_SHARE = 8
@@ -101,8 +104,7 @@ class WriteThrough:
             tier.writers.put(tier.drop_again, alone=True)
         keys: list[bytes] = []
         question = Question(keys)
-        while debts:
-            key = next(iter(debts))
+        for key in list(islice(debts, _MOST_PAID)):
             shape = self._books.shapes[key]
             if tier.queued_nbytes and tier.queued_nbytes + shape.nbytes > most_nbytes:
                 return

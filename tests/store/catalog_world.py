@@ -138,6 +138,8 @@ class World:
                 for part in writing.parts:
                     self.pages[page][part] = slot.serial
             writing.num_written += 1
+        if count % 2:  # a commit in pieces begins, and perhaps never comes
+            self.catalog.place(writing.slots[: writing.num_written])
 
     def _abandon(self, dice: Dice) -> None:
         if holder := self._one(dice, "writing"):

@@ -88,6 +88,18 @@ def test_the_head_of_a_prefix_is_the_last_to_be_evicted() -> None:
         assert made.lookup(KEYS) == 4 - taken
 
 
+def test_the_head_of_a_prefix_that_is_committed_in_pieces_is_the_last_to_be_evicted() -> None:
+    made = catalog(4)
+    slots = made.reserve(KEYS[:4], PAGE, "w")
+    made.place(slots[2:])
+    made.place(slots[:2])
+    assert made.commit(slots[:2]) + made.commit(slots[2:]) == KEYS[:4]
+    assert [change.key for change in made.changes()] == KEYS[:4], "who is told of a record knows the one before it"
+    for taken in range(1, 4):
+        store(made, [b"new-%d" % taken])
+        assert made.lookup(KEYS) == 4 - taken
+
+
 def test_what_does_not_fit_is_a_shorter_prefix_and_nobody_waits() -> None:
     """Two loads that each hold half of the arena and want the rest both go on with what they have."""
     made = catalog(6)

@@ -13,6 +13,8 @@ from pdlink.store.policies.registry import make_policy
 from pdlink.store.record import Group, RecordShape
 from pdlink.store.store import Store
 
+from .stubs import StubTier
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -87,6 +89,49 @@ def test_room_for_the_end_of_a_long_prompt_is_taken_in_pieces(counted: tuple[Sto
     store.abandon(slots)
     assert store.held() == {"leases": 0, "reservations": 0}
     assert lock.most_steps < MOST_STEPS
+
+
+def test_many_slots_are_committed_in_pieces_which_listeners_hear_of_in_order(
+    counted: tuple[Store, CountingLock],
+) -> None:
+    store, lock = counted
+    more = [b"%032d" % number for number in range(len(KEYS), 2 * len(KEYS))]
+    heard: list[bytes] = []
+    store.listen(lambda change: heard.append(change.key))
+    slots = store.reserve(more, SHAPE)
+    heard.clear()
+    lock.most_steps = 0
+    store.commit(slots, SHAPE)
+    assert heard == more
+    assert store.lookup(more, 1.0).keys == tuple(more)
+    assert 0 < lock.most_steps < MOST_STEPS
+
+
+def test_reservations_of_a_holder_who_is_gone_end_in_pieces(counted: tuple[Store, CountingLock]) -> None:
+    store, lock = counted
+    more = [b"%032d" % number for number in range(len(KEYS), 2 * len(KEYS))]
+    assert len(store.reserve(more, SHAPE, "gone")) == len(more)
+    lock.most_steps = 0
+    store.holder_gone("gone")
+    assert store.held() == {"leases": 0, "reservations": 0}
+    assert 0 < lock.most_steps < MOST_STEPS
+
+
+def test_a_tier_gets_many_records_in_pieces() -> None:
+    """A burst is put into the line of the tier's writer as far as that has room."""
+    lock = CountingLock()
+    tier = StubTier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pdlink.store.books.threading", SimpleNamespace(Lock=lambda: lock))
+        store = Store(2 * len(KEYS) * 8192, make_policy("adaptive"), [tier])
+    store.open()
+    try:
+        store.commit(store.reserve(KEYS[:6000], SHAPE), SHAPE, summed=True)
+        assert store.flush(60.0)
+        assert len(tier.records) == 6000
+        assert 0 < lock.most_steps < MOST_STEPS
+    finally:
+        store.close()
 
 
 def test_all_records_are_cleared_at_once(counted: tuple[Store, CountingLock]) -> None:

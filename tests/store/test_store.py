@@ -786,6 +786,15 @@ def test_two_tiers_of_a_kind_have_names_of_their_own() -> None:
         assert set(store.health()) == {MEMORY, "stub", "stub-2"}
 
 
+def test_a_store_is_not_well_while_the_rounds_of_its_keeper_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(4) as store:
+        assert store.health()[MEMORY]
+        with monkeypatch.context() as patch:
+            patch.setattr(store._fetching, "late", lambda _: 1 // 0)
+            until(lambda: not store.health()[MEMORY], "a round has failed")
+        until(lambda: store.health()[MEMORY], "the next one has not")
+
+
 def test_a_record_that_changed_in_memory_is_a_miss_and_does_not_go_below() -> None:
     tier = StubTier()
     with opened(32, [tier], verify=True) as store:
@@ -843,18 +852,20 @@ def test_shares_of_a_record_are_sealed_by_the_last_of_its_writers() -> None:
 def test_the_books_are_right_while_a_record_is_sealed_and_while_it_is_cleared_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    healthy: list[bool] = []
+    checked = 0
     with opened(verify=True) as store:
 
         def sealed(*args: Any, **kwargs: Any) -> None:
-            healthy.append(store.health()[MEMORY])
+            nonlocal checked
+            store.check()
             store.clear(KEYS[:1])
-            healthy.append(store.health()[MEMORY])
+            store.check()
+            checked += 1
             seal(*args, **kwargs)
 
         monkeypatch.setattr("pdlink.store.store.seal", sealed)
         store.commit(store.reserve(KEYS[:1], SHAPE, retention=Retention(ttl_s=100)), SHAPE)
-    assert healthy == [True, True]
+    assert checked == 1
 
 
 def test_a_store_that_was_closed_answers_at_once_and_holds_nothing() -> None:
