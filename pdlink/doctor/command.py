@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Look for what is wrong, and say what to do about it. Without URL: this machine, and the settings in --config. With
-the URL of a proxy: its workers, too, and one small real transfer between each prefill and each decode worker.
+the URL of a proxy: its workers, too, and one small real transfer between each prefill and each decode worker; of a
+store process: its places.
 """
 EPILOG = """\
   pdlink doctor --config configs/prefill.yaml    before a start
@@ -42,7 +43,7 @@ _TIMES_AGAIN = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", nargs="?", metavar="URL", help="of a proxy; http:// may be left out")
+    parser.add_argument("url", nargs="?", metavar="URL", help="of a proxy or a store; http:// may be left out")
     parser.add_argument("--config", metavar="FILE", help="settings of any role, to be looked at, too")
     parser.add_argument(
         "--key-file",
@@ -106,6 +107,8 @@ def _deployment(
     except CannotFetch as error:
         text, _, remedy = str(error).partition("; ")
         return [Finding("bad", "proxy", text, remedy or "start the proxy, or correct the URL")], [], 0
+    if health.get("role") == "store":
+        return deployment.of_places(health["name"], health), [], 0
     findings = deployment.of_proxy(health)
     well = {
         side: [worker for worker in health[side] if worker["state"] == "ok" and worker["health"]]

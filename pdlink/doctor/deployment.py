@@ -107,9 +107,7 @@ def _of_worker(worker: Mapping[str, Any]) -> list[Finding]:
         text = f"{url}: {worker['no_kv_events']}; placement guesses what KV it has"
         remedy = "compare the proxy's kv_events with the worker's (--kv-events-config of vLLM and SGLang)"
         found.append(Finding("warn", label, text, remedy))
-    for place, why in ((worker.get("health") or {}).get("problems") or {}).items():
-        text = f"its {place} keeps less KV than the settings say: {why}"
-        found.append(Finding("warn", label, text, _ROOM if place == MEMORY else _TIER_ROOM))
+    found += of_places(label, worker.get("health") or {})
     control = (worker.get("health") or {}).get("control") or ()
     for address in (control,) if isinstance(control, str) else control:
         host = urlsplit(address).hostname or ""
@@ -119,6 +117,19 @@ def _of_worker(worker: Mapping[str, Any]) -> list[Finding]:
                 Finding("bad", label, text, "set listen or listen.advertise to an address that other hosts reach")
             )
     return found
+
+
+def of_places(label: str, health: Mapping[str, Any]) -> list[Finding]:
+    """Memory and tiers that trouble a worker or a store process, by its GET /health."""
+    return [
+        Finding(
+            "warn",
+            label,
+            f"its {place} keeps less KV than the settings say: {why}",
+            _ROOM if place == MEMORY else _TIER_ROOM,
+        )
+        for place, why in (health.get("problems") or {}).items()
+    ]
 
 
 def _misfits(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdlink.doctor import command
-from pdlink.doctor.deployment import Finding, of_pairs, of_proxy, of_requests, worst_first
+from pdlink.doctor.deployment import Finding, of_pairs, of_places, of_proxy, of_requests, worst_first
 
 
 def worker(
@@ -43,6 +43,12 @@ def test_a_place_that_keeps_less_than_its_settings_say_is_found() -> None:
     assert "its disk keeps less KV than the settings say: no room" in found[0].text
     assert "max_local_disk_size" in found[0].remedy
     assert "max_local_cpu_size" in found[1].remedy
+
+
+def test_a_place_of_a_store_process_that_keeps_less_than_its_settings_say_is_found() -> None:
+    [found] = of_places("store", {"role": "store", "problems": {"disk": "takes no more"}})
+    assert (found.level, found.about) == ("warn", "store")
+    assert "its disk keeps less KV than the settings say: takes no more" in found.text
 
 
 def test_two_workers_of_one_name_are_found() -> None:

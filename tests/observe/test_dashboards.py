@@ -53,7 +53,14 @@ FIRES: dict[str, dict[str, str]] = {
     "PdlinkBlocksInQuarantine": {'pdlink_quarantined_blocks{instance="w"}': "3x90"},
     "PdlinkEndpointStalls": {'pdlink_endpoint_longest_absence_seconds{instance="w"}': "0x80 5 0x10"},
     "PdlinkUnexpectedErrors": {'pdlink_handling_failures_total{instance="w",what="frame"}': "0x80 1x10"},
-    "PdlinkTierLeftAlone": {'pdlink_tier_answering{instance="w",tier="disk"}': "0x90"},
+    "PdlinkTierLeftAlone": {
+        'pdlink_tier_answering{instance="w",tier="disk"}': "0x90",
+        'pdlink_tier_problem{instance="w",tier="disk"}': "1x90",
+    },
+    "PdlinkTierKeepsLess": {
+        'pdlink_tier_answering{instance="w",tier="disk"}': "1x90",
+        'pdlink_tier_problem{instance="w",tier="disk"}': "1x90",
+    },
     "PdlinkTierBehind": {'pdlink_tier_writes_dropped_total{instance="w",tier="disk"}': "0+1x90"},
     "PdlinkDescriptorsRunOut": {
         'process_open_fds{job="pdlink-proxy",instance="p"}': "900x90",
@@ -87,6 +94,7 @@ WELL = {
     'pdlink_endpoint_longest_absence_seconds{instance="w"}': "0.2x90",
     'pdlink_handling_failures_total{instance="w",what="frame"}': "1x90",
     'pdlink_tier_answering{instance="w",tier="disk"}': "1x90",
+    'pdlink_tier_problem{instance="w",tier="disk"}': "0x90",
     'pdlink_tier_writes_dropped_total{instance="w",tier="disk"}': "7x90",
     'process_open_fds{job="pdlink-proxy",instance="p"}': "90x90",
     'process_max_fds{job="pdlink-proxy",instance="p"}': "1000x90",
