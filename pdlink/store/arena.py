@@ -55,6 +55,7 @@ class Arena:
         """
         self.buffer = Buffer(nbytes, name="pdlink-store", committed_nbytes=step_nbytes, numa_node=numa_node)
         """Other processes of this host map it."""
+        self.array: Bytes = self.buffer.array
         self._reserve_nbytes, self._step_nbytes, self._clock = reserve_nbytes, step_nbytes, clock
         self._num_helpers = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0))) - 1)
         self._helpers = Line("pdlink-store-memory", self._num_helpers)
@@ -72,10 +73,6 @@ class Arena:
         """Give the memory back. Nobody may use slots any more."""
         self._helpers.close(1.0)
         self.buffer.close()
-
-    @property
-    def array(self) -> Bytes:
-        return self.buffer.array
 
     @property
     def nbytes(self) -> int:

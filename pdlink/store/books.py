@@ -56,6 +56,8 @@ class Books:
         all hosts share. It changes when that one is set."""
         self.lock = threading.Lock()
         """Held for decisions only: nobody copies, hashes or waits under it."""
+        self.room_taken = threading.Condition(self.lock)
+        """Notified when there is work for the keeper."""
         self.catalog, self.ingestion = catalog, ingestion
         self.shapes: dict[bytes, RecordShape] = {}
         """Of the readable records."""
@@ -121,7 +123,10 @@ class Books:
 
     def note(self, preimages: Mapping[bytes, Preimage | None] = MappingProxyType({})) -> None:
         """Bring the books up to the catalog's last change. `tell` tells listeners and metrics of it later."""
-        for change in self.catalog.changes():
+        if not self.catalog.changes:
+            return
+        changes, self.catalog.changes = self.catalog.changes, []
+        for change in changes:
             self._uncounted.append(change)
             is_there = change.kind == "stored"
             if not is_there:

@@ -22,12 +22,11 @@ from itertools import count, islice
 from math import inf
 from typing import TYPE_CHECKING
 
-from pdlink.store.deadlines import RecordDeadlines
 from pdlink.store.extents import ALIGNMENT_NBYTES, Extents
 from pdlink.store.kept import Emptied, Hold, Record, Writing, check
 from pdlink.store.pins import Pins
 from pdlink.store.slots import LIFE_BITS, WHOLE, Change, Slot, SlotLease
-from pdlink.store.turns import DEFAULT_PRIORITY, USUAL, Retention, Turns
+from pdlink.store.turns import DEFAULT_PRIORITY, USUAL, RecordDeadlines, Retention, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -65,7 +64,8 @@ class Catalog:
         self._leaving_nbytes = 0
         """Of records that are leaving."""
         self._serials = count((life << LIFE_BITS) + 1)
-        self._changes: list[Change] = []
+        self.changes: list[Change] = []
+        """What came and went, in order. Who hears of it empties it."""
 
     @property
     def capacity_nbytes(self) -> int:
@@ -119,11 +119,6 @@ class Catalog:
         """So many bytes of the arena may be used, from its begin on. What lies beyond stays until it goes."""
         self._extents.limit_nbytes = capacity_nbytes // ALIGNMENT_NBYTES * ALIGNMENT_NBYTES
 
-    def changes(self) -> list[Change]:
-        """What came and went since the last call, in order."""
-        changes, self._changes = self._changes, []
-        return changes
-
     # --- Writing
 
     def reserve(
@@ -162,11 +157,11 @@ class Catalog:
         most_nbytes: float = inf,
     ) -> Iterator[Slot | None]:
         """The same one key at a time, so that others use the catalog in between; None for a key that gets no slot."""
-        reserved_nbytes = 0
+        reserved_nbytes, parts = 0, share.parts
         every = (1 << share.total) - 1
         for key in keys:
             record = self._records.get(key)
-            if record is not None and share.parts == every and record.missing and not record.writers:
+            if record is not None and parts == every and record.missing and not record.writers:
                 self._forget(record)  # others began it, and this one brings all of it
                 record = None
             if reserved_nbytes + nbytes > most_nbytes:
@@ -182,16 +177,16 @@ class Catalog:
                 )
                 self._deadlines.add(record.expires_s, record)
                 self._raise(record, retention, now_s)
-            elif share.total == record.total and not share.parts & ~record.free:
+            elif share.total == record.total and not parts & ~record.free:
                 slot = record.slot._replace(serial=next(self._serials))
             else:
                 if retention.priority > record.retention.priority:
                     self._raise(record, retention, now_s)
                 yield None
                 continue
-            record.free &= ~share.parts
+            record.free &= ~parts
             record.writers += 1
-            self._writing[slot.serial] = Writing(slot, record, share.parts, holder)
+            self._writing[slot.serial] = Writing(slot, record, parts, holder)
             reserved_nbytes += nbytes
             yield slot
 
@@ -239,7 +234,7 @@ class Catalog:
                 readable.append(slot)
             self._free_if_unused(record)
         readable.reverse()  # who is told of a record knows the one before it
-        self._changes += [Change("stored", slot.key, slot.nbytes) for slot in readable]
+        self.changes += [Change("stored", slot.key, slot.nbytes) for slot in readable]
         return [slot.key for slot in readable]
 
     def abandon(self, slots: Iterable[Slot]) -> None:
@@ -344,7 +339,7 @@ class Catalog:
     def clear(self) -> Emptied:
         """Forget all keys, also pinned ones. Readers and writers finish first. Returns what was known.
 
-        `changes` says nothing of it. Costs as much as is read and written now, however many there are.
+        `changes` say nothing of it. Costs as much as is read and written now, however many there are.
         """
         was = Emptied(self._records, *self._turns.clear())
         was.tables.extend((*self._extents.tables, self._deadlines.entries))
@@ -423,7 +418,7 @@ class Catalog:
     def _evicted(self, record: Record) -> None:
         self._unlist(record)
         if not record.missing:
-            self._changes.append(Change("evicted", record.slot.key, record.slot.nbytes))
+            self.changes.append(Change("evicted", record.slot.key, record.slot.nbytes))
         self._free_if_unused(record)
 
     def _raise(self, record: Record, retention: Retention, now_s: float) -> None:
@@ -450,7 +445,7 @@ class Catalog:
         if record.resident:
             self._turns.remove(record.slot.key)
         if not record.missing:
-            self._changes.append(Change("removed", record.slot.key, record.slot.nbytes))
+            self.changes.append(Change("removed", record.slot.key, record.slot.nbytes))
         self._free_if_unused(record)
 
     def _unlist(self, record: Record) -> None:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 from pdlink.breaker import Breaker
 from pdlink.events import TierCalled, emit
 from pdlink.store.cleared import EVERYTHING
-from pdlink.store.line import Line
+from pdlink.store.line import Line, Width
 from pdlink.store.tiers.base import SettlingTier
-from pdlink.store.width import Width
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -70,6 +69,8 @@ class GuardedTier:
         self._asking, self._moving, self._forgetting = (Breaker(deadline_s) for _ in range(3))
         """Of look-ups, of calls that move records, and of calls that remove them. A tier that fails at one of the
         first two is left alone; one that only removes nothing is read."""
+        self._kept_away = False
+        """Whether it was left alone after the last call."""
         self._clock = clock
         self._lock = threading.Lock()
 
@@ -113,7 +114,6 @@ class GuardedTier:
             breaker = self._asking if what == "contains" else self._forgetting if what in _FORGET else self._moving
             if not self._allows(began_s, breaker):
                 return otherwise
-            kept_away = self._keeps_away(began_s)
             call = breaker.begin(began_s)
         failed = True
         result = otherwise
@@ -127,10 +127,11 @@ class GuardedTier:
         with self._lock:
             now_s = self._clock()
             breaker.end(call, now_s, failed=failed)
-            keeps_away = self._keeps_away(now_s)
-        if keeps_away and not kept_away:
+            kept_away, self._kept_away = self._kept_away, self._keeps_away(now_s)
+            now_away = self._kept_away
+        if now_away and not kept_away:
             log.warning("tier %s is left alone for a while", self.name)
-        elif kept_away and not keeps_away:
+        elif kept_away and not now_away:
             log.warning("tier %s answers again", self.name)
         outcome = "failed" if failed else "missed" if result is None or result is False else "done"
         emit(TierCalled(tier=self.name, call=what, outcome=outcome, nbytes=nbytes, took_s=now_s - began_s))

@@ -47,14 +47,10 @@ class Keeper:
         self.gathering = Gathering()
         self.works = True
         """Whether its last round has not failed."""
-        self._work = threading.Condition(books.lock)
+        self._work = books.room_taken
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="pdlink-store", daemon=True)
         self._thread.start()
-
-    def wake(self) -> None:
-        """Room was taken. The caller holds the lock of the books."""
-        self._work.notify_all()
 
     def close(self) -> None:
         with self._work:

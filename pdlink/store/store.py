@@ -318,7 +318,7 @@ class Store(AnyStore):
                 let_others()
         with self._lock:
             self._writing.make_headroom()
-            self._keeper.wake()
+            self._books.room_taken.notify_all()
         self._books.tell()
         return tuple(slots)
 

@@ -1,4 +1,5 @@
-"""`Turns`: which record goes next, where records have priorities and tenants a quota. Pure: no clock, no lock.
+"""`Turns`: which record goes next, where records have priorities and tenants a quota; `RecordDeadlines`: which one's
+time is over. Pure: no clock, no lock.
 
 Each class of records has an eviction policy of its own. The lowest priority goes first, and within it the tenant that
 uses most.
@@ -9,16 +10,22 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from functools import lru_cache
+from heapq import heapify, heappop, heappush
+from math import inf, isinf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
+    from pdlink.store.kept import Record
     from pdlink.store.policies.base import EvictionPolicy, Key
+    from pdlink.store.slots import Serial
 
 MIN_PRIORITY, DEFAULT_PRIORITY, MAX_PRIORITY = 0, 35, 100
 """As TensorRT-LLM counts retention."""
 MAX_PRIORITY_S = 3600.0
+_STALE = 64
+"""Entries of records that are gone, beside some for each that is there, before they are sorted out."""
 
 
 class Retention(NamedTuple):
@@ -113,3 +120,43 @@ class Turns:
     def _drop_if_empty(self, kind: _Class) -> None:
         if kind != self._usual and not len(self._policies[kind]):
             del self._policies[kind]
+
+
+class RecordDeadlines:
+    """Costs a push of a heap for each record with a deadline."""
+
+    def __init__(self, records: Mapping[bytes, Record]) -> None:
+        """records: all that are there, by key."""
+        self._records = records
+        self.entries: list[tuple[float, Serial, bytes]] = []
+        """A heap. Some may be of records that are gone."""
+
+    def __len__(self) -> int:
+        """Entries, also of records that are gone."""
+        return len(self.entries)
+
+    def add(self, at_s: float, record: Record) -> None:
+        """Have `due` give the record from then on, if it is there."""
+        if isinf(at_s):
+            return
+        heappush(self.entries, (at_s, record.slot.serial, record.slot.key))
+        if len(self.entries) > _STALE + 3 * len(self._records):
+            alive = {(known.slot.serial, key) for key, known in self._records.items()}
+            self.entries = [entry for entry in self.entries if entry[1:] in alive]
+            heapify(self.entries)
+
+    @property
+    def next_s(self) -> float:
+        """When to look again, perhaps at a record that is gone."""
+        return self.entries[0][0] if self.entries else inf
+
+    def due(self, now_s: float) -> Iterator[Record]:
+        """Each one once for each deadline that is over. Records may go, and deadlines come, between two."""
+        while self.entries and self.entries[0][0] <= now_s:
+            _, serial, key = heappop(self.entries)
+            record = self._records.get(key)
+            if record is not None and record.slot.serial == serial:
+                yield record
+
+    def clear(self) -> None:
+        self.entries.clear()

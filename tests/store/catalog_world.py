@@ -228,7 +228,7 @@ class World:
     def _clear(self, dice: Dice) -> None:
         if dice.below(8):
             return
-        self._hear(self.catalog.changes())
+        self._hear_changes()
         was = self.catalog.clear()
         self._hear([Change("removed", *record.slot[1::2]) for record in was.records.values() if not record.missing])
         self._withdraw(was.records)
@@ -251,7 +251,7 @@ class World:
     # --- What must hold
 
     def _look(self, move: str) -> None:
-        self._hear(self.catalog.changes())
+        self._hear_changes()
         for keys in PROMPTS:
             missing = [key not in self.stored for key in [*keys, b"none"]]
             assert self.catalog.lookup(keys) == missing.index(True)
@@ -259,6 +259,10 @@ class World:
         used_nbytes = self.catalog._turns.used_nbytes
         assert max(used_nbytes["t"], used_nbytes["u"]) <= TENANT_PAGES * ALIGNMENT_NBYTES, "a quota is exceeded"
         self.counts[move] += 1
+
+    def _hear_changes(self) -> None:
+        changes, self.catalog.changes = self.catalog.changes, []
+        self._hear(changes)
 
     def _hear(self, changes: Sequence[Change]) -> None:
         for change in changes:

@@ -94,7 +94,7 @@ def test_the_head_of_a_prefix_that_is_committed_in_pieces_is_the_last_to_be_evic
     made.place(slots[2:])
     made.place(slots[:2])
     assert made.commit(slots[:2]) + made.commit(slots[2:]) == KEYS[:4]
-    assert [change.key for change in made.changes()] == KEYS[:4], "who is told of a record knows the one before it"
+    assert [change.key for change in made.changes] == KEYS[:4], "who is told of a record knows the one before it"
     for taken in range(1, 4):
         store(made, [b"new-%d" % taken])
         assert made.lookup(KEYS) == 4 - taken
@@ -148,7 +148,7 @@ def test_a_pin_keeps_up_to_its_quota_until_it_is_taken_back() -> None:
 def test_records_of_one_commit_are_told_in_the_order_of_the_prompt() -> None:
     made = catalog(4)
     made.commit(made.reserve(KEYS[:3], PAGE, "a"))
-    assert [change.key for change in made.changes()] == KEYS[:3], "a router drops one whose parent it does not know"
+    assert [change.key for change in made.changes] == KEYS[:3], "a router drops one whose parent it does not know"
 
 
 LEFT, RIGHT = Share(0, 1, 2), Share(1, 2, 2)

@@ -54,11 +54,16 @@ class CountingLock:
         return self._step
 
 
+def _locking_by(lock: CountingLock) -> SimpleNamespace:
+    """In place of `threading`, for a store's books."""
+    return SimpleNamespace(Lock=lambda: lock, Condition=threading.Condition)
+
+
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, CountingLock]]:
     """A store that has the records of `KEYS`, as far as its books know."""
     lock = CountingLock()
-    monkeypatch.setattr("pdlink.store.books.threading", SimpleNamespace(Lock=lambda: lock))
+    monkeypatch.setattr("pdlink.store.books.threading", _locking_by(lock))
     store = Store(2 * len(KEYS) * 8192, make_policy("adaptive"))
     store.open()
     with lock:
@@ -122,7 +127,7 @@ def test_a_tier_gets_many_records_in_pieces() -> None:
     lock = CountingLock()
     tier = StubTier()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pdlink.store.books.threading", SimpleNamespace(Lock=lambda: lock))
+        patch.setattr("pdlink.store.books.threading", _locking_by(lock))
         store = Store(2 * len(KEYS) * 8192, make_policy("adaptive"), [tier])
     store.open()
     try:
@@ -167,6 +172,6 @@ def test_records_that_expire_together_go_in_pieces(counted: tuple[Store, Countin
             record.expires_s = 1.0
             store._catalog._deadlines.add(1.0, record)
         lock._steps = 0
-        store._keeper.wake()
+        store._books.room_taken.notify_all()
     assert gone.wait(10.0)
     assert lock.most_steps < MOST_STEPS

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdlink.store.line import Line
-from pdlink.store.width import MOST, Width
+from pdlink.store.line import MOST, Line, Width
 
 from .stubs import WAIT_S
 

@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from pdlink.events import WriteDropped, listen
+from pdlink.store.line import Width
 from pdlink.store.policies.registry import make_policy
 from pdlink.store.store import Store
 from pdlink.store.turns import Retention
-from pdlink.store.width import Width
 
 from .process import until
 from .stubs import SHAPE, WAIT_S, StubTier

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from zlib import crc32
 
-from .lru import Lru
+from .queues import Lru
 from .s3fifo import S3Fifo
 
 if TYPE_CHECKING:

@@ -6,11 +6,10 @@ only called when something does not fit, so what is resident then is the capacit
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 Key = bytes
 
@@ -39,51 +38,3 @@ class EvictionPolicy(Protocol):
 
     def __len__(self) -> int:
         """Resident keys."""
-
-
-class KeyQueue:
-    """Keys from oldest to newest, with their sizes: what policies are made of."""
-
-    def __init__(self) -> None:
-        self._sizes: OrderedDict[Key, int] = OrderedDict()
-        self.nbytes = 0
-
-    def push(self, key: Key, nbytes: int) -> None:
-        """As the newest; the key is not in here."""
-        self._sizes[key] = nbytes
-        self.nbytes += nbytes
-
-    def pop(self, key: Key) -> int:
-        """Take the key out; its size. Raises KeyError."""
-        nbytes = self._sizes.pop(key)
-        self.nbytes -= nbytes
-        return nbytes
-
-    def renew(self, key: Key) -> None:
-        """Make it the newest. Raises KeyError."""
-        self._sizes.move_to_end(key)
-
-    def oldest(self, may_evict: Callable[[Key], bool]) -> Key | None:
-        """The first key that may go."""
-        return next(filter(may_evict, self._sizes), None)
-
-    def newest(self, may_evict: Callable[[Key], bool]) -> Key | None:
-        """The last key that may go."""
-        return next(filter(may_evict, reversed(self._sizes)), None)
-
-    def trim(self, nbytes: int) -> None:
-        """Forget the oldest until at most `nbytes` are left."""
-        while self.nbytes > nbytes:
-            self.nbytes -= self._sizes.popitem(last=False)[1]
-
-    def __getitem__(self, key: Key) -> int:
-        return self._sizes[key]
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._sizes
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self._sizes)
-
-    def __len__(self) -> int:
-        return len(self._sizes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from .base import KeyQueue
+from .queues import KeyQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable

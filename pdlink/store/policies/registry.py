@@ -8,10 +8,8 @@ from pdlink.config.by_path import make_by_path
 from pdlink.errors import ConfigError
 
 from .adaptive import Adaptive
-from .fifo import Fifo
 from .lfu import Lfu
-from .lru import Lru
-from .mru import Mru
+from .queues import Fifo, Lru, Mru
 from .s3fifo import S3Fifo
 
 if TYPE_CHECKING:

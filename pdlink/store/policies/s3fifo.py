@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .base import KeyQueue
+from .queues import KeyQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable

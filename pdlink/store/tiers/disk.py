@@ -27,8 +27,7 @@ from pdlink.store.interface import RecordChange
 from pdlink.store.record import ends_at_s
 
 from .direct import PAGE_NBYTES, DirectFile
-from .entries import Entries
-from .journal import ENTRY_NBYTES, Journal, RecordPlace, journals, pack, unpack
+from .journal import ENTRY_NBYTES, Entries, Journal, RecordPlace, journals, pack, unpack
 from .others import Others
 from .segments import FullSegments, Segment
 

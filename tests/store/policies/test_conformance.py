@@ -143,7 +143,7 @@ def test_an_eviction_looks_at_few_keys_however_many_there_are(name: str) -> None
 
 
 def test_a_policy_of_someone_elses_is_found_by_its_path() -> None:
-    policy = make_policy("pdlink.store.policies.lru:Lru")
+    policy = make_policy("pdlink.store.policies.queues:Lru")
     policy.insert(key(1), 1)
     assert policy.evict(lambda _: True) == key(1)
 
@@ -153,7 +153,7 @@ def test_a_policy_of_someone_elses_is_found_by_its_path() -> None:
     [
         ("lruu", "expected adaptive, fifo"),
         ("no.such.module:Class", "No module named"),
-        ("pdlink.store.policies.lru:Nothing", "no attribute"),
+        ("pdlink.store.policies.queues:Nothing", "no attribute"),
         ("pdlink.errors:HandshakeRefused", "missing"),
         ("builtins:dict", "has no insert, touch, evict, remove"),
     ],

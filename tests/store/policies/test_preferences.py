@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from pdlink.store.policies.adaptive import SAMPLED, Adaptive
 from pdlink.store.policies.base import EvictionPolicy, Key
 from pdlink.store.policies.lfu import MOST_USES
-from pdlink.store.policies.lru import Lru
-from pdlink.store.policies.mru import Mru
+from pdlink.store.policies.queues import Lru, Mru
 from pdlink.store.policies.registry import make_policy
 
 from .harness import Cache, key

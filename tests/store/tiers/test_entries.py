@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from pdlink.store.tiers.entries import Entries
-from pdlink.store.tiers.journal import ENTRY, pack
+from pdlink.store.tiers.journal import ENTRY, Entries, pack
 
 if TYPE_CHECKING:
     from pdlink.store.tiers.journal import EntryArray
