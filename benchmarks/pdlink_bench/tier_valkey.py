@@ -6,8 +6,11 @@ Both keep a record in parts of one length, and compare the same checksum of what
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -19,6 +22,12 @@ from .tier_lanes import DiskLane, TierLane
 from .workers import WorkerFailed
 
 _START_S = 20.0
+PROGRAMS = ("valkey-server", "redis-server")
+
+
+def places() -> str:
+    """Where they are looked for: PATH, then where `make` unpacks servers for tests, beside this Python."""
+    return os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.prefix) / "servers" / "bin")])
 
 
 class ValkeyServer:
@@ -26,9 +35,9 @@ class ValkeyServer:
 
     def __init__(self) -> None:
         """Raises WorkerFailed where no server is installed, or it does not start."""
-        program = shutil.which("valkey-server") or shutil.which("redis-server")
+        program = next(filter(None, (shutil.which(name, path=places()) for name in PROGRAMS)), None)
         if program is None:
-            raise WorkerFailed("no valkey-server or redis-server here; apt-get install valkey-server")
+            raise WorkerFailed(f"no {' or '.join(PROGRAMS)} in {places()}; apt-get install valkey-server")
         self._place = TemporaryDirectory(prefix="pdlink-")
         self.path = f"{self._place.name}/valkey"
         options = ["--port", "0", "--unixsocket", self.path, "--save", "", "--dir", self._place.name]

@@ -122,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--entries", type=positive, default=1_000_000, help="of the restart (%(default)s)")
     parser.add_argument(
         "--places", nargs="+", choices=[*_BARE, _LOOKUP, _START, _COLD], default=[*_BARE, _LOOKUP, _START, _COLD],
-        help="what to measure (all)",
+        help="what to measure (all); valkey needs a valkey-server or redis-server in PATH or PREFIX/servers/bin",
     )  # fmt: skip
     parser.add_argument("--restarts", type=positive, default=5, help="of what is cold (%(default)s)")
     parser.add_argument("--memory", type=positive, default=60, metavar="GIB", help="of the start (%(default)s)")

@@ -2,10 +2,14 @@
 
 Two workers of our own engine, each a process with its store. In a round the first one computes a new prompt, and gets
 it again from memory, then from its disk; the second one gets it from the memory of the first one; then a conversation
-goes on from that prompt, turn by turn. Then each worker is killed and started again, several times: its first request
-is for that prompt, from the disk or from the peer, and the tenth is beside it. Blocks are not shared between
-requests, so a tier answers or nobody does. What each worker says of the sources of a prompt is checked, and so is
-that a repeated prompt has the same answer.
+goes on from that prompt, turn by turn. A third worker has a store process (`pdlink store`), which pulls the last
+prompt from the first worker. Then each worker is killed and started again, several times: its first request is for
+that prompt, from the disk, from the peer or from the store process, and the tenth is beside it. Blocks are not shared
+between requests, so a tier answers or nobody does. What each worker says of the sources of a prompt is checked, and
+so is that a repeated prompt has the same answer.
+
+Each figure has its floor beside it: the bytes of KV by bare copies of one core, and from the disk by bare unbuffered
+reads before those.
 """
 
 from __future__ import annotations
@@ -25,10 +29,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pdlink.commands.parser import positive
-from pdlink.config import WorkerConfig
+from pdlink.config import StoreConfig, WorkerConfig
 from pdlink.errors import PdlinkError
 from pdlink.fleet.child import start, stop
 from pdlink.fleet.ports import free_ports
+from pdlink.memory.buffers import Buffer
+from pdlink.store.tiers.direct import DirectFile
 
 from . import harness, plot
 from .harness import BenchReport, TextTable
@@ -48,7 +54,8 @@ HEADS, HEAD_DIM, DTYPE_NBYTES = 4, 64, 4
 COLD, MEMORY, DISK, PEER, TURN = "computed", "memory", "disk", "a peer", "next turn"
 DISK_FIRST, DISK_TENTH = "disk, first after SIGKILL", "disk, tenth"
 PEER_FIRST, PEER_TENTH = "a peer, first after SIGKILL", "a peer, tenth"
-MOST = {MEMORY: 0.03, DISK: 0.03, PEER: 0.03, TURN: 0.1, DISK_FIRST: 0.05, PEER_FIRST: 0.05}
+STORE_FIRST, STORE_TENTH = "pdlink store, first after SIGKILL", "pdlink store, tenth"
+MOST = {MEMORY: 0.03, DISK: 0.03, PEER: 0.03, TURN: 0.1, DISK_FIRST: 0.05, PEER_FIRST: 0.05, STORE_FIRST: 0.05}
 """Of the time of a new prompt."""
 START_TIMEOUT_S = 120.0
 SETTLE_S = 60.0
@@ -75,12 +82,17 @@ class WarmSettings:
         """Of KV."""
         return self.layers * 2 * HEADS * HEAD_DIM * DTYPE_NBYTES
 
+    @property
+    def memory_gib(self) -> float:
+        """Of a store, for all that a run keeps."""
+        nbytes = self.rounds * (self.longest + 2 * CHUNK_TOKENS) * self.token_nbytes
+        return max(0.25, 1.1 * nbytes / 2**30)
+
 
 class LoneWorker:
     """One worker, which serves requests alone."""
 
     def __init__(self, name: str, model: Path, settings: WarmSettings, **tiers: Any) -> None:
-        nbytes = settings.rounds * (settings.longest + 2 * CHUNK_TOKENS) * settings.token_nbytes
         config = WorkerConfig.model_validate(
             {
                 "role": "both",
@@ -90,7 +102,6 @@ class LoneWorker:
                 "engine": {"threads": 2, "max_batched_tokens": 2048},
                 "tiers": {
                     "chunk_size": CHUNK_TOKENS,
-                    "max_local_cpu_size": max(0.25, 1.1 * nbytes / 2**30),
                     "save_decode_cache": True,
                     **tiers,
                 },
@@ -124,11 +135,11 @@ class LoneWorker:
         self.child.again()
         self.child.wait_ready(START_TIMEOUT_S)
 
-    def until_known(self, prompt: list[int], place: str | None, tokens: int) -> None:
-        """Wait until so many tokens are found, all of them in this place. place: None for any one."""
+    def until_known(self, prompt: list[int], place: str, tokens: int) -> None:
+        """Wait until so many tokens are found, all of them in this place."""
         deadline_s = time.monotonic() + SETTLE_S
         while (runs := self.ask("/pdlink/cache/lookup", {"prompt": prompt})["runs"]) != [
-            {"place": place or (runs[0]["place"] if runs else ""), "tokens": tokens}
+            {"place": place, "tokens": tokens}
         ]:
             if time.monotonic() > deadline_s:
                 raise WrongAnswer(f"{tokens} tokens are not in {place} after {SETTLE_S:.0f} s; there are {runs}")
@@ -152,24 +163,38 @@ def measure(
         head_dim=HEAD_DIM,
     )
     port = free_ports(1)
+    memory, peers = {"max_local_cpu_size": settings.memory_gib}, [f"tcp://127.0.0.1:{port}"]
     disk = {"local_disk": str(directory / "disk"), "max_local_disk_size": 8.0, "peer_port": port}
-    engines = [LoneWorker("first", model, settings, **disk)]
-    try:
-        engines[0].child.wait_ready(START_TIMEOUT_S)
-        engines.append(LoneWorker("second", model, settings, peers=[f"tcp://127.0.0.1:{port}"]))
-        engines[1].child.wait_ready(START_TIMEOUT_S)
-        return _rounds(settings, engines[0], engines[1], directory, tick)
-    finally:
-        stop([engine.child for engine in engines], 10.0)
+    with tempfile.TemporaryDirectory(prefix="pdlink-") as place:  # a socket's path has 107 characters at most
+        socket = str(Path(place) / "store")
+        shared = StoreConfig.model_validate({"socket": socket, "tiers": {**memory, "peers": peers}})
+        first = LoneWorker("first", model, settings, **memory, **disk)
+        children = [first.child]
+        try:
+            first.child.wait_ready(START_TIMEOUT_S)
+            second = LoneWorker("second", model, settings, **memory, peers=peers)
+            children += [second.child, start("store", "store", shared.model_dump(mode="json"))]
+            for child in children[1:]:
+                child.wait_ready(START_TIMEOUT_S)
+            third = LoneWorker("third", model, settings, store=socket)
+            children.append(third.child)
+            third.child.wait_ready(START_TIMEOUT_S)
+            return _rounds(settings, (first, second, third), directory, tick)
+        finally:
+            stop(children, 10.0)
 
 
 def _rounds(
-    settings: WarmSettings, first: LoneWorker, second: LoneWorker, directory: Path, tick: Callable[[], None]
+    settings: WarmSettings,
+    engines: tuple[LoneWorker, LoneWorker, LoneWorker],
+    directory: Path,
+    tick: Callable[[], None],
 ) -> tuple[Measured, dict[str, list[Any]]]:
+    first, second, third = engines
     numbers = random.Random(settings.seed)
     measured, sources = Measured(), dict[str, list[Any]]()
     short = _tokens(numbers, 2 * CHUNK_TOKENS + 1)
-    for engine in (first, second):  # the first pass of a process makes its kernels
+    for engine in engines:  # the first pass of a process makes its kernels
         engine.complete(short, 2, "warm-up")
 
     names = itertools.count()
@@ -202,16 +227,21 @@ def _rounds(
         for _ in range(settings.turns):
             prompt = [*prompt, *answer.encode(), *_tokens(numbers, settings.message_tokens)]
             answer = one(TURN, first, prompt).text
+    if third.complete(again[0], settings.answer_tokens, "into the store")[0].text != again[1]:
+        raise WrongAnswer("the answer to a prompt that a store process pulled is another one than when it was new")
     for _ in range(settings.restarts):
-        for engine, first_time, tenth in ((first, DISK_FIRST, DISK_TENTH), (second, PEER_FIRST, PEER_TENTH)):
+        for engine, first_time, tenth in (
+            (first, DISK_FIRST, DISK_TENTH),
+            (second, PEER_FIRST, PEER_TENTH),
+            (third, STORE_FIRST, STORE_TENTH),
+        ):
             engine.restart(directory)
-            if engine is second:  # its link to the first one comes up meanwhile
-                second.until_known(again[0], None, whole)
             same(first_time, engine, *again)
-            for _ in range(8):
-                engine.ask("/pdlink/cache/clear", {"everything": True, "places": ["memory"]})
-                engine.complete(again[0], settings.answer_tokens, f"bench-{next(names)}")
-            engine.ask("/pdlink/cache/clear", {"everything": True, "places": ["memory"]})
+            for number in range(9):
+                if engine is not third:
+                    engine.ask("/pdlink/cache/clear", {"everything": True, "places": ["memory"]})
+                if number < 8:
+                    engine.complete(again[0], settings.answer_tokens, f"bench-{next(names)}")
             same(tenth, engine, *again)
     for what, found in sources.items():
         _check(what, found, (settings.tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS)
@@ -223,8 +253,9 @@ def _check(what: str, sources: Sequence[dict[str, Any]], whole_tokens: int) -> N
 
     whole_tokens: of the first prompt of a conversation, in whole chunks before its last token, which is computed.
     """
+    in_memory = dict.fromkeys((MEMORY, TURN, STORE_FIRST, STORE_TENTH), "memory")
     on_disk = dict.fromkeys((DISK, DISK_FIRST, DISK_TENTH), "disk")
-    place = {COLD: "", MEMORY: "memory", TURN: "memory", **on_disk}.get(what)
+    place = {COLD: "", **in_memory, **on_disk}.get(what)
     for one in sources:
         loaded = one["loaded"] if place is None else one["places"].get(place, 0)
         if what != COLD and one["loaded"] < whole_tokens:
@@ -245,15 +276,42 @@ def copy_s(nbytes: int) -> float:
     return time.perf_counter() - began_s
 
 
+def read_s(directory: Path, nbytes: int) -> float:
+    """Seconds that bare unbuffered reads of so many bytes take, a record at a time."""
+    file, step = DirectFile(directory / "bare"), 4 << 20
+    with Buffer(step) as buffer:
+        file.grow(nbytes)
+        for begin in range(0, nbytes, step):
+            file.write(begin, buffer.array[: min(step, nbytes - begin)].data)
+        drop_cached(directory)
+        began_s = time.perf_counter()
+        for begin in range(0, nbytes, step):
+            file.read(begin, buffer.array[: min(step, nbytes - begin)].data)
+        took_s = time.perf_counter() - began_s
+    file.close()
+    return took_s
+
+
+def floors_s(directory: Path, nbytes: int) -> dict[str, float]:
+    """By where a prompt of so many bytes comes from: what its bytes take by bare reads and copies."""
+    copied_s = min(copy_s(nbytes) for _ in range(3))
+    disk_s = min(read_s(directory, nbytes) for _ in range(3)) + copied_s
+    return {
+        **dict.fromkeys((MEMORY, STORE_FIRST, STORE_TENTH), copied_s),
+        **dict.fromkeys((PEER, PEER_FIRST, PEER_TENTH), 2 * copied_s),  # into the store's memory, then into blocks
+        **dict.fromkeys((DISK, DISK_FIRST, DISK_TENTH), disk_s),
+    }
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `pdlink bench warm`."""
-    parser.add_argument("--tokens", type=positive, default=32768, help="of a prompt; default %(default)s")
+    parser.add_argument("--tokens", type=positive, default=25600, help="of a prompt; default %(default)s")
     parser.add_argument("--turns", type=positive, default=4, help="that follow it; default %(default)s")
     parser.add_argument("--message-tokens", type=positive, default=256, help="of a turn; default %(default)s")
     parser.add_argument("--answer-tokens", type=positive, default=32, help="default %(default)s")
     parser.add_argument("--rounds", type=positive, default=3, help="default %(default)s")
     parser.add_argument("--restarts", type=positive, default=5, help="of each worker; default %(default)s")
-    parser.add_argument("--layers", type=positive, default=2, help="of the model; default %(default)s")
+    parser.add_argument("--layers", type=positive, default=8, help="of the model; default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts; default %(default)s")
     parser.add_argument("--directory", type=Path, default=Path(), metavar="DIR", help="on the disk to measure (.)")
     harness.add_output_arguments(parser, draws=True)
@@ -279,25 +337,27 @@ def _report(args: argparse.Namespace, progress: Progress) -> BenchReport:
         restarts=args.restarts,
         seed=args.seed,
     )
-    task = progress.add_task("requests", total=settings.rounds * (4 + settings.turns) + 4 * settings.restarts)
+    task = progress.add_task("requests", total=settings.rounds * (4 + settings.turns) + 6 * settings.restarts)
+    nbytes = settings.tokens * settings.token_nbytes
     with tempfile.TemporaryDirectory(prefix=".pdlink-bench-", dir=args.directory) as name:
         measured, sources = measure(settings, Path(name), lambda: progress.advance(task))
-    nbytes = settings.tokens * settings.token_nbytes
-    floor_s = min(copy_s(nbytes) for _ in range(3))
+        floor_s = floors_s(Path(name), nbytes)
     what = (
-        f"{settings.tokens:,} tokens, {nbytes / 2**20:,.0f} MiB of KV (copied by one core in {floor_s * 1e3:.0f} ms, "
-        f"{gb_per_s(nbytes, floor_s):.1f} GB/s); a Llama of {settings.layers} layers, {HEADS} heads of {HEAD_DIM}, "
-        f"float32; {settings.turns} turns of {settings.answer_tokens} + {settings.message_tokens} tokens; "
+        f"{settings.tokens:,} tokens, {nbytes / 2**20:,.0f} MiB of KV (copied by one core with "
+        f"{gb_per_s(nbytes, floor_s[MEMORY]):.1f} GB/s); "
+        f"a Llama of {settings.layers} layers, {HEADS} heads of {HEAD_DIM}, float32; "
+        f"{settings.turns} turns of {settings.answer_tokens} + {settings.message_tokens} tokens; "
         f"{settings.rounds} rounds, {settings.restarts} restarts"
     )
     kept = {"settings": settings, "floor_s": floor_s, "measured": measured, "sources": sources}
     report = BenchReport(kept, [what], notes=what.replace("; ", "\n", 1))
-    _tell(report, measured, sources)
+    _tell(report, measured, sources, floor_s)
     return report
 
 
-def _tell(report: BenchReport, measured: Measured, sources: dict[str, list[Any]]) -> None:
-    table = TextTable(("prefix from", "TTFT ms", "to computed", "at most", "tokens loaded", "tokens computed"))
+def _tell(report: BenchReport, measured: Measured, sources: dict[str, list[Any]], floor_s: dict[str, float]) -> None:
+    columns = ("prefix from", "TTFT ms", "floor ms", "to computed", "at most", "tokens loaded", "tokens computed")
+    table = TextTable(columns)
     cold = summarise(measured.samples[COLD])
     bars, ratios = [], []
     for what, samples in measured.samples.items():
@@ -307,7 +367,8 @@ def _tell(report: BenchReport, measured: Measured, sources: dict[str, list[Any]]
         report.ok &= met
         counts = [f"{np.median([one[name] for one in sources[what]]):,.0f}" for name in ("loaded", "computed")]
         most = f"{MOST[what]:.2f}: {'met' if met else '[red]missed[/]'}" if what in MOST else ""
-        table.add(what, spread(summary, digits=0), f"{ratio:.4f}", most, *counts)
+        floor = f"{floor_s[what] * 1e3:.0f}" if what in floor_s else ""
+        table.add(what, spread(summary, digits=0), floor, f"{ratio:.4f}", most, *counts)
         bars.append(plot.PlottedBar.of(what, summary, lambda seconds: seconds * 1e3))
         if what != COLD:
             ratios.append(plot.PlottedBar.of(what, summary, lambda seconds: seconds / cold.median))

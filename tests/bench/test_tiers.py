@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from pdlink.cli import main
 from pdlink.store.tiers.disk import Disk
-from pdlink_bench import tier_cold, tier_lanes, tier_lookup, tiers
+from pdlink_bench import tier_cold, tier_lanes, tier_lookup, tier_valkey, tiers
 
 WORDS = ["--sizes", "64", "--turn", "1", "--rounds", "2", "--entries", "2000", "--restarts", "1"]
 
@@ -83,5 +84,19 @@ def test_a_server_or_client_that_is_not_installed_is_left_out_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
     assert main(["bench", "tiers", "--directory", str(tmp_path), "--places", "valkey", *WORDS]) == 0
     assert "valkey is left out: no valkey-server" in capsys.readouterr().out
+
+
+def test_a_server_that_make_has_unpacked_beside_python_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    program = tmp_path / "servers/bin/redis-server"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\necho Ready to accept connections\n")
+    program.chmod(0o700)
+    with closing(tier_valkey.ValkeyServer()) as server:
+        assert server.path.endswith("valkey")

@@ -39,6 +39,7 @@ def test_each_prompt_comes_from_where_its_row_says_and_nothing_is_left_on_the_di
     main(["bench", "warm", "--directory", str(directory), "--json", str(kept), *WORDS])
     found = json.loads(kept.read_text())
     restarted = [warm.DISK_FIRST, warm.DISK_TENTH, warm.PEER_FIRST, warm.PEER_TENTH]
+    restarted += [warm.STORE_FIRST, warm.STORE_TENTH]
     rows = [warm.COLD, warm.MEMORY, warm.PEER, warm.DISK, warm.TURN, *restarted]
     assert {name: len(one["samples"]) for name, one in found["measured"]["measured"].items()} == dict.fromkeys(
         rows, 1
@@ -49,6 +50,7 @@ def test_each_prompt_comes_from_where_its_row_says_and_nothing_is_left_on_the_di
         **dict.fromkeys((warm.MEMORY, warm.PEER, warm.DISK, *restarted), 768),
         warm.TURN: 1024,
     }
+    assert set(found["floor_s"]) == {warm.MEMORY, warm.PEER, warm.DISK, *restarted}
     assert list(directory.iterdir()) == []
 
 
