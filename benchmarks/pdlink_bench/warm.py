@@ -227,7 +227,7 @@ def _rounds(
         for _ in range(settings.turns):
             prompt = [*prompt, *answer.encode(), *_tokens(numbers, settings.message_tokens)]
             answer = one(TURN, first, prompt).text
-    if third.complete(again[0], settings.answer_tokens, "into the store")[0].text != again[1]:
+    if third.complete(again[0], settings.answer_tokens, "into-the-store")[0].text != again[1]:
         raise WrongAnswer("the answer to a prompt that a store process pulled is another one than when it was new")
     for _ in range(settings.restarts):
         for engine, first_time, tenth in (

@@ -173,6 +173,8 @@ class Fetching:
             with self._books.lock:
                 goes_on = self._begin(fetch, piece, to_check, begun, now_s)
                 self._books.note()
+            if begun:  # tiers read the first records meanwhile
+                self._arena.begin(max(arrival.slot.offset + arrival.slot.nbytes for arrival, _ in begun))
             for arrival, tier in begun:
                 if not self._below.tiers or not self._below.tiers[tier].readers.put(
                     partial(self._bring, arrival, tier)

@@ -471,6 +471,23 @@ def test_the_first_load_after_a_start_gets_the_memory_that_it_needs(monkeypatch:
         assert read(store, KEYS) == len(KEYS)
 
 
+def test_memory_for_all_of_a_load_comes_while_its_first_record_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdlink.store.store.STEP_NBYTES", 2 * SHAPE.nbytes)
+    monkeypatch.setattr("pdlink.store.arena.Arena.wants_more", lambda *_: False)  # the keeper does nothing
+    tier = StubTier()
+    with opened(100, [tier]) as store:
+        put(store, KEYS)
+        assert store.flush(WAIT_S)
+    with opened(100, [tier]) as store:
+        tier.going.clear()
+        begun = fetch(store, KEYS)
+        assert tier.stalled.wait(WAIT_S)
+        until(lambda: store.committed_nbytes >= len(KEYS) * SHAPE.nbytes, "all of it has memory")
+        tier.going.set()
+        assert len(begun.done.result(WAIT_S)) == len(KEYS)
+        assert begun.close()
+
+
 def test_a_record_larger_than_a_step_of_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdlink.store.store.STEP_NBYTES", PAGE)
     with opened(3) as store:
