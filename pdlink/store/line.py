@@ -97,11 +97,13 @@ class Line:
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
-        """Do what is in line, and end; return after `timeout_s` if that takes longer."""
+        """Do what is in line, and end; return after `timeout_s` if that takes longer: the rest is not done then."""
         self.end()
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
+        with self._changed:  # a thread that is stuck would begin it while the process ends
+            self._jobs.clear()
 
     def _run(self) -> None:
         while (job := self._next()) is not None:

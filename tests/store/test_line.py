@@ -61,3 +61,21 @@ def test_waiting_for_a_line_that_has_ended_waits_for_what_was_in_it() -> None:
     waiting.join(WAIT_S)
     assert not waiting.is_alive()
     assert done == [1]
+
+
+def test_what_a_closed_line_has_not_begun_in_time_is_not_done() -> None:
+    """Else its thread would do it with what has been closed, while the process ends."""
+    line, stuck, go_on, done = Line("line"), threading.Event(), threading.Event(), list[int]()
+
+    def job() -> None:
+        stuck.set()
+        go_on.wait(WAIT_S)
+
+    line.put(job)
+    line.put(lambda: done.append(1))
+    assert stuck.wait(WAIT_S)
+    line.close(0.0)
+    go_on.set()
+    line.close(WAIT_S)
+    assert not any(thread.is_alive() for thread in line._threads)
+    assert done == []

@@ -1,0 +1,159 @@
+"""What a store does on file systems that are small, fail or freeze: programs for a process that may mount them.
+
+unshare --user --map-root-user --mount python -m tests.store.tiers.mounted SCENARIO DIRECTORY
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdlink.store.policies.registry import make_policy
+from pdlink.store.record import HEADER_NBYTES, Group, RecordShape
+from pdlink.store.store import Store
+from pdlink.store.tiers.disk import Disk
+
+from .fuse import mount, mount_at
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+SHAPE = RecordShape("uint8", 16, (Group("latent", (0,), 1, 1, 4096),))
+"""64 KiB and a header."""
+KEYS = [number.to_bytes(32, "big") for number in range(100)]
+"""6.6 MiB of records, which memory has room for, and a file system of 4 MiB has not."""
+_WAIT_S = 60.0
+_DEADLINE_S = 2.0
+"""Of a tier's call."""
+_REMOUNT = 32
+_SHUT_DOWN = 0x8004587D
+"""ioctl of ext4: everything fails from now on."""
+
+
+def tmpfs(place: Path) -> None:
+    """A small file system keeps what fits, says so, and is used whole when it grows."""
+    mount_at("none", place, "tmpfs", "size=4m")
+    with _opened(place) as store:
+        _keeps_what_fits(store)
+        mount_at("none", place, "tmpfs", "size=64m", _REMOUNT)
+        _put(store, KEYS)
+        _until(lambda: store.flush(_WAIT_S) and not store.problems()["disk"], "it has room again")
+
+
+def loop(place: Path) -> None:
+    """The same of a block device; and one that fails costs what is on it."""
+    image = place.parent / "image"
+    image.write_bytes(b"")
+    os.truncate(image, 5 << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", str(image)], check=True)
+    subprocess.run(["mount", "-o", "loop", str(image), str(place)], check=True)
+    with _opened(place) as store:
+        _keeps_what_fits(store)
+        fd = os.open(place, os.O_RDONLY)
+        fcntl.ioctl(fd, _SHUT_DOWN, struct.pack("<I", 2))
+        os.close(fd)
+        store.clear(places=["memory"])
+        assert _put(store, KEYS) == len(KEYS), "memory goes on"
+        _until(lambda: "left alone" in store.problems()["disk"], "it is left alone")
+        assert _read(store, KEYS) == len(KEYS)
+
+
+def frozen(place: Path) -> None:
+    """A file system that stops answering costs nobody more than the deadline of a call, and is used again."""
+    server = mount(place)
+    try:
+        with _opened(place) as store:
+            _put(store, KEYS[:20])
+            assert store.flush(_WAIT_S)
+            os.kill(server, signal.SIGSTOP)
+            assert _put(store, KEYS[20:40]) == 20, "memory goes on"
+            assert _read(store, KEYS[:40]) == 40
+            began_s = time.monotonic()
+            assert not store.flush(_DEADLINE_S / 4)
+            assert not store.clear().durable, "nothing can be noted"
+            assert store.lookup(KEYS, _DEADLINE_S / 4).keys == ()
+            assert not store.clear(ending=KEYS[0][-4:]).durable
+            took_s = time.monotonic() - began_s
+            assert took_s < 10 * _DEADLINE_S, f"callers waited {took_s:.1f} s"
+            _until(lambda: not store.health()["disk"], "it is left alone")
+            os.kill(server, signal.SIGCONT)
+            _put(store, KEYS[40:60])
+            _until(lambda: store.flush(_WAIT_S) and store.health()["disk"], "it is used again")
+            store.clear(places=["memory"])
+            assert _read(store, KEYS[40:60]) == 20
+            assert store.lookup(KEYS[:40], _WAIT_S).keys == (), "what was cleared stays so"
+            os.kill(server, signal.SIGSTOP)
+            _put(store, KEYS[60:80])
+            began_s = time.monotonic()
+        assert time.monotonic() - began_s < 10 * _DEADLINE_S, "its end does not wait for it"
+    finally:
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+
+
+@contextmanager
+def _opened(place: Path) -> Iterator[Store]:
+    disk = Disk(place, "kv", 8 << 20, record_nbytes=SHAPE.nbytes)
+    store = Store(
+        16 << 20, make_policy("lru"), [disk], tier_deadline_s=_DEADLINE_S, cleared=[place / "kv" / "cleared"]
+    )
+    store.open()
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _keeps_what_fits(store: Store) -> None:
+    assert _put(store, KEYS) == len(KEYS)
+    assert store.flush(_WAIT_S), "the oldest of it make room"
+    assert "No space left" in store.problems()["disk"]
+    assert store.health()["disk"], "it is read"
+    store.clear(places=["memory"])
+    kept = [key for key in KEYS if store.lookup([key], _WAIT_S).keys]
+    assert 20 < len(kept) < len(KEYS)
+    assert _read(store, kept) == len(kept)
+
+
+def _put(store: Store, keys: Sequence[bytes]) -> int:
+    slots = store.reserve(keys, SHAPE)
+    for slot in slots:
+        slot.of(store.array)[HEADER_NBYTES : SHAPE.nbytes] = memoryview(_content(slot.key))
+    store.commit(slots, SHAPE)
+    return len(slots)
+
+
+def _read(store: Store, keys: Sequence[bytes]) -> int:
+    fetch = store.fetch(store.lookup(keys, _WAIT_S), SHAPE, "request")
+    slots = fetch.done.result(_WAIT_S)
+    for slot in slots:
+        assert slot.of(store.array)[HEADER_NBYTES : SHAPE.nbytes].tobytes() == _content(slot.key)
+    assert fetch.close()
+    return len(slots)
+
+
+def _content(key: bytes) -> bytes:
+    return random.Random(key).randbytes(SHAPE.payload_nbytes)
+
+
+def _until(condition: Callable[[], object], what: str) -> None:
+    deadline_s = time.monotonic() + _WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"timed out waiting until {what}"
+        time.sleep(0.05)
+
+
+SCENARIOS = {scenario.__name__: scenario for scenario in (tmpfs, loop, frozen)}
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).mkdir()
+    SCENARIOS[sys.argv[1]](Path(sys.argv[2]))

@@ -1,0 +1,51 @@
+"""A disk tier on real file systems that are small, fail or freeze (`mounted.py` says what holds there)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+_NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
+_MAX_S = 150.0
+
+
+@cache
+def _may(*unshare: str) -> bool:
+    return (
+        shutil.which("unshare") is not None and not subprocess.run([*unshare, "true"], capture_output=True).returncode
+    )
+
+
+def _played(scenario: str, directory: Path, *unshare: str) -> None:
+    command = [*unshare, sys.executable, "-m", "tests.store.tiers.mounted", scenario, str(directory / "mount")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_MAX_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+needs_namespace = pytest.mark.skipif(not _may(*_NAMESPACE), reason="no user namespaces here")
+
+
+@needs_namespace
+def test_a_small_file_system_keeps_what_fits_and_all_when_it_has_grown(tmp_path: Path) -> None:
+    _played("tmpfs", tmp_path, *_NAMESPACE)
+
+
+@needs_namespace
+@pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="/dev/fuse is not for this user")
+@pytest.mark.timeout(200)
+def test_a_frozen_file_system_holds_nobody_up_and_is_used_again(tmp_path: Path) -> None:
+    _played("frozen", tmp_path, *_NAMESPACE)
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not _may("unshare", "--mount"), reason="only root may mount a block device")
+@pytest.mark.skipif(shutil.which("mkfs.ext4") is None, reason="no mkfs.ext4")
+@pytest.mark.timeout(200)
+def test_a_small_block_device_keeps_what_fits_and_one_that_fails_costs_what_is_on_it(tmp_path: Path) -> None:
+    _played("loop", tmp_path, "unshare", "--mount")
