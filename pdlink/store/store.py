@@ -240,6 +240,16 @@ class Store(AnyStore):
     def lookup(self, keys: Sequence[bytes], timeout_s: float) -> Found:
         """The longest prefix of `keys` that is here or in a tier. Waits `timeout_s` at most for the tiers."""
         began_s = self._clock()
+        num_here = self._num_here(keys)
+        places = self.known_at(keys[num_here:], timeout_s)
+        known = places.index(-1) if -1 in places else len(places)
+        found = Found(tuple(keys[: num_here + known]), (0,) * num_here + places[:known])
+        by_place = Counter(self._places[place] for place in found.places)
+        emit(PrefixFound(asked=len(keys), places=by_place, took_s=self._clock() - began_s))
+        return found
+
+    def _num_here(self, keys: Sequence[bytes]) -> int:
+        """How many leading ones are in the arena."""
         num_here = 0
         for piece in pieces(keys):
             with self._lock:
@@ -247,12 +257,7 @@ class Store(AnyStore):
             num_here += found_here
             if found_here < len(piece):
                 break
-        places = self.known_at(keys[num_here:], timeout_s)
-        known = places.index(-1) if -1 in places else len(places)
-        found = Found(tuple(keys[: num_here + known]), (0,) * num_here + places[:known])
-        by_place = Counter(self._places[place] for place in found.places)
-        emit(PrefixFound(asked=len(keys), places=by_place, took_s=self._clock() - began_s))
-        return found
+        return num_here
 
     def known_at(self, keys: Sequence[bytes], timeout_s: float) -> tuple[int, ...]:
         """As `AnyStore.known_at`."""
@@ -403,8 +408,14 @@ class Store(AnyStore):
 
     def pin(self, keys: Sequence[bytes], name: str, holder: str = SELF) -> int:
         """Keep what is in the arena of this prefix, within the quota, until `unpin`; how many records."""
-        with self._lock:
-            return self._catalog.pin(keys, name, holder)
+        pinned = 0
+        for piece in pieces(keys):
+            with self._lock:
+                of_piece = self._catalog.pin(piece, name, holder)
+            pinned += of_piece
+            if of_piece < len(piece):
+                break
+        return pinned
 
     def unpin(self, name: str) -> int:
         with self._lock:
@@ -441,11 +452,7 @@ class Store(AnyStore):
         copy: whether `source` keeps them. Waits for both places, as long as their deadlines let it.
         """
         first, last = self.places.index(source), self.places.index(destination)
-        if first:
-            known = self._below.prefix_in(first - 1, keys)
-        else:
-            with self._lock:
-                known = self._catalog.lookup(keys)
+        known = self._below.prefix_in(first - 1, keys) if first else self._num_here(keys)
         fetch = self.fetch(Found(tuple(keys[:known]), (first,) * known), shape, "move")
         try:
             slots = fetch.done.result()

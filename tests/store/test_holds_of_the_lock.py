@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SHAPE = RecordShape("uint8", 16, (Group("latent", (0,), 1, 1, 16),))
 KEYS = [b"%032d" % number for number in range(20_000)]
+PIN_QUOTA_NBYTES = 40 << 20
 MOST_STEPS = 100_000
 """Some milliseconds. To forget a record takes some more than a hundred, to lease one ten."""
 
@@ -64,7 +65,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, CountingLo
     """A store that has the records of `KEYS`, as far as its books know."""
     lock = CountingLock()
     monkeypatch.setattr("pdlink.store.books.threading", _locking_by(lock))
-    store = Store(2 * len(KEYS) * 8192, make_policy("adaptive"))
+    store = Store(2 * len(KEYS) * 8192, make_policy("adaptive"), pin_quota_nbytes=PIN_QUOTA_NBYTES)
     store.open()
     with lock:
         store._books.commit(store._catalog.reserve(KEYS, SHAPE.nbytes, "test"), SHAPE, summed=True)
@@ -84,6 +85,14 @@ def test_a_long_prompt_is_looked_up_leased_and_released_in_pieces(counted: tuple
     assert fetch.close()
     assert store.held() == {"leases": 0, "reservations": 0}
     assert 0 < lock.most_steps < MOST_STEPS
+
+
+def test_a_long_prompt_is_pinned_in_pieces_up_to_the_quota(counted: tuple[Store, CountingLock]) -> None:
+    store, lock = counted
+    assert store.pin(KEYS, "prompt") == PIN_QUOTA_NBYTES // SHAPE.nbytes > 1024
+    assert lock.most_steps < MOST_STEPS // 10
+    assert store.unpin("prompt") == PIN_QUOTA_NBYTES // SHAPE.nbytes
+    store.check()
 
 
 def test_room_for_the_end_of_a_long_prompt_is_taken_in_pieces(counted: tuple[Store, CountingLock]) -> None:
