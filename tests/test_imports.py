@@ -243,9 +243,9 @@ def test_what_serves_a_route_knows_services_and_not_the_router() -> None:
     assert users == {"__init__", "front"}
 
 
-def test_a_leg_an_attempt_and_an_answer_are_given_values() -> None:
-    """They know neither the services of the proxy nor, but for an attempt and an answer, what requests share."""
-    for name in ("leg_account", "leg", "flow", "recovery", "client_answer"):
+def test_a_leg_an_attempt_and_a_request_are_given_values() -> None:
+    """They know neither the services of the proxy nor, but for an attempt and a request, what requests share."""
+    for name in ("leg", "flow", "recovery", "client_answer"):
         assert not {"services", "shared", "app"} & proxy_modules(PROXY / f"{name}.py", types=True), name
-    for name in ("attempt", "answer", "request", "admission"):
+    for name in ("attempt", "request", "admission"):
         assert not {"services", "app"} & proxy_modules(PROXY / f"{name}.py", types=True), name

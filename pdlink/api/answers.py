@@ -26,8 +26,13 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     completion_tokens: Count = 0
 
 
+class _Usual(msgspec.Struct, gc=False):
+    choices: list[msgspec.Raw]
+    usage: Usage | None = None
+
+
 _NOTHING = (None,) * 3
-_ANSWER = msgspec.json.Decoder(_Answer | list[_Answer])
+_USUAL, _ANSWER = msgspec.json.Decoder(_Usual), msgspec.json.Decoder(_Answer | list[_Answer])
 _USAGE, _NO_USAGE = msgspec.json.Decoder(Usage), Usage()
 
 
@@ -35,6 +40,12 @@ def read_answer(content_type: str, body: bytes) -> Usage | str:
     """What an answer with status 200 took, or why it is invalid."""
     if content_type != "application/json":
         return "the answer's type is not application/json"
+    try:
+        usual = _USUAL.decode(body)
+        if b'"error"' not in body:
+            return usual.usage or _NO_USAGE
+    except (ValueError, RecursionError):
+        pass  # of another kind, or with a usage of which only a part can be read
     try:
         found = _ANSWER.decode(body)
     except (ValueError, RecursionError):

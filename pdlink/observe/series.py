@@ -14,6 +14,7 @@ import platform
 import threading
 import time
 from bisect import bisect_left
+from collections import defaultdict
 from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
@@ -39,7 +40,7 @@ MAX_SAMPLES = 100_000
 """More wait only if nobody takes them: vLLM does after each step."""
 
 MAX_UNCOUNTED = 500
-"""Numbers of a histogram."""
+"""Numbers of a histogram, and mappings of them."""
 
 Numbers: TypeAlias = dict[str, list[tuple[tuple[str, ...], list[float]]]]
 """By metric, for each combination of labels: one number, or of a histogram those of its buckets and their sum."""
@@ -151,7 +152,8 @@ class Histogram(Metric):
         """The newest of each bucket: what it names, its number and its Unix time."""
         self.samples: dict[tuple[str, ...], list[float]] | None = None
         """With a dictionary, every single number is kept in it, too; of each series `MAX_SAMPLES` at most."""
-        self._uncounted: dict[tuple[str, ...], list[float]] = {}
+        self._uncounted: list[tuple[tuple[str, ...], float, dict[str, str] | None, float]] = []
+        """Labels, number, exemplar and Unix time."""
         self._uncounted_sets: list[Mapping[str, float]] = []
         super().__init__(name, text, of_all=False, **labels)
 
@@ -160,12 +162,8 @@ class Histogram(Metric):
 
     def observe(self, number: float, *labels: str, exemplar: dict[str, str] | None = None) -> None:
         """exemplar: what names the one thing that was measured; of at most 128 characters in all."""
-        uncounted = self._uncounted.get(labels)
-        if uncounted is None:
-            uncounted = self._begin(labels)
-        uncounted.append(number)
-        if exemplar:
-            self.exemplars[labels, bisect_left(self.buckets, number)] = exemplar, number, time.time()
+        uncounted = self._uncounted
+        uncounted.append((labels, number, exemplar, time.time() if exemplar else 0.0))
         if self.samples is not None and len(kept := self.samples.setdefault(labels, [])) < MAX_SAMPLES:
             kept.append(number)
         if len(uncounted) >= MAX_UNCOUNTED:
@@ -186,26 +184,22 @@ class Histogram(Metric):
         self._count()
         return self._values
 
-    def _begin(self, labels: tuple[str, ...]) -> list[float]:
-        found = self._uncounted.get(labels)
-        if found is None:
-            self.series(*labels)
-            found = self._uncounted[labels] = []
-        return found
-
     def _count(self) -> None:
-        for numbers in self._uncounted_sets:
+        by_labels = defaultdict[tuple[str, ...], list[float]](list)
+        uncounted, self._uncounted = self._uncounted, []
+        for labels, number, exemplar, at_s in uncounted:
+            by_labels[labels].append(number)
+            if exemplar:
+                self.exemplars[labels, bisect_left(self.buckets, number)] = exemplar, number, at_s
+        sets, self._uncounted_sets = self._uncounted_sets, []
+        for numbers in sets:
             for label, number in numbers.items():
-                self._begin((label,)).append(number)
-        self._uncounted_sets.clear()
-        for labels, uncounted in self._uncounted.items():
-            if uncounted:
-                counted = self._values[labels]
-                found = np.searchsorted(self.buckets, uncounted)
-                for bucket, number in enumerate(np.bincount(found).tolist()):
-                    counted[bucket] += number
-                counted[-1] += sum(uncounted)
-                uncounted.clear()
+                by_labels[(label,)].append(number)
+        for labels, found in by_labels.items():
+            counted = self.series(*labels)
+            for bucket, number in enumerate(np.bincount(np.searchsorted(self.buckets, found)).tolist()):
+                counted[bucket] += number
+            counted[-1] += sum(found)
 
     def family(self, values: Iterable[tuple[tuple[str, ...], list[float]]]) -> Family:
         family = HistogramMetricFamily(self.name, self.text, labels=self.labels, unit=self.unit)

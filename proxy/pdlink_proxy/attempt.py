@@ -28,28 +28,16 @@ if TYPE_CHECKING:
     from .shared import Shared
     from .spans import RequestTrace
 
+_NO_HEADERS: Mapping[str, str] = {}
+
 
 class Attempt:
     """This request at these two workers, or at decode's alone."""
 
-    __slots__ = (
-        "_cached_tokens",
-        "_call",
-        "_decode_headers",
-        "_leg_headers",
-        "_lines",
-        "_seed",
-        "_shared",
-        "_wanted",
-        "chosen",
-        "decision",
-        "decode_spoke",
-        "kv",
-        "legs",
-        "number",
-        "trace",
-        "transfer_id",
-    )
+    decode_spoke = False
+    """Decode has sent its headers."""
+    _decode_headers = _NO_HEADERS
+    """Its dialect's, for a decode leg that follows prefill's."""
 
     def __init__(
         self,
@@ -58,49 +46,45 @@ class Attempt:
         admission: Admission,
         call: Call,
         leg_headers: Mapping[str, str],
-        seed: int,
+        trace: RequestTrace | None,
     ) -> None:
-        """admission: has just placed it. call: what the workers are asked. leg_headers: for both legs."""
-        self._shared, self.number, self._call = shared, number, call
-        self._leg_headers, self._lines, self._seed = leg_headers, header_lines(leg_headers), seed
-        self._wanted, self._cached_tokens = admission.wanted, admission.cached_tokens
+        """admission: has just placed it. call: what the workers are asked. leg_headers: for both legs. trace: of its
+        request, if it has one."""
+        self._shared, self._number, self._call = shared, number, call
+        self._leg_headers, self._lines = leg_headers, header_lines(leg_headers)
+        self._wanted, self._cached_tokens, self._trace = admission.wanted, admission.cached_tokens, trace
         self.chosen, self.decision = admission.chosen, admission.decision
         self.transfer_id = f"xfer-{new_id()}"
         self.legs: dict[Leg, WorkerLeg] = {}
         self.kv = admission.recomputed
         """How its KV came, once known."""
-        self.trace: RequestTrace | None = None
-        """Of its request, if it has one."""
-        self.decode_spoke = False
-        """Decode has sent its headers."""
-        self._decode_headers: Mapping[str, str] = {}
-        """Its dialect's, for a decode leg that follows prefill's."""
 
-    def start(self, hears: Hears, *, at_once: bool) -> None:
-        """Send both legs, or only prefill's if decode's follows it."""
+    def start(self, hears: Hears, seed: int, *, at_once: bool) -> None:
+        """Send both legs, or only prefill's if decode's follows it. seed: of a client that gave none."""
         prefill = self.chosen.get(Leg.PREFILL)
         if prefill is None:
-            self._start(hears, Leg.DECODE, self._call.body)
+            self._send(hears, Leg.DECODE, self._call.body, _NO_HEADERS)
             return
-        shared = self._shared
-        dialect = shared.dialect
+        dialect = self._shared.dialect
         transfer = TransferTerms(
             transfer_id=self.transfer_id,
             created=int(time.time()),
-            seed=self._seed,
+            seed=seed,
             prefill=prefill.address,
             prefill_url=prefill.url,
             link=prefill.link,
         )
         prefill_body, decode_body = dialect.legs(self._call, transfer)
-        to_prefill, self._decode_headers = dialect.headers(transfer) if dialect.headers is not None else ({}, {})
-        self._start(hears, Leg.PREFILL, prefill_body, to_prefill)
+        to_prefill = _NO_HEADERS
+        if dialect.headers is not None:
+            to_prefill, self._decode_headers = dialect.headers(transfer)
+        self._send(hears, Leg.PREFILL, prefill_body, to_prefill)
         if at_once:
-            self._start(hears, Leg.DECODE, decode_body, self._decode_headers)
+            self._send(hears, Leg.DECODE, decode_body, self._decode_headers)
 
     def start_decode(self, hears: Hears, params: bytes) -> None:
         """Send decode's leg, after prefill's answer, with these `kv_transfer_params`."""
-        self._start(hears, Leg.DECODE, self._call.with_params(msgspec.Raw(params)), self._decode_headers)
+        self._send(hears, Leg.DECODE, self._call.with_params(msgspec.Raw(params)), self._decode_headers)
 
     def cancel(self, leg: Leg) -> None:
         """Close the leg's connection; the worker aborts."""
@@ -110,6 +94,15 @@ class Attempt:
         running.cancel()
         if (abort := self._shared.dialect.abort) is not None:
             self._shared.spawn(abort(self._shared.control, running.worker.url, self.transfer_id, self._call))
+
+    @property
+    def lines(self) -> str:
+        """Headers of the client's answer: which transfer, and which workers, by their labels: names may contain host
+        names."""
+        prefill = self.chosen.get(Leg.PREFILL)
+        of_prefill = f"X-Pdlink-Prefill: {prefill.label}\r\n" if prefill is not None else ""
+        decode = self.chosen[Leg.DECODE].label
+        return f"X-Pdlink-Transfer: {self.transfer_id}\r\n{of_prefill}X-Pdlink-Decode: {decode}\r\n"
 
     def logged(self) -> LoggedAttempt:
         """For the decision log."""
@@ -122,28 +115,28 @@ class Attempt:
         if self.kv is None and said is not None:  # or there was no transfer
             self.kv = kv_path.checked(said)
 
-    def _start(self, hears: Hears, leg: Leg, body: bytes, headers: Mapping[str, str] | None = None) -> None:
-        shared, asked = self._shared, self._wanted
+    def _send(self, hears: Hears, leg: Leg, body: bytes, headers: Mapping[str, str]) -> None:
+        """headers: more than those of both legs."""
+        shared, asked, worker = self._shared, self._wanted, self.chosen[leg]
         if leg is Leg.PREFILL:
             tokens = max(1, asked.num_tokens - self._cached_tokens)
         else:
             tokens = asked.num_tokens + asked.answer_tokens
-        streams = self._call.streaming and (leg is Leg.DECODE or shared.dialect.prefill_streams)
-        worker = self.chosen[leg]
-        account = shared.account(asked, worker, tokens)
-        self.legs[leg] = running = WorkerLeg(
-            hears,
-            self.number,
-            leg,
-            worker,
-            self.transfer_id,
-            account,
-            shared.alarms,
-            max_nbytes=shared.max_body_nbytes,
-            streams=streams,
-        )
-        if self.trace is not None:
+        now_s = time.monotonic()
+        work = shared.pools.sent(asked, worker, tokens, now_s)
+        self.legs[leg] = running = WorkerLeg(worker, work, tokens, now_s, shared.freed)
+        if self._trace is not None:
             running.span_id = new_span_id()
-            headers = {**(headers or {}), "traceparent": self.trace.below(running.span_id)}
-        lines = header_lines({**self._leg_headers, **headers}) if headers else self._lines
-        running.start(shared.clients[leg], self._call.path, body, lines)
+            headers = {**headers, "traceparent": self._trace.below(running.span_id)}
+        running.send(
+            shared.clients[leg],
+            self._call.path,
+            body,
+            header_lines({**self._leg_headers, **headers}) if headers else self._lines,
+            hears,
+            leg=leg,
+            attempt=self._number,
+            transfer_id=self.transfer_id,
+            max_nbytes=shared.max_body_nbytes,
+            streams=self._call.streaming and (leg is Leg.DECODE or shared.dialect.prefill_streams),
+        )

@@ -23,7 +23,10 @@ from .decisions import Considered  # noqa: TC001  (msgspec reads the annotation 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping
 
+    from .admission import Admission
+    from .attempt import Attempt
     from .decisions import Decision
+    from .records import RequestRecord
 
 log = logging.getLogger("pdlink.proxy")
 
@@ -147,6 +150,28 @@ class Tally:
     @property
     def answer_tokens(self) -> int:
         return self._said or self._ids or self._events
+
+
+def logged(record: RequestRecord, admission: Admission, tally: Tally, attempts: Iterable[Attempt]) -> Logged:
+    """The line of a request that has ended."""
+    wanted, last = admission.wanted, admission.decision
+    return Logged(
+        timestamp=int((record.at_s - record.total_s) * 1000),
+        input_length=record.prompt_tokens if tally.prompt_tokens is None else tally.prompt_tokens,
+        output_length=tally.answer_tokens,
+        hash_ids=hash_ids(wanted.keys),
+        request_id=record.request_id,
+        model=wanted.model,
+        outcome=record.outcome,
+        kv=record.kv,
+        reason=last.reason if last is not None else "",
+        queued_s=record.queued_s,
+        lost_s=record.lost_s,
+        prefill_s=record.prefill_s,
+        ttft_s=record.ttft_s,
+        total_s=record.total_s,
+        attempts=[attempt.logged() for attempt in attempts],
+    )
 
 
 class DecisionLog:

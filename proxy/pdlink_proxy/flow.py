@@ -18,6 +18,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from pdlink._http import ANYTHING, CACHED, DONE, ERROR, FINISH, NAMED, marks_of
 from pdlink.api.answers import read_answer
 from pdlink.api.errors import error_code, excerpt, is_rejection
@@ -42,6 +44,7 @@ from pdlink.errors import (
 
 from . import usage
 from .client_words import BROKEN, ClientWords
+from .records import Try
 from .recovery import Diverged
 from .rules import News, Reaction, Rules
 from .steps import (
@@ -73,7 +76,6 @@ from .steps import (
     Waits,
     Why,
 )
-from .tries import Try
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,26 +111,25 @@ class Limits:
 _FIRST = Place(Why.FIRST, frozenset())
 
 
-class LegState:
+class LegState(msgspec.Struct):
     """What the flow knows of a leg."""
 
-    __slots__ = ("_events", "ended_well", "running", "since_s", "spoke", "worker")
-
-    def __init__(self, worker: str, since_s: float) -> None:
-        self.worker, self.since_s = worker, since_s
-        """The latter is its last sign of life; its deadline counts from there."""
-        self.running = True
-        self.ended_well = False
-        self.spoke = False
-        """Its first data event or whole answer is here."""
-        self._events: EventBuffer | None = None
+    worker: str
+    since_s: float
+    """Its last sign of life; its deadline counts from there."""
+    running: bool = True
+    ended_well: bool = False
+    spoke: bool = False
+    """Its first data event or whole answer is here."""
+    buffer: EventBuffer | None = None
+    """Of its stream; an answer in one piece needs none."""
 
     @property
     def events(self) -> EventBuffer:
-        """Of its stream; an answer in one piece needs none."""
-        if self._events is None:
-            self._events = EventBuffer()
-        return self._events
+        """Of its stream."""
+        if self.buffer is None:
+            self.buffer = EventBuffer()
+        return self.buffer
 
 
 class Flow:
@@ -225,7 +226,8 @@ class Flow:
             or not (state.spoke and state.running)
             or attempt != self.attempts
             or self.outcome is not None
-            or not state.events.passes(data)
+            or state.buffer is None
+            or not state.buffer.passes(data)
             or marks_of(data, self.look)
         ):
             return False
@@ -249,9 +251,10 @@ class Flow:
         return [_FIRST]
 
     def _of_chunk(self, event: Chunk, now: float) -> list[Action]:
-        if not self._awaited(event.attempt, event.leg) or self._keeps(event):
+        state = self._legs.get(event.leg) if event.attempt == self.attempts else None
+        if state is None or not state.running or (self._rules.awaits_prefill and self._keeps(event)):
             return []
-        return self._on_chunk(event.leg, event.data, now)
+        return self._on_chunk(event.leg, state, event.data, now)
 
     def _of_ended(self, event: Ended, now: float) -> list[Action]:
         if not self._awaited(event.attempt, event.leg) or self._keeps(event):
@@ -297,20 +300,18 @@ class Flow:
             self._legs[Leg.PREFILL] = LegState(event.prefill, now)
         return [StartLegs(self.attempts, event.prefill, event.decode, at_once)]
 
-    def _on_chunk(self, leg: Leg, data: bytes, now: float) -> list[Action]:
-        state = self._legs[leg]
+    def _on_chunk(self, leg: Leg, state: LegState, data: bytes, now: float) -> list[Action]:
+        buffer, forward = state.events, b""
         if leg is Leg.PREFILL and state.spoke:
-            self._hear_cached(state.events.pass_whole_events(data))
+            self._hear_cached(buffer.pass_whole_events(data))
             return []
-        if state.spoke:
-            state.since_s = now
-        forward = b""
         try:
             if state.spoke:
-                forward = state.events.pass_whole_events(data)
+                state.since_s = now
+                forward = buffer.pass_whole_events(data)
             else:
-                state.events.feed(data)
-                event = state.events.take_first_data_event()
+                buffer.feed(data)
+                event = buffer.take_first_data_event()
                 if event is None:
                     return []
                 problem = problem_of(event)
@@ -325,9 +326,9 @@ class Flow:
                     self.first_leg = leg
                     forward = event
                 if leg is Leg.DECODE:
-                    forward += state.events.take_whole_events()
+                    forward += buffer.take_whole_events()
                 else:
-                    self._hear_cached(state.events.take_whole_events())
+                    self._hear_cached(buffer.take_whole_events())
         except EventTooLong as error:
             return self._malformed(leg, str(error), b"", now)
         if not forward:
@@ -368,7 +369,7 @@ class Flow:
             self._error_passed = True
             detail = excerpt(forward)
             blames = [*blames, BlameLeg(self.attempts, Leg.DECODE, Loss.ERROR, detail, _THEN[Reaction.ANSWER])]
-        if leg is Leg.DECODE and self._is_last(forward):
+        if leg is Leg.DECODE and (marks & DONE or self._last_events) and self._is_last(forward):
             if not (self._finished or self._error_passed):
                 return self._failed_by(leg, before_end(forward), Loss.MALFORMED, _NO_FINISH, b"", now)
             # Do not wait for the end of the HTTP body: a worker that dies now has lost nothing.
@@ -425,28 +426,27 @@ class Flow:
         return self._on_lost(leg, Loss.MALFORMED, detail, now)
 
     def _on_answered(self, event: Answered, now: float) -> list[Action]:
-        state = self._legs.get(event.leg) if event.attempt == self.attempts else None
+        leg, status, body = event.leg, event.status, event.body
+        state = self._legs.get(leg) if event.attempt == self.attempts else None
         if state is None or not state.running or (self._rules.awaits_prefill and self._keeps(event)):
             return []
         state.running = False
-        if 200 <= event.status < 300:
-            found = read_answer(event.content_type, event.body)
-            if isinstance(found, str):
-                return self._on_lost(event.leg, Loss.MALFORMED, f"{found}: {excerpt(event.body)}", now)
-            state.spoke = state.ended_well = True
-            answer = Respond(event.status, event.body)
-            if event.leg is Leg.PREFILL:
-                return self._on_prefilled(event.body, now)
-            self.tries[-1].decode_s, self.usage = now, found
-            if Leg.PREFILL in self._legs and (marks := marks_of(event.body, self.look)):
-                body = event.body
-                if marks & self._rules.marks:
-                    body = self._rules.merge_answer(self._prefill_answer, body)
-                if marks & CACHED:
-                    body = usage.merged(self._prefill_answer, body)
-                answer = Respond(event.status, body)
-            return self._finish(Outcome.OK, answer)
-        return self._on_bad_status(event, now)
+        if not 200 <= status < 300:
+            return self._on_bad_status(event, now)
+        found = read_answer(event.content_type, body)
+        if isinstance(found, str):
+            return self._on_lost(leg, Loss.MALFORMED, f"{found}: {excerpt(body)}", now)
+        state.spoke = state.ended_well = True
+        if leg is Leg.PREFILL:
+            self._prefill_answer, self.tries[-1].prefill_s = body, now
+            return self._on_prefilled(now) if self._rules.awaits_prefill or self._rules.handover else []
+        self.tries[-1].decode_s, self.usage = now, found
+        if Leg.PREFILL in self._legs and (marks := marks_of(body, self.look)):
+            if marks & self._rules.marks:
+                body = self._rules.merge_answer(self._prefill_answer, body)
+            if marks & CACHED:
+                body = usage.merged(self._prefill_answer, body)
+        return self._finish(Outcome.OK, Respond(status, body))
 
     def _keeps(self, event: Chunk | Ended | Answered) -> bool:
         """Whether decode's event waits for prefill's answer."""
@@ -474,14 +474,14 @@ class Flow:
         news = News.REJECTED if 400 <= status < 500 else lost
         return self._react(leg, news, status, answer, summary, detail, now)
 
-    def _on_prefilled(self, answer: bytes, now: float) -> list[Action]:
-        self._prefill_answer, self.tries[-1].prefill_s = answer, now
+    def _on_prefilled(self, now: float) -> list[Action]:
+        """Decode has waited for its answer."""
         if self._rules.awaits_prefill:
             kept, self._kept = self._kept, []
             return [action for event in kept for action in self.on(event, now)]
         if self._rules.handover is None or Leg.DECODE in self._legs:
             return []
-        params = self._rules.handover(answer)
+        params = self._rules.handover(self._prefill_answer)
         if params is None:
             self._legs[Leg.PREFILL].ended_well = False
             return self._on_lost(Leg.PREFILL, Loss.MALFORMED, "its answer is not a JSON object", now)

@@ -1,4 +1,4 @@
-"""One leg of a request at its worker: its connection, what its answer says, and what it counts for."""
+"""One leg of a request at its worker: its connection, what its answer says, and what it counts for there."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from .steps import Leg
 from .upstream import describe, loss_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .alarms import Alarms
+    from .fleet import WorkerState
     from .http_client import HttpClient, HttpRequest
     from .http_connection import Connection, Headers, HttpError
-    from .leg_account import LegAccount
     from .steps import Loss
     from .worker import Worker
 
@@ -28,11 +30,78 @@ LET_GO_S = 1.0
 MIN_PACE_NBYTES = 2048
 """Of a stream for its pace to count."""
 
+MIN_PACE_TOKENS = 512
+"""To compute for the pace of a leg to count: shorter ones measure the connection."""
+
 log = logging.getLogger("pdlink.proxy")
 
 
+class LegAccount:
+    """What a leg counts for at its worker, from when it leaves until the worker has nothing more to do for it: its
+    load, and how it went for the breaker and the outlier. `end` is the only end."""
+
+    ended = False
+    failed = False
+    """By its worker's own fault."""
+    _call = 0
+    _probe = False
+
+    def __init__(
+        self,
+        worker: Worker,
+        work: WorkerState,
+        tokens: int,
+        now_s: float,
+        freed: Callable[[], object],
+    ) -> None:
+        """work: of the worker's present life, in which this leg's tokens are counted. now_s: time.monotonic. freed:
+        called when the worker has less to do."""
+        self.worker, self._work, self._tokens, self._freed = worker, work, tokens, freed
+        self.sent_s = now_s
+        self._ahead = work.load
+        """Tokens that the worker has to do, with this leg's."""
+        self._breaker, self._outlier = worker.breaker, worker.outlier  # of the life of the worker that gets the leg
+        if worker.on_trial:  # else no leg finds anything out
+            self._call = self._breaker.begin(now_s)
+            self._probe = self._outlier.begin()
+
+    def end(self, now_s: float, *, well: bool | None, pace: float | None = None) -> None:
+        """The worker has nothing to do for it any more. well: None if the end says nothing of the worker, as of a leg
+        that was given up. pace: seconds for a unit of its work, at least so many if it was given up.
+
+        Of several calls the first counts. A failure that shows after it counts as one, too.
+        """
+        first = not self.ended
+        if well and first:  # nearly every end
+            if self._call or self._breaker.failures:
+                self._breaker.end(self._call, now_s, failed=False)
+            self._outlier.end(now_s, probe=self._probe, failed=False, pace=pace)
+        elif well is False:
+            if self.failed:
+                return
+            self.failed = True
+            self._breaker.end(self._call, now_s, failed=True)
+            self._outlier.end(now_s, probe=self._probe and first, failed=True)
+            self.worker.judged()
+        elif not first:
+            return
+        else:
+            self._breaker.drop(self._call)
+            self._outlier.drop(now_s, probe=self._probe, at_least=pace)
+        if self.worker.on_trial and well is not False:  # nothing else can change
+            self.worker.judged()
+        if first:
+            self.ended = True
+            self._work.finished(self._tokens, now_s, served=well is True)
+            self._freed()
+
+    def pace(self, now_s: float) -> float | None:
+        """Of a prompt: seconds for each token that was ahead; None if they are too few to say."""
+        return (now_s - self.sent_s) / self._ahead if self._ahead >= MIN_PACE_TOKENS else None
+
+
 class Hears(Protocol):
-    """The request that a leg belongs to. It ends the leg when it hears of an end."""
+    """The request that a leg belongs to. It closes the leg when it hears of an end."""
 
     def began(self, leg: WorkerLeg, headers: Headers) -> None:
         """Its event stream begins."""
@@ -53,80 +122,81 @@ class Hears(Protocol):
         """It is cancelled, because one of these calls raised."""
 
 
-class WorkerLeg(AnswerListener):
-    """Listens to one answer. Once it has ended it tells no more."""
+class WorkerLeg(LegAccount, AnswerListener):
+    """Listens to one answer. Once it is closed it tells no more."""
 
-    url = ""
+    leg: Leg
+    attempt = 0
+    transfer_id = url = ""
     fate = ""
     """How it ended, for people."""
     answered_s: float | None = None
     """When its stream began, or its whole answer was there."""
-    ended_s: float | None = None
+    closed_s: float | None = None
     span_id = ""
     """Of its span, if the request is traced."""
     connection: Connection | HttpRequest | None = None
     """Until the end of the answer."""
     nbytes = 0
     """Of its stream, so far."""
+    _hears: Hears | None = None
+    """From when it is sent until it is closed: or both would wait for the collector."""
+    _max_nbytes = 0
+    _streams = False
     _paused = False
     """Its client has kept it waiting."""
-    _let_go = False
+    _let_go: Alarms | None = None
+    """Where the end of its patience is set, once it is let go."""
 
-    def __init__(
+    def send(
         self,
-        request: Hears,
-        attempt: int,
-        leg: Leg,
-        worker: Worker,
-        transfer_id: str,
-        account: LegAccount,
-        alarms: Alarms,
+        client: HttpClient,
+        path: str,
+        body: bytes,
+        lines: bytes,
+        hears: Hears,
         *,
+        leg: Leg,
+        attempt: int,
+        transfer_id: str,
         max_nbytes: int,
         streams: bool,
     ) -> None:
-        """max_nbytes: of an answer in one piece. streams: its answer is a stream of events, if its status is 2xx."""
-        self._hears: Hears | None = request
-        """None once it has ended: or both would wait for the collector."""
-        self.attempt, self.leg, self.worker, self.transfer_id = attempt, leg, worker, transfer_id
-        self.account, self._alarms = account, alarms
+        """lines: headers. max_nbytes: of an answer in one piece. streams: its answer is a stream of events, if its
+        status is 2xx."""
+        worker = self.worker
+        self._hears, self.leg, self.attempt, self.transfer_id = hears, leg, attempt, transfer_id
         self._max_nbytes, self._streams = max_nbytes, streams
         self.most_nbytes = 0 if streams else max_nbytes
-
-    def start(self, client: HttpClient, path: str, body: bytes, lines: bytes) -> None:
-        """lines: headers."""
-        worker = self.worker
         worker.legs.add(self)
         self.url = url = worker.url + path
         if worker.headers:
             lines += header_lines(worker.headers)
         self.connection = client.send("POST", url, self, body, lines)
 
-    def end(self, *, well: bool | None) -> None:
+    def close(self, *, well: bool | None) -> None:
         """It is over, unless it was before. well: as of `LegAccount.end`."""
         if self._hears is None:
             return
         self._hears = None
-        self.ended_s = now_s = time.monotonic()
+        self.closed_s = now_s = time.monotonic()
+        self.worker.legs.discard(self)
         if not self.fate:
             self.fate = "served" if well else "cancelled"
-        self.worker.legs.discard(self)
-        if not self.account.ended:
-            # Given up, a stream of decode says nothing of its pace: it may have waited for prefill.
-            pace = None
-            if self.leg is Leg.PREFILL:
-                pace = self.account.pace(now_s)
-            elif well and self._streams:
-                pace = self._pace(now_s)
-            self.account.end(now_s, well=well, pace=pace)
-        if self._let_go:
-            self._alarms.clear(self.cancel)
+        if not self.ended:
+            self.end(now_s, well=well, pace=self._pace(now_s, well=well))
+        if self._let_go is not None:
+            self._let_go.clear(self.cancel)
+
+    def blame(self) -> None:
+        """It failed by its worker's own fault, which may show after its end."""
+        self.end(time.monotonic(), well=False)
 
     def cancel(self) -> None:
         """Close its connection; the worker aborts."""
         if self._hears is not None:
             self._leave()
-            self.end(well=None)
+            self.close(well=None)
 
     def gone(self, reason: str) -> None:
         """Its worker is not there any more, and its connection says nothing of it: the same as if that had broken."""
@@ -134,11 +204,11 @@ class WorkerLeg(AnswerListener):
             self._leave()
             self.on_lost(WorkerGone(ConnectionError(reason), reused=False, answered=self.answered_s is not None))
 
-    def let_go(self) -> None:
+    def let_go(self, alarms: Alarms) -> None:
         """It is not needed any more: close its connection unless it ends by itself in a moment."""
         self.fate = self.fate or ("served" if self.leg is Leg.DECODE else "let go")  # decode's answer was whole
-        self._let_go = True
-        self._alarms.after(self.cancel, LET_GO_S)
+        self._let_go = alarms
+        alarms.after(self.cancel, LET_GO_S)
 
     def pause(self) -> None:
         """Hold the worker back: its bytes are not read."""
@@ -152,23 +222,27 @@ class WorkerLeg(AnswerListener):
 
     def record(self, zero_s: float) -> LegRecord:
         """What is known of it now. zero_s: its request's arrival."""
+        answered_s, closed_s = self.answered_s, self.closed_s
         return LegRecord(
             transfer_id=self.transfer_id,
             leg=self.leg.value,
             worker=self.worker.label,
-            sent_s=self.account.sent_s - zero_s,
-            answered_s=None if self.answered_s is None else self.answered_s - zero_s,
-            ended_s=None if self.ended_s is None else self.ended_s - zero_s,
+            sent_s=self.sent_s - zero_s,
+            answered_s=None if answered_s is None else answered_s - zero_s,
+            ended_s=None if closed_s is None else closed_s - zero_s,
             end=self.fate,
             span_id=self.span_id,
         )
 
-    def _pace(self, now_s: float) -> float | None:
+    def _pace(self, now_s: float, *, well: bool | None) -> float | None:
         """Seconds for a unit of its work, which is a byte of a stream; of a prompt see `LegAccount.pace`. None where
         it says nothing about the worker."""
-        if self._paused or self.nbytes < MIN_PACE_NBYTES or self.answered_s is None:
+        if self.leg is Leg.PREFILL:
+            return self.pace(now_s)
+        if not self._streams or self._paused or self.nbytes < MIN_PACE_NBYTES or self.answered_s is None:
             return None
-        return (now_s - self.answered_s) / self.nbytes
+        # Given up, it says nothing: it may have waited for prefill.
+        return (now_s - self.answered_s) / self.nbytes if well else None
 
     def _leave(self) -> None:
         if self.connection is not None:
@@ -201,9 +275,9 @@ class WorkerLeg(AnswerListener):
         try:
             if self._hears is not None:
                 self._hears.sent(self, data)
-            if self.leg is Leg.PREFILL and not self.account.ended:  # it has nothing to do after its first token
+            if self.leg is Leg.PREFILL and not self.ended:  # it has nothing to do after its first token
                 now_s = time.monotonic()
-                self.account.end(now_s, well=True, pace=self.account.pace(now_s))
+                self.end(now_s, well=True, pace=self.pace(now_s))
                 self.fate = self.fate or "served"
         except Exception as error:  # noqa: BLE001
             self._broke(error)

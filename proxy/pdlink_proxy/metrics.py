@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pdlink.api.kv_path import PATHS
+from pdlink.api.kv_path import PATHS, path_of
 from pdlink.observe.series import FINE_SECONDS, Counter, Gauge, Histogram, ProcessMetrics, Registry
 from pdlink.observe.spans import read_context
 
+from .records import STAGES
 from .steps import Leg, Loss, Outcome, Why
-from .timing import STAGES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from .records import RequestRecord
 
 FALLBACKS = ("retry", "decode_only", "recovered")
 TOKENIZED = ("known", "asked", "late", "not_asked", "failed")
@@ -23,6 +25,7 @@ _TOKEN_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04,
 """Fine around the 10 to 50 ms of a token that people set objectives for."""
 
 _LEGS = tuple(leg.value for leg in Leg)
+_WITH_TOKENS = (Outcome.OK.value, Outcome.BROKEN.value)
 _MAX_EXEMPLAR_CHARS = 60
 
 
@@ -145,6 +148,19 @@ class Metrics(Registry):
             )
         )
         ProcessMetrics(self)
+        self._requests = {outcome: self.requests.series(outcome) for outcome in outcomes}
+        """By outcome: found once, and not for each request."""
+
+    def ended(self, record: RequestRecord, stages: Mapping[str, float], exemplar: dict[str, str]) -> None:
+        """A request for tokens has ended. stages: of the time to its first token. exemplar: names it."""
+        outcome = record.outcome
+        self._requests[outcome][0] += 1
+        self.duration.observe(record.total_s, outcome, exemplar=exemplar)
+        if outcome in _WITH_TOKENS:
+            self.kv.add(1, path_of(record.kv))
+            self.stages.observe_each(stages)
+        if record.per_token_s is not None:
+            self.per_token.observe(record.per_token_s)
 
     def count_processes(self, said: Mapping[str, Any]) -> None:
         """Numbers of these processes are added to its own before they are shown. said: see `Siblings.said`."""

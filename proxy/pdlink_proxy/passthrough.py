@@ -23,7 +23,7 @@ from pdlink.errors import NoWorker, Overloaded, PeerLost
 from .access import clean
 from .fleet import PlacementRequest, count_tokens
 from .http_connection import HttpError
-from .leg_account import LegAccount
+from .leg import LegAccount
 from .queue import Waiting
 from .steps import Leg, Loss, Outcome
 from .upstream import Asking, ask, loss_of, streamed

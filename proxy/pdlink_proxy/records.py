@@ -1,16 +1,133 @@
-"""What became of each of the last requests, one small record a request."""
+"""Where the time of a request went, attempt by attempt, and what is kept of it when it has ended: one small record.
+
+What a request waited for adds up to what it took (`phases`). Clients and the metrics get the way to the first token
+as stages, in seconds; `Server-Timing` has them in ms: `queue`, how long it waited for workers in all its attempts;
+`placement`, how long the last choice of them took. Of the last attempt, `prefill` until its token; `transfer`, how
+long decode's first token came after it: the KV on its way, as far as it was waited for; `decode` is that token since
+the legs began. And all until now: `ttft` or `total`.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from pdlink._http import server_timing
 from pdlink.api import kv_path
 
-from .tries import Try  # noqa: TC001  (msgspec reads the annotation at run time)
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 MAX_RECORDS = 1000
+TIMING_HEADER = "Server-Timing"
+STAGES = ("queue", "placement", "prefill", "transfer")
+
+
+class Try(msgspec.Struct, gc=False):
+    """Times of one attempt, on one clock; None for what was not reached."""
+
+    wanted_s: float
+    """Workers were wanted for it: of the first one, when the request came."""
+    placed_s: float | None = None
+    """It had its workers."""
+    prefill_s: float | None = None
+    """Prefill's token was there."""
+    decode_s: float | None = None
+    """Decode's first token was there, or its answer."""
+
+    def since(self, zero_s: float) -> Try:
+        """The same, counted from then."""
+        placed_s, prefill_s, decode_s = self.placed_s, self.prefill_s, self.decode_s
+        return Try(
+            self.wanted_s - zero_s,
+            None if placed_s is None else placed_s - zero_s,
+            None if prefill_s is None else prefill_s - zero_s,
+            None if decode_s is None else decode_s - zero_s,
+        )
+
+
+class Phase(NamedTuple):
+    """A part of a request's time, in one of its attempts."""
+
+    attempt: int
+    """From 1."""
+    name: str
+    """queue, prefill, transfer, decode; or lost, of an attempt that gave no whole answer."""
+    begin_s: float
+    end_s: float
+
+
+def phases(tries: Sequence[Try], end_s: float, *, well: bool) -> list[Phase]:
+    """The parts of a request's time until its end, one after the other without gaps. well: its last attempt gave the
+    whole answer. Parts that were not reached are left out; an attempt ends when the next one is wanted."""
+    found = []
+    ends = [each.wanted_s for each in tries[1:]] + [end_s]
+    for number, (each, until_s) in enumerate(zip(tries, ends, strict=True), 1):
+        at_s = each.wanted_s
+        marks = {"queue": each.placed_s, "prefill": each.prefill_s, "transfer": each.decode_s}
+        last = "queue" if each.placed_s is None else "decode" if well and number == len(tries) else "lost"
+        for name, reached_s in (*marks.items(), (last, until_s)):
+            if reached_s is None:
+                continue
+            to_s = min(until_s, max(at_s, reached_s))
+            found.append(Phase(number, name, at_s, to_s))
+            at_s = to_s
+    return found
+
+
+class UntilFirst(msgspec.Struct, gc=False):
+    """What passed before the attempt that gave the first token had its workers."""
+
+    queued_s: float
+    """In the queue, in all attempts until then."""
+    lost_s: float
+    """In attempts before it."""
+    of: Try
+    """That attempt."""
+
+
+def until_first(tries: Sequence[Try], first_s: float) -> UntilFirst:
+    """first_s: when the first token was there, or the end of a request without one."""
+    before: Try | None = None
+    of, queued_s, lost_s = tries[0], 0.0, 0.0
+    if len(tries) == 1 and of.placed_s is not None and of.placed_s <= first_s:  # nearly all
+        return UntilFirst(of.placed_s - of.wanted_s, 0.0, of)
+    for each in tries:
+        if each.wanted_s > first_s:
+            break
+        if before is not None:
+            placed_s = before.wanted_s if before.placed_s is None else before.placed_s
+            lost_s += each.wanted_s - placed_s
+        queued_s += (first_s if each.placed_s is None else min(first_s, each.placed_s)) - each.wanted_s
+        before = of = each
+    return UntilFirst(queued_s, lost_s, of)
+
+
+def stages(tries: Sequence[Try], placement_s: float, now_s: float, last: str) -> tuple[dict[str, float], str]:
+    """Of the way to the first token: seconds of each stage, as far as they are known, and the value of Server-Timing.
+    last: `ttft` or `total`."""
+    of = tries[-1]
+    placed_s, prefill_s, decode_s, took_s = of.placed_s, of.prefill_s, of.decode_s, None
+    queue_s = (now_s if placed_s is None else placed_s) - of.wanted_s
+    for each in tries[:-1]:
+        queue_s += (now_s if each.placed_s is None else each.placed_s) - each.wanted_s
+    found = {"queue": queue_s, "placement": placement_s}
+    if placed_s is not None:
+        if decode_s is not None:
+            took_s = decode_s - placed_s
+        if prefill_s is not None:
+            found["prefill"] = prefill_s - placed_s
+            if decode_s is not None and decode_s >= prefill_s:
+                found["transfer"] = decode_s - prefill_s
+    get, until_now_s = found.get, now_s - tries[0].wanted_s
+    return found, server_timing(queue_s, placement_s, get("prefill"), get("transfer"), took_s, last, until_now_s)
+
+
+def timing_comment(value: str) -> bytes:
+    """The first line of a comment of server-sent events; another one ends it."""
+    return f": {TIMING_HEADER}: {value}\n".encode()
 
 
 class LegRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True):

@@ -1,8 +1,11 @@
-"""One client request: does what `flow.py` decides, and reports events to it; `answer.py` has the client's side.
+"""One client request: does what `flow.py` decides, reports events to it, and writes the client's answer.
 
 No task works on a request. It goes on when a worker's connection has bytes: they are told to the flow, and what it
 lets through is written to the client's connection in the same step. A client that reads slowly holds its own worker
 back: that worker's connection is not read meanwhile. What nobody has to look at passes natively (`relaying.py`).
+
+A stream's head says how the KV came, and cannot be changed later. So the first events may wait a moment for decode to
+say it (`kv_header_grace_s`).
 """
 
 from __future__ import annotations
@@ -11,25 +14,27 @@ import logging
 import math
 import random
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pdlink.api.errors import error_body
+from pdlink.api import kv_path
+from pdlink.api.errors import error_body, error_for
 from pdlink.api.keys import key_of
 from pdlink.api.openai import LAST_EVENTS
-from pdlink.api.sse import payloads
+from pdlink.api.sse import before_done, payloads
 from pdlink.errors import PdlinkError
 from pdlink.logs import about
 
 from .admission import Admission
-from .answer import Answer
 from .attempt import Attempt
-from .decision_log import Tally
-from .decisions import Told
-from .ending import keep, logged
+from .decision_log import Tally, logged, said_usage
+from .decisions import Decision, Told
 from .fleet import wanted
 from .flow import Flow
+from .metrics import exemplar_of
+from .records import TIMING_HEADER, RequestRecord, stages, timing_comment, until_first
 from .recovery import PATHS, Recovery
 from .steps import (
+    Action,
     Answered,
     BlameLeg,
     CancelLeg,
@@ -45,7 +50,6 @@ from .steps import (
     Lost,
     Outcome,
     Place,
-    Placed,
     Respond,
     ShuttingDown,
     StartDecode,
@@ -53,14 +57,12 @@ from .steps import (
     StartLegs,
     TellToStop,
     Tick,
-    Waits,
 )
 from .upstream import tell_to_stop
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Coroutine, Mapping
-    from typing import Any
 
     from pdlink.api.openai import Call
     from pdlink.observe.sources import Sourced
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
     from .http_connection import Headers
     from .leg import WorkerLeg
     from .shared import Shared
+    from .spans import RequestTrace
     from .worker import Worker
 
 log = logging.getLogger("pdlink.proxy")
@@ -80,16 +83,34 @@ _INTERNAL = error_body("the proxy failed unexpectedly; see its log", kind="serve
 
 _STARTED = Started()
 _NO_HEADERS: Mapping[str, str] = {}
-_BRING_DEADLINES = (Placed, Waits, Chunk)
-"""Events after which the next deadline may be earlier than before."""
+_NO_STAGES: Mapping[str, float] = {}
+_STREAM = "Cache-Control: no-cache\r\nX-Accel-Buffering: no\r\n"
+"""The latter, or nginx in front would collect tokens."""
+_KEEP_DEADLINES = frozenset((Answered, Ended))
+"""Usual events after which the next deadline is not earlier than before."""
 
 
 class Request:
     """One client request from its checked body to its answer: it waits for workers, runs, answers, and is over."""
 
     _closed = False
+    _trace: RequestTrace | None = None
     _recovery: Recovery | None = None
     """Of a stream that may go on elsewhere."""
+    _attempt: Attempt | None = None
+    """The newest one: the client hears of no other."""
+    _tally: Tally | None = None
+    """Counts for the decision log, if it has this request."""
+    _opened_s: float | None = None
+    """When its stream began."""
+    _num_events = 0
+    """Of its stream, so far: about its tokens."""
+    _tail = b""
+    """The last part of the answer."""
+    _early: bytes | None = None
+    """Events of prefill's that wait for decode's KV path."""
+    _stages = _NO_STAGES
+    """Of the time to its first token, as the client was told last."""
     _lent: int | None = None
     """Its key at `_relays` while its stream passes natively."""
     _lent_leg: WorkerLeg | None = None
@@ -114,11 +135,12 @@ class Request:
     ) -> None:
         """headers: for both legs; X-Request-Id also for the client. said: the client's headers. over: called once,
         when the answer is written or the client has left."""
-        self._shared, self._call, self._leg_headers = shared, call, headers
-        self._started_s = time.monotonic()
-        request_id = headers["X-Request-Id"]
+        self._shared, self.client, self._call, self._leg_headers = shared, client, call, headers
+        self._started_s = now_s = time.monotonic()
+        self._request_id = request_id = headers["X-Request-Id"]
         dialect = shared.dialect
-        self._trace = shared.tracer.begin(headers) if shared.tracer is not None else None
+        if shared.tracer is not None:
+            self._trace = shared.tracer.begin(headers)
         self._seed = random.getrandbits(32)
         if call.streaming:
             resumes, most = dialect.resumes, shared.config.recover_streams
@@ -126,7 +148,7 @@ class Request:
                 self._recovery = Recovery(call, resumes, most, self._seed, lambda: shared.pools.links)
         self._flow = Flow(
             shared.limits,
-            self._started_s,
+            now_s,
             (dialect.rules_of(call) if dialect.rules_of is not None else None) or dialect.rules,
             request_id=request_id,
             keyed=not (dialect.key_as_bearer and "Authorization" in headers),
@@ -143,11 +165,9 @@ class Request:
             happen=self.happen,
             failed=self.fail,
         )
-        self._request_id = request_id
-        self.client = client
-        self._answer = Answer(shared, client, call, headers, self._flow, self._admission, self._started_s)
+        self._exemplar = exemplar_of(headers)
         if shared.decision_log is not None and self._admission.sampled:
-            self._answer.tally = Tally()
+            self._tally = Tally()
         self._relays = shared.relays
         """Where its stream may pass natively."""
         self._tell_over = over
@@ -192,31 +212,95 @@ class Request:
         self._admission.leave()
         if self._flow.outcome is None:
             self.happen(ClientLeft())
-        self._shared.alarms.clear(self.tick)
-        answer = self._answer
-        answer.close()
+        shared, alarms = self._shared, self._shared.alarms
+        alarms.clear(self.tick)
+        if self._early is not None:
+            alarms.clear(self._open)
+        if self._opened_s is not None:
+            shared.metrics.active_streams.add(-1)
         if self._preparing is not None:
             self._preparing.cancel()
         if self._catching_up is not None:
             self._catching_up.cancel()
         if self._last is not None:
             self._last.cancel()
-        record = answer.record(self._flow.outcome or Outcome.FAILED, self._attempts.values())
-        if answer.tally is not None and (log_ := self._shared.decision_log) is not None:
-            log_.add(logged(record, self._admission, answer.tally, self._attempts.values()))
-        if self._trace is not None:
-            self._trace.ended(record, self._call)
-        asked = self._admission.wanted
-        keep(self._shared, record, self._admission.why, asked.num_tokens, answer.stages, answer.exemplar)
+        self._keep(self._flow.outcome or Outcome.FAILED)
         over, self._tell_over = self._tell_over, _nothing
         over()
+
+    def _keep(self, outcome: Outcome) -> None:
+        """What is known of it when it has ended: its record, its last decision, and what the metrics count."""
+        shared, admission, record = self._shared, self._admission, self._record(outcome)
+        shared.records.append(record)
+        shared.decisions.append(
+            Decision(
+                request_id=record.request_id,
+                at_s=record.at_s,
+                why=admission.why,
+                verdict="ended",
+                reason=f"{record.outcome}, KV {record.kv}",
+                tokens=admission.wanted.num_tokens,
+                waited_s=record.total_s,
+            )
+        )
+        shared.metrics.ended(record, self._stages, self._exemplar)
+        if self._tally is not None and shared.decision_log is not None:
+            shared.decision_log.add(logged(record, admission, self._tally, self._attempts.values()))
+        if self._trace is not None:
+            self._trace.ended(record, self._call)
+
+    def _record(self, outcome: Outcome) -> RequestRecord:
+        flow, attempt, started_s, now_s = self._flow, self._attempt, self._started_s, time.monotonic()
+        chosen = attempt.chosen if attempt is not None else {}
+        prefill, decode = chosen.get(Leg.PREFILL), chosen.get(Leg.DECODE)
+        legs = [leg.record(started_s) for each in self._attempts.values() for leg in each.legs.values()]
+        tries = [each.since(started_s) for each in flow.tries]
+        ttft_s = tries[-1].prefill_s
+        if self._opened_s is not None:
+            ttft_s = self._opened_s - started_s
+        elif self._call.streaming:
+            ttft_s = None
+        total_s, usage = now_s - started_s, flow.usage
+        until = until_first(tries, total_s if ttft_s is None else ttft_s)
+        if usage is not None:
+            prompt_tokens, answer_tokens = usage.prompt_tokens, usage.completion_tokens
+        else:
+            prompt_tokens, answer_tokens = said_usage(self._tail)
+        further = (answer_tokens or self._num_events) - 1
+        per_token_s: float | None = None
+        if outcome is Outcome.OK and ttft_s is not None and further > 0:
+            per_token_s = (total_s - ttft_s) / further
+        return RequestRecord(
+            self._request_id,
+            time.time(),
+            outcome.value,
+            kv=self._kv_value,
+            prompt_tokens=prompt_tokens or self._admission.num_prompt_tokens,
+            attempts=flow.attempts,
+            total_s=total_s,
+            queued_s=until.queued_s,
+            lost_s=until.lost_s,
+            prefill_s=until.of.prefill_s,
+            decode_s=until.of.decode_s,
+            ttft_s=ttft_s,
+            transfer_id=attempt.transfer_id if attempt is not None else "",
+            prefill=prefill.label if prefill is not None else None,
+            decode=decode.label if decode is not None else None,
+            legs=legs,
+            per_token_s=per_token_s,
+            tries=tries,
+        )
 
     def fail(self, error: Exception) -> None:
         """Our own code failed."""
         if self._closed:
             return
         log.error("request %s failed unexpectedly", self._request_id, exc_info=error, extra=self._about())
-        self._answer.fail(_INTERNAL)
+        if self.client.begun:
+            self.client.abort()
+        else:
+            lines, said = f"X-Request-Id: {self._request_id}\r\n", error_for(self._call.path, 500, _INTERNAL)
+            self.client.respond(500, "application/json", lines, said)
         self._close()
 
     def shut_down(self) -> None:
@@ -227,47 +311,54 @@ class Request:
 
     def happen(self, event: Event) -> None:
         """Report an event to the flow and do its actions."""
-        flow, forward = self._flow, b""
+        flow = self._flow
         if self._lent is not None and self._relays is not None:
             self._relays.take_back(self._lent)
-        actions = flow.on(event, time.monotonic())
-        if flow.said:
-            self._note_said()
-        for action in actions:
-            match action:
-                # The usual ones first: each case that does not match costs its test.
-                case Forward(data=data):
-                    forward = data
-                case StartLegs():
-                    self._start_legs(action.attempt, at_once=action.at_once)
-                case Place():
-                    if forward:  # what follows may end the stream
-                        self._answer.forward(forward)
-                        forward = b""
-                    num_behind = self._recovery.num_behind if self._recovery is not None else 0
-                    self.happen(self._admission.place(action, num_behind))
-                case Respond(status=status, content_type=content_type, body=body):
-                    self._answer.respond(status, content_type, body)
-                case LetGo(attempt=attempt, leg=leg):
-                    self._attempts[attempt].legs[leg].let_go()
-                case EndStream(data=data):
-                    self._answer.end_stream(forward + data)
-                    forward = b""
-                case CancelLeg(attempt=attempt, leg=leg):
-                    self._attempts[attempt].cancel(leg)
-                case BlameLeg():
-                    self._blame(action)
-                case TellToStop(attempt=attempt, leg=leg, reason=reason):
-                    self._shared.spawn(self._tell_to_stop(self._attempts[attempt].legs[leg], reason))
-                case StartDecode(attempt=attempt, params=params):
-                    self._attempts[attempt].start_decode(self, params)
-        if forward:
-            self._answer.forward(forward)
+        while True:
+            actions = flow.on(event, time.monotonic())
+            if flow.said:
+                self._note_said()
+            if not actions or (follows := self._do(actions)) is None:
+                break
+            event = follows
         if flow.outcome is not None:
             self._end()
-        elif isinstance(event, _BRING_DEADLINES) and (due_s := flow.deadline_s) < self._armed_s:
+        elif type(event) not in _KEEP_DEADLINES and (due_s := flow.deadline_s) < self._armed_s:
             self._armed_s = due_s if self._behind_since_s is None else self._due_s()
             self._shared.alarms.set(self.tick, self._armed_s)
+
+    def _do(self, actions: list[Action]) -> Event | None:
+        """Returns what follows from them at once."""
+        forward, follows = b"", None
+        for action in actions:
+            if (do := _DO.get(type(action))) is not None:
+                do(self, action)
+            elif isinstance(action, Forward):
+                forward = action.data
+            elif isinstance(action, EndStream):
+                self._end_stream(forward + action.data)
+                forward = b""
+            elif isinstance(action, Place):  # the last one, if there is one
+                if forward:  # what follows may end the stream
+                    self._forward(forward)
+                    forward = b""
+                num_behind = self._recovery.num_behind if self._recovery is not None else 0
+                follows = self._admission.place(action, num_behind)
+        if forward:
+            self._forward(forward)
+        return follows
+
+    def _let_go(self, action: LetGo) -> None:
+        self._attempts[action.attempt].legs[action.leg].let_go(self._shared.alarms)
+
+    def _cancel(self, action: CancelLeg) -> None:
+        self._attempts[action.attempt].cancel(action.leg)
+
+    def _start_decode(self, action: StartDecode) -> None:
+        self._attempts[action.attempt].start_decode(self, action.params)
+
+    def _tell(self, action: TellToStop) -> None:
+        self._shared.spawn(self._tell_to_stop(self._attempts[action.attempt].legs[action.leg], action.reason))
 
     # ---- deadlines
 
@@ -311,7 +402,7 @@ class Request:
             extra=self._about(run.transfer_id),
         )
         if self._is_own_fault(action.reason):  # that it failed may show after its end
-            run.account.end(time.monotonic(), well=False)
+            run.blame()
         match action.reason:
             case Loss.CONNECT | Loss.RESET:
                 self._shared.pools.fault(worker, f"a request's connection failed ({reason})")
@@ -325,13 +416,12 @@ class Request:
             case int() if action.reason in self._shared.dialect.rules.lost_statuses:
                 worker.poke.set()  # the engine may be dead while the HTTP server still answers
 
-    def _start_legs(self, number: int, *, at_once: bool) -> None:
-        admission, recovery = self._admission, self._recovery
+    def _start_legs(self, action: StartLegs) -> None:
+        recovery = self._recovery
         call = self._call if recovery is None else recovery.call  # the client's request, or the rest of it
-        attempt = Attempt(self._shared, number, admission, call, self._leg_headers, self._seed)
-        attempt.trace = self._trace
-        self._attempts[number] = self._answer.attempt = attempt
-        attempt.start(self, at_once=at_once)
+        attempt = Attempt(self._shared, action.attempt, self._admission, call, self._leg_headers, self._trace)
+        self._attempts[action.attempt] = self._attempt = attempt
+        attempt.start(self, self._seed, at_once=action.at_once)
 
     # ---- what legs report
 
@@ -344,13 +434,13 @@ class Request:
             self._fits(attempt, leg)
         attempt.note_kv(self._shared.dialect.said(headers, b"").kv)
         attempt.decode_spoke = True
-        if attempt is self._answer.attempt:
-            self._answer.decode_spoke()
+        if attempt is self._attempt and self._early is not None:  # its events wait no longer
+            self._open()
 
     def sent(self, leg: WorkerLeg, data: bytes) -> None:
         """Bytes of its event stream."""
-        if self._answer.opened and self._flow.passes(leg.attempt, leg.leg, data, time.monotonic()):
-            self._answer.count(data)
+        if self._opened_s is not None and self._flow.passes(leg.attempt, leg.leg, data, time.monotonic()):
+            self._count(data)
             if self._relays is None or not self._lend(leg, data):
                 self.client.write(data)
         else:
@@ -361,7 +451,7 @@ class Request:
     def ended(self, leg: WorkerLeg) -> None:
         """Its event stream ended properly."""
         self.happen(Ended(leg.attempt, leg.leg))
-        leg.end(well=True)
+        leg.close(well=True)
 
     def answered(self, leg: WorkerLeg, status: int, headers: Headers, body: bytes) -> None:
         """Its whole answer."""
@@ -378,7 +468,7 @@ class Request:
                 self._tell_source(leg.worker, said.source)
         kind = "application/json" if headers.is_json else headers.content_type
         self.happen(Answered(leg.attempt, leg.leg, status, body, kind))
-        leg.end(well=True)
+        leg.close(well=True)
 
     def lost(self, leg: WorkerLeg, loss: Loss, detail: str) -> None:
         """It ended without an answer."""
@@ -388,13 +478,100 @@ class Request:
     def _failed(self, leg: WorkerLeg, reason: Loss | int) -> None:
         """Its end, before another attempt is placed."""
         own = not self._flow.over and self._is_own_fault(reason)
-        leg.end(well=False if own else None)
+        leg.close(well=False if own else None)
 
     def _fits(self, attempt: Attempt, decode: WorkerLeg) -> None:
         """Decode takes KV of this prefill worker."""
         refusals = self._shared.pools.refusals
         if (prefill := attempt.legs.get(Leg.PREFILL)) is not None:
             refusals.fits(prefill.worker, decode.worker)
+
+    # ---- the client's answer
+
+    @property
+    def _kv_value(self) -> str:
+        """How the KV came, as far as it is known now."""
+        attempt = self._attempt
+        if attempt is not None and attempt.kv is not None:
+            return attempt.kv
+        if not self._call.streaming:
+            return kv_path.UNKNOWN
+        if attempt is None or not attempt.decode_spoke:
+            return kv_path.TRANSFERRING
+        # Some engines say it in the last event, where there is one.
+        later = self._shared.dialect.rules.says_kv and self._flow.outcome is None
+        return kv_path.TRANSFERRING if later else kv_path.UNKNOWN
+
+    def _respond(self, action: Respond) -> None:
+        """An answer in one piece."""
+        status, body = action.status, action.body
+        lines = self._lines("total", time.monotonic())
+        if 200 <= status < 300:
+            if self._tally is not None:
+                self._tally.whole(body)
+            self._tail = body
+            lines += f"{kv_path.HEADER}: {self._kv_value}\r\n"
+            if (prefill_s := self._flow.tries[-1].prefill_s) is not None:
+                ttft_s = prefill_s - self._started_s
+                self._shared.metrics.ttft.observe(ttft_s, Leg.PREFILL.value, exemplar=self._exemplar)
+        elif status == 503:
+            lines += f"Retry-After: {self._shared.queue.retry_after_s()}\r\n"
+        if status >= 400:
+            body = error_for(self._call.path, status, body)
+        self.client.respond(status, action.content_type, lines, body)
+
+    def _count(self, data: bytes) -> None:
+        """Bytes of a stream that pass; this is done for every token, so it looks for as little as it can."""
+        self._num_events += data.count(b"\n\n")
+        self._tail = data
+        if self._tally is not None:
+            self._tally.add(data)
+
+    def _forward(self, data: bytes) -> None:
+        """Events for the client, the first of which begin the stream."""
+        client, grace_s = self.client, self._shared.config.kv_header_grace_s
+        self._count(data)
+        if client.begun:
+            client.write(data)
+        elif self._early is not None:
+            self._early += data
+        elif (
+            self._flow.first_leg is Leg.PREFILL and grace_s > 0 and not (self._attempt and self._attempt.decode_spoke)
+        ):
+            self._early = data
+            self._shared.alarms.set(self._open, time.monotonic() + grace_s)
+        else:
+            self._open(data)
+
+    def _open(self, data: bytes = b"") -> None:
+        """Begin the stream, with the events that waited for it and these. Nothing if it has begun."""
+        if self._opened_s is not None:
+            return
+        self._opened_s = now_s = time.monotonic()
+        lines = f"{self._lines('ttft', now_s)}{kv_path.HEADER}: {self._kv_value}\r\n{_STREAM}"
+        if self._early is not None:
+            data, self._early = self._early + data, None
+            self._shared.alarms.clear(self._open)
+        self.client.begin(lines, data)
+        metrics = self._shared.metrics
+        metrics.active_streams.add(1)
+        if (first := self._flow.first_leg) is not None:
+            metrics.ttft.observe(now_s - self._started_s, first.value, exemplar=self._exemplar)
+
+    def _end_stream(self, data: bytes) -> None:
+        """Its last events."""
+        if self._tally is not None:
+            self._tally.add(data)
+        self._tail += data
+        self._open()
+        self._stages, timing = stages(self._flow.tries, self._admission.placement_s, time.monotonic(), "total")
+        self.client.end(before_done(data, timing_comment(timing) + kv_path.comment(self._kv_value)))
+
+    def _lines(self, last: str, now_s: float) -> str:
+        """Headers: which request, where its time went, and of the attempt, which transfer and which workers."""
+        self._stages, timing = stages(self._flow.tries, self._admission.placement_s, now_s, last)
+        of_attempt = self._attempt.lines if self._attempt is not None else ""
+        return f"X-Request-Id: {self._request_id}\r\n{TIMING_HEADER}: {timing}\r\n{of_attempt}"
 
     # ---- a stream that passes natively
 
@@ -421,7 +598,7 @@ class Request:
         if self._lent_leg is not None:
             self._lent_leg.nbytes += len(data)
         self._flow.passed(data, time.monotonic())
-        self._answer.count(data)
+        self._count(data)
 
     def on_returned(self, unsent: bytes, unread: bytes) -> None:
         """Of `Lends`."""
@@ -506,6 +683,18 @@ class Request:
         """The client has stopped reading for too long."""
         self.client.abort()
         self.happen(ClientLeft())
+
+
+_DO: dict[type, Callable[[Request, Any], None]] = {
+    StartLegs: Request._start_legs,
+    StartDecode: Request._start_decode,
+    Respond: Request._respond,
+    LetGo: Request._let_go,
+    CancelLeg: Request._cancel,
+    BlameLeg: Request._blame,
+    TellToStop: Request._tell,
+}
+"""By action, of those that stand for themselves; a match asks for one type after the other."""
 
 
 def _nothing() -> None:

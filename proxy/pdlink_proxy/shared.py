@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,6 @@ from pdlink import threads
 
 from .alarms import Alarms
 from .flow import Limits
-from .leg_account import LegAccount
 from .retries import RetryBudget
 
 if TYPE_CHECKING:
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
     from .decision_log import DecisionLog
     from .decisions import Decisions
     from .dialects import Dialect
-    from .fleet import PlacementRequest
     from .http_client import HttpClient
     from .metrics import Metrics
     from .pools import Pools
@@ -35,7 +32,6 @@ if TYPE_CHECKING:
     from .spans import Tracer
     from .steps import Leg
     from .tokenizing import Tokenizing
-    from .worker import Worker
 
 
 @dataclass(slots=True, eq=False)
@@ -106,11 +102,6 @@ class Shared:
         """Whether the next request is one whose candidates are noted and that is logged."""
         share = self.decision_share
         return share == 1 or random.random() < share
-
-    def account(self, asked: PlacementRequest, worker: Worker, tokens: int) -> LegAccount:
-        """A leg with so many tokens to do leaves for the worker."""
-        now_s = time.monotonic()
-        return LegAccount(worker, self.pools.sent(asked, worker, tokens, now_s), tokens, now_s, self.freed)
 
     def freed(self) -> None:
         """A worker has less to do."""

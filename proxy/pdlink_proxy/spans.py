@@ -11,7 +11,7 @@ import msgspec
 
 from pdlink.observe.spans import Span, context_for, new_span_id, unix_offset_s
 
-from .tries import phases
+from .records import phases
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

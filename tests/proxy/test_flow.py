@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pdlink.errors import Overloaded
 from pdlink_proxy.flow import Flow, Limits
+from pdlink_proxy.records import phases, until_first
 from pdlink_proxy.rules import REACTIONS, News, Reaction, Rules
 from pdlink_proxy.steps import (
     Action,
@@ -41,7 +42,6 @@ from pdlink_proxy.steps import (
     Waits,
     Why,
 )
-from pdlink_proxy.tries import phases, until_first
 from tests.proxy.fakes import DONE, END, FINISH, event
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdlink.breaker import Breaker
-from pdlink_proxy.leg_account import MIN_PACE_TOKENS, LegAccount
+from pdlink_proxy.leg import MIN_PACE_TOKENS, LegAccount
 from pdlink_proxy.outliers import Outlier
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.worker import FAILURES, Worker

@@ -10,9 +10,9 @@ import pytest
 
 from pdlink.api.openai import CHAT, COMPLETIONS, parse
 from pdlink_proxy.dialects import DIALECTS
+from pdlink_proxy.records import phases
 from pdlink_proxy.recovery import Diverged, Recovery
 from pdlink_proxy.retries import RetryBudget
-from pdlink_proxy.tries import phases
 
 from .fake_sglang import FakeSglang
 from .fake_vllm import FakeVllm

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from pdlink_proxy.answer import Answer
 from pdlink_proxy.client_answer import ClientAnswer
 from tests.proxy.fakes import FakeWorker, proxy_of, until
 
@@ -129,7 +128,7 @@ async def test_a_request_whose_answer_cannot_be_made_fails_and_leaves_the_connec
             raise RuntimeError("a fault of ours")
 
         with monkeypatch.context() as patched:
-            patched.setattr(Answer, "respond", fails)
+            patched.setattr("pdlink_proxy.request.stages", fails)
             status, answer = await _served(proxy)
         assert (status, answer["error"]["code"]) == (500, "internal_error")
         assert (await _served(proxy))[0] == 200

@@ -26,12 +26,11 @@ from pdlink.api.openai import COMPLETIONS, parse
 from pdlink.config import ProxyConfig
 from pdlink_proxy import (
     admission,
-    answer,
+    attempt,
     leg,
     pools,
     refusals,
     request,
-    shared,
     watching,
 )
 from pdlink_proxy import worker as of_worker
@@ -77,9 +76,6 @@ class _Jumps(selectors.SelectSelector):
         return found
 
 
-_WITH_CLOCK = (admission, answer, leg, pools, refusals, request, shared, of_worker)
-
-
 class _VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._jumps = _Jumps()
@@ -96,12 +92,11 @@ def in_virtual_time(play: Callable[[], Awaitable[None]]) -> None:
     with ExitStack() as stack:
         for module in (
             admission,
-            answer,
+            attempt,
             leg,
             pools,
             refusals,
             request,
-            shared,
             of_worker,
         ):
             stack.enter_context(patch.object(module, "time", clock))

@@ -22,6 +22,7 @@ this proxy sent it counts.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -247,9 +248,11 @@ class _WithParams(msgspec.Struct):
 _WITH_PARAMS, _ONLY_PARAMS = msgspec.json.Decoder(_WithParams), msgspec.json.Decoder(_Params)
 
 
+@lru_cache(1)
 def _last_field(document: bytes) -> tuple[int, _Params] | None:
     """Transfer parameters that are the last field of a document, where vLLM 0.32 writes them, and where they begin.
-    None if they are not: only then must all of it be read."""
+    None if they are not: only then must all of it be read. Asked for what it says, and again for what the client
+    gets of it."""
     if (at := document.rfind(_PARAMS_MARK)) < 0:
         return None
     begin = at + len(_PARAMS_MARK) - 1
