@@ -415,7 +415,11 @@ class Channel:
             parts = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             frame, num_parts = parts[-1].bytes, len(parts)
             public_key = str(parts[-1].get("User-Id")) if self.credentials is not None else ""  # set by libzmq
-            known = route.hex(), public_key, _fd_of(parts[-1])
+            try:
+                fd = int(parts[-1].get(zmq.SRCFD))
+            except zmq.ZMQError:  # a client with a ZeroMQ from before 2013
+                fd = -1
+            known = route.hex(), public_key, fd
             if route.startswith(b"\0"):
                 self._known_routes[route] = known
                 while len(self._known_routes) > _MAX_KNOWN_ROUTES:
@@ -506,14 +510,6 @@ def _readable(socket: zmq.Socket[bytes]) -> bool:
     events = socket.getsockopt(zmq.EVENTS)
     assert isinstance(events, int)
     return bool(events & _POLLIN)
-
-
-def _fd_of(part: zmq.Frame) -> int:
-    """Of its connection; -1 for a client with a ZeroMQ from before 2013."""
-    try:
-        return int(part.get(zmq.SRCFD))
-    except zmq.ZMQError:
-        return -1
 
 
 def _any_of(events: Mapping[zmq.Event, str]) -> int:

@@ -169,41 +169,36 @@ class TransferOutcome(NamedTuple):
     """Its name, which outlives sessions; empty for this worker itself."""
 
 
-class EndedTransfers:
-    """Ended transfers by id, to recognise late or repeated messages.
+class EndedTransfers(OrderedDict[str, TransferOutcome]):
+    """Ended transfers by id, the oldest first, to recognise late or repeated messages. Changed by `add` only.
 
     Bounded, in all and for each peer: the oldest are forgotten. A peer that ends many transfers pushes out its own.
     """
 
     def __init__(self, capacity: int = 40_000, share: int = 5_000) -> None:
         """share: the most ids of one peer."""
-        self._entries: OrderedDict[str, TransferOutcome] = OrderedDict()
-        """By id, the oldest first."""
+        super().__init__()
         self._of: dict[str, OrderedDict[str, None]] = {}
         self._capacity, self._share = capacity, share
 
     def add(self, transfer_id: str, reason: Reason | None, peer: str = "") -> None:
         """reason, peer: see `TransferOutcome`."""
-        if transfer_id in self._entries:
+        if transfer_id in self:
             self._forget(transfer_id)
         if len(self._of.get(peer, ())) >= self._share:
             self._forget(next(iter(self._of[peer])))
-        elif len(self._entries) >= self._capacity:
-            self._forget(next(iter(self._entries)))
+        elif len(self) >= self._capacity:
+            self._forget(next(iter(self)))
         if reason is not None and len(reason.words) > _MAX_REASON:
             reason = replace(reason, words=reason.words[:_MAX_REASON])
-        self._entries[transfer_id] = TransferOutcome(reason, peer)
+        self[transfer_id] = TransferOutcome(reason, peer)
         of_peer = self._of.get(peer)  # after the above, which may have forgotten its last one
         if of_peer is None:
             of_peer = self._of[peer] = OrderedDict()
         of_peer[transfer_id] = None
 
-    def get(self, transfer_id: str) -> TransferOutcome | None:
-        """None if no transfer of this id has ended lately."""
-        return self._entries.get(transfer_id)
-
     def _forget(self, transfer_id: str) -> None:
-        peer = self._entries.pop(transfer_id).peer
+        peer = self.pop(transfer_id).peer
         of_peer = self._of[peer]
         del of_peer[transfer_id]
         if not of_peer:

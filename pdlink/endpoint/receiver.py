@@ -221,7 +221,7 @@ class Receiver(Half[Incoming]):
             transfer = self._transfers.get(transfer_id)
             if transfer is not None:
                 transfer.cancel(reason)
-            elif self._ended.get(transfer_id) is None:
+            elif transfer_id not in self._ended:
                 self._ended.add(transfer_id, reason)
 
     def states(self) -> dict[str, int]:
@@ -266,7 +266,7 @@ class Receiver(Half[Incoming]):
         """A sender's message about a transfer."""
         transfer = self._transfers.get(body.transfer_id)
         if transfer is None or transfer.peer is not peer:
-            over = self._ended.get(body.transfer_id) is not None
+            over = body.transfer_id in self._ended
             if not (over and isinstance(body, messages.Quiet | messages.Stop)):
                 emit(MessageDropped(reason="unknown_transfer"))
             return

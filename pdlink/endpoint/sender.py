@@ -232,7 +232,8 @@ class Sender(SenderPort):
         if transfer.peer is None:
             transfer.peer = peer
             peer.transfers[machine.transfer_id] = None
-            transfer.lease.hold(self.timeouts.lease_s, self.clock.awake_s())
+            now = self.clock.awake_s()  # from here on its signs of life renew the lease
+            transfer.lease = transfer.lease._replace(length_s=self.timeouts.lease_s, from_s=now)
             self._work.defer(transfer.accepted.set)
         elif transfer.peer is not peer:
             self._refuse(peer, machine.transfer_id, Reason(Code.TAKEN_BY_ANOTHER_RECEIVER))
@@ -246,7 +247,7 @@ class Sender(SenderPort):
         if transfer is not None and transfer.peer is peer:
             self.act(transfer, transfer.machine.stop(reason))
             return
-        unknown = transfer_id not in self._transfers and self._ended.get(transfer_id) is None
+        unknown = transfer_id not in self._transfers and transfer_id not in self._ended
         if unknown and (early is None or early.peer is peer):
             self._early.pop(transfer_id)
             self._ended.add(transfer_id, reason, peer.name)  # refuses its request if it comes later

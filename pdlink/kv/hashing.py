@@ -128,7 +128,7 @@ class Chain:
         chunk_end = (len(self._chunks) + 1) * self._chunk_tokens
         if min(block_end, chunk_end) > len(tokens):
             return
-        ids, link = _bytes_of(tokens[begin:]), self._link
+        ids, link = array("I", tokens[begin:]).tobytes(), self._link
         while (end := min(block_end, chunk_end)) <= len(tokens):
             link.update(ids[(at - begin) * _TOKEN_NBYTES : (end - begin) * _TOKEN_NBYTES])
             if end == block_end:

@@ -16,8 +16,7 @@ No I/O, no clock: every method returns actions for the driver.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
@@ -304,8 +303,7 @@ class Sending:
         return [Send(messages.Quiet(self.transfer_id)), End(self.reason)]
 
 
-@dataclass(slots=True)
-class Lease:
+class Lease(NamedTuple):
     """The promise to keep one transfer's memory for its receiver while that gives signs of life, up to a limit.
 
     Kept on this side's clock, never on that of another host. Until a receiver holds it, nothing renews it. A sign of
@@ -318,10 +316,6 @@ class Lease:
     """The lease ends after this much silence."""
     from_s: float
     """Silence counts from here, or from the peer's last sign of life if that is later."""
-
-    def hold(self, length_s: float, now: float) -> None:
-        """From now on a peer holds this lease: its signs of life renew it."""
-        self.length_s, self.from_s = length_s, now
 
     def ended(self, now: float, heard_s: float | None) -> Code | None:
         """Why the lease is over: DEADLINE, LEASE_EXPIRED, or None. heard_s: last sign of life of its receiver."""

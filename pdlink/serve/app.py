@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
 
     from pdlink.observe.otlp import SpanSender
-    from pdlink.serve.stream import Stream
     from pdlink.serve.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -220,13 +219,16 @@ async def _generate(
         retention=request.retention(worker.config.tiers.priority_limit),
     )
     response: web.StreamResponse | None = None
+    headers: dict[str, str] = {}
     try:
         async for token in stream:
             answer.add(token)
+            if stream.kv_path:  # known from the first token on
+                headers[kv_path.HEADER] = stream.kv_path
             if request.stream:
                 if response is None:
                     response = web.StreamResponse(
-                        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **_kv_path(stream)}
+                        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers}
                     )
                     await response.prepare(http)
                 await response.write(answer.event())
@@ -235,7 +237,7 @@ async def _generate(
             elif params is not None and params.leg == "prefill":
                 return json_response(answer.whole())
         if response is None:
-            return json_response(answer.whole(), headers=_kv_path(stream))
+            return json_response(answer.whole(), headers=headers)
         await response.write(answer.last_events())
         return response
     except asyncio.CancelledError:
@@ -283,8 +285,3 @@ async def _request(
             return await asyncio.get_running_loop().run_in_executor(reader, read)
     except TimeoutError:
         raise DeadlineExceeded(f"the prompt was not read within {timeout_s} s") from None
-
-
-def _kv_path(stream: Stream) -> dict[str, str]:
-    """Known from the first token on."""
-    return {kv_path.HEADER: stream.kv_path} if stream.kv_path else {}

