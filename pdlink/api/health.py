@@ -25,6 +25,8 @@ class WorkerRefusal(msgspec.Struct, frozen=True):
     remote: str = ""
     retry_s: float = 0.0
     """Until the next try; 0 if it is due, or not this worker's to make."""
+    count: int = 0
+    """Refused handshakes."""
 
 
 class PassCurves(msgspec.Struct, frozen=True):
@@ -74,6 +76,12 @@ class Health(msgspec.Struct, frozen=True):
     curves: PassCurves | None = None
     problems: dict[str, str] = {}
     """By place (`memory`, a tier): why it keeps less KV than its settings say."""
+    reason: str = ""
+    """Why it takes no new request; empty while it does."""
+    store: str = ""
+    """Control address by which other stores borrow KV from it."""
+    peers: tuple[dict[str, Any], ...] = ()
+    """Sessions of its link, for people."""
 
     def with_load(self, load: WorkerLoad) -> Health:
         """The same with what a beat says of its load."""

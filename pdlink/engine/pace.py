@@ -83,15 +83,20 @@ class Pace:
         known = self._prefill.get()
         return known[0] + known[1] * tokens if known is not None and tokens else 0.0
 
-    def curves(self) -> dict[str, object] | None:
+    def curves(self) -> dict[str, tuple[float, float, float] | None] | None:
         """For /health: three coefficients of `prefill` and of `decode`, in seconds; None for those not known yet."""
         prefill, decode = self._prefill.get(), self._decode.get()
         if prefill is None and decode is None:
             return None
         return {
-            "prefill": prefill and [float(f"{x:.4g}") for x in prefill],
-            "decode": decode and [float(f"{x:.4g}") for x in decode],
+            "prefill": prefill and _rounded(*prefill),
+            "decode": decode and _rounded(*decode),
         }
+
+
+def _rounded(one: float, two: float, three: float) -> tuple[float, float, float]:
+    """To four digits."""
+    return float(f"{one:.4g}"), float(f"{two:.4g}"), float(f"{three:.4g}")
 
 
 def _fit(moments: Sequence[Sequence[float]]) -> tuple[float, float, float]:

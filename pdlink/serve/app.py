@@ -98,8 +98,8 @@ def build_app(
         return json_response(card)
 
     async def health_of(_: web.Request) -> web.Response:
-        ok, body = health.health(worker)
-        return json_response(body, status=200 if ok else 503)
+        body = health.health(worker)
+        return json_response(body, status=200 if body.status == "ok" else 503)
 
     async def live(_: web.Request) -> web.Response:
         """For supervisors: 503 if only a restart helps, and 200 while it drains."""
@@ -110,8 +110,8 @@ def build_app(
 
     async def ready(_: web.Request) -> web.Response:
         """For load balancers: 200 if it takes new requests."""
-        ok, body = health.health(worker)
-        return json_response({"status": body["status"]}, status=200 if ok else 503)
+        status = health.health(worker).status
+        return json_response({"status": status}, status=200 if status == "ok" else 503)
 
     async def stop_transfer(request: web.Request) -> web.Response:
         transfer_id = request.match_info["transfer_id"]

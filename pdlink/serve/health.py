@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from pdlink.api.health import Health, PassCurves, WorkerRefusal
 from pdlink.observe.gauges import LinkState
 from pdlink.observe.metrics import WorkerMetrics
 
@@ -24,38 +27,38 @@ def problem(worker: Worker, report: NodeReport | None = None) -> str:
     return ""
 
 
-def health(worker: Worker) -> tuple[bool, dict[str, object]]:
-    """Whether new requests are welcome, and the body of /health. Depends on nothing but this process."""
+def health(worker: Worker) -> Health:
+    """The body of /health; new requests are welcome while its status is "ok". Depends on nothing but this process."""
     engine, pool, report = worker.engine, worker.pool, worker.node.report()
     reason = problem(worker, report)
-    status = "failed" if reason else "draining" if worker.draining or worker.turning else "ok"
-    return status == "ok", {
-        "status": status,
-        "reason": reason or (f"takes the role {worker.turning}" if worker.turning else ""),
-        "name": worker.name,
-        "epoch": report.epoch,
-        "role": worker.role,
-        "roles": worker.roles,
-        "model": worker.model.name,
-        "control": worker.node.address,
-        "store": worker.peers.address if worker.peers is not None else "",
-        "running": engine.num_running + engine.num_awaiting_kv,
-        "waiting": engine.num_waiting,
-        "load_tokens": _load_tokens(worker),
-        "queue_tokens": engine.tokens_to_compute,
-        "kv_used_tokens": pool.num_held * worker.config.cache.block_tokens,
-        "free_blocks": pool.num_free,
-        "num_blocks": pool.num_blocks,
-        "block_tokens": worker.config.cache.block_tokens,
-        "prefill_s": round(engine.pace.prefill_s, 3),
-        "decode_s": round(engine.pace.decode_s, 3),
-        "curves": engine.pace.curves(),
-        "peers": report.peers,
-        "refused": report.refused,
-        "kv_events": _publishers(worker),
-        "fingerprint": report.fingerprint,
-        "problems": _problems(worker),
-    }
+    curves = engine.pace.curves()
+    return Health(
+        status="failed" if reason else "draining" if worker.draining or worker.turning else "ok",
+        reason=reason or (f"takes the role {worker.turning}" if worker.turning else ""),
+        name=worker.name,
+        epoch=report.epoch,
+        role=worker.role,
+        roles=worker.roles,
+        model=worker.model.name,
+        control=worker.node.address,
+        store=worker.peers.address if worker.peers is not None else "",
+        running=engine.num_running + engine.num_awaiting_kv,
+        waiting=engine.num_waiting,
+        load_tokens=_load_tokens(worker),
+        queue_tokens=engine.tokens_to_compute,
+        kv_used_tokens=pool.num_held * worker.config.cache.block_tokens,
+        free_blocks=pool.num_free,
+        num_blocks=pool.num_blocks,
+        block_tokens=worker.config.cache.block_tokens,
+        prefill_s=round(engine.pace.prefill_s, 3),
+        decode_s=round(engine.pace.decode_s, 3),
+        curves=PassCurves(**curves) if curves is not None else None,
+        peers=tuple(report.peers),
+        refused=msgspec.convert(report.refused, tuple[WorkerRefusal, ...]),
+        kv_events=_publishers(worker),
+        fingerprint=report.fingerprint,
+        problems=_problems(worker),
+    )
 
 
 def _load_tokens(worker: Worker) -> int | None:
@@ -72,13 +75,13 @@ def _problems(worker: Worker) -> dict[str, str]:
     return {place: why for place, why in worker.source.store.problems().items() if why}
 
 
-def _publishers(worker: Worker) -> list[str]:
+def _publishers(worker: Worker) -> tuple[str, ...]:
     """Of this worker's KV: its own, and that of a store process while it answers, with what that calls this model."""
-    own = [worker.kv_events.address] if worker.kv_events is not None else []
+    own = (worker.kv_events.address,) if worker.kv_events is not None else ()
     if worker.source is None or not (events := worker.source.store.events):
         return own
     endpoint, _, replay = events.partition(",")
-    return [*own, f"{endpoint},{replay},{worker.source.scope}"]
+    return (*own, f"{endpoint},{replay},{worker.source.scope}")
 
 
 def metrics_of(worker: Worker) -> WorkerMetrics:

@@ -164,7 +164,7 @@ class Announcer:
         sockets = [proxy.socket for proxy in proxies if proxy.socket is not None]
         if not sockets:
             return
-        _, said = health.health(self._worker)
+        said = msgspec.to_builtins(health.health(self._worker))
         del said["peers"]  # long, and nothing that a router needs
         load = msgspec.convert(
             [said.pop(name) for name in presence.WorkerLoad.__struct_fields__], presence.WorkerLoad

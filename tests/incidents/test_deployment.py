@@ -166,8 +166,7 @@ def test_health_is_bad_when_a_part_of_the_worker_is_dead(deployment: Deployment,
         source=None,
         peers=None,
     )
-    ok, body = health.health(cast("Worker", dead))
-    assert not ok
-    assert body["status"] == "failed"
-    assert body["reason"]
+    body = health.health(cast("Worker", dead))
+    assert body.status == "failed"
+    assert body.reason
     assert deployment.health("prefill")["reason"] == ""

@@ -66,8 +66,7 @@ def test_a_disk_that_takes_nothing_costs_no_answer(
         assert not store.flush(WAIT_S), "nothing of it is down"
         assert disk.hits
         assert answering(worker) == (number == errno.ENOSPC), "one that is full can be read"
-        _, said = health(worker)
-        assert said["problems"] == {"disk": store.problems()["disk"]}
+        assert health(worker).problems == {"disk": store.problems()["disk"]}
         assert ("No space left" if number == errno.ENOSPC else "left alone") in store.problems()["disk"]
         body, _ = metrics_of(worker).exposition("")
         assert b'pdlink_tier_problem{tier="disk"} 1' in body

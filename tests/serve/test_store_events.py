@@ -55,10 +55,9 @@ class Index:
     async def _held(self, prompt: tuple[int, ...]) -> dict[str, int]:
         model = ""
         for name, each in self._workers.items():
-            said = health(each)[1]
-            model, sources = str(said["model"]), said["kv_events"]
-            assert isinstance(sources, list)
-            self._events.heard(f"http://{name}", self._states[name], model, sources)
+            said = health(each)
+            model = said.model
+            self._events.heard(f"http://{name}", self._states[name], model, said.kv_events)
         request = PlacementRequest(model, len(prompt), prompt=str(list(prompt)).encode())
         held, _ = self._events.held(request, model)
         return {key.removeprefix("http://").removesuffix("#1"): tokens for key, tokens in held.items()}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
+import msgspec
 import pytest
 
 from pdlink.api.legs import DecodeParams, PrefillAddress, PrefillParams
@@ -93,11 +94,10 @@ def test_health_of_both_workers_shows_that_they_do_not_fit() -> None:
     with Two(MODEL, ModelConfig(num_layers=1, seed=1)) as two:
         assert len(two.answer()) == len(two.answer()) == 3
         for worker, other, dialed in ((two.decode, two.prefill, True), (two.prefill, two.decode, False)):
-            ok, body = health.health(worker)
-            assert ok
-            assert body["status"] == "ok"
-            assert body["peers"] == []
-            refused: Any = body["refused"]
+            body = health.health(worker)
+            assert body.status == "ok"
+            assert not body.peers
+            refused = [msgspec.to_builtins(entry) for entry in body.refused]
             assert [entry.pop("retry_s") > 0 for entry in refused] == [dialed]
             assert refused == [
                 {
@@ -123,8 +123,8 @@ def test_two_directories_with_weights_of_one_shape_and_one_name_are_refused(
     with Two(*models) as two:
         digests = [worker.model.content for worker in (two.decode, two.prefill)]
         assert len(two.answer()) == 3
-        refused = cast("list[dict[str, Any]]", health.health(two.decode)[1]["refused"])[0]
-        assert (refused["factor"], refused["local"], refused["remote"]) == ("content", *digests)
+        refused = health.health(two.decode).refused[0]
+        assert (refused.factor, refused.local, refused.remote) == ("content", *digests)
         told = (
             f"content differs: local {digests[0]}, remote {digests[1]}; the models have one name and unlike files; "
         )
@@ -136,10 +136,10 @@ def test_health_shows_every_session_with_the_lane_that_its_bytes_took() -> None:
         two.answer()
 
         def has_lane() -> bool:
-            return any(peer["lane"] for peer in cast("list[dict[str, str]]", health.health(two.prefill)[1]["peers"]))
+            return any(peer["lane"] for peer in health.health(two.prefill).peers)
 
         until(has_lane, "prefill has heard that its bytes arrived: decode may answer before")
-        (here,), (there,) = ([*health.health(worker)[1]["peers"]] for worker in (two.prefill, two.decode))  # type: ignore[misc]
+        (here,), (there,) = (health.health(worker).peers for worker in (two.prefill, two.decode))
         assert here == {"peer": "decode", "address": "", "state": "ready", "transport": "tcp", "lane": "tcp"}
         assert there == {
             "peer": "prefill",
@@ -148,7 +148,7 @@ def test_health_shows_every_session_with_the_lane_that_its_bytes_took() -> None:
             "transport": "tcp",
             "lane": "",
         }
-        assert health.health(two.decode)[1]["refused"] == []
+        assert not health.health(two.decode).refused
 
 
 def test_a_pool_that_does_not_fit_is_refused_with_the_largest_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
