@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from pdlink.store.gathering import STEP_NBYTES, Gathering
+from pdlink.store.gathering import AGE_S, STEP_NBYTES, Gathering
 
 
 def steps(gathering: Gathering, committed_nbytes: int, *answers: bool | None) -> list[int | None]:
-    """What is tried with these answers, and what would be next."""
+    """What is tried with these answers, and what would be next, when that memory has been there for a while."""
     tried = []
+    gathering.next(committed_nbytes, 0.0)
     for answer in answers:
-        begin = gathering.next(committed_nbytes)
+        begin = gathering.next(committed_nbytes, AGE_S)
         assert begin is not None
         gathering.tried(begin, answer)
         tried.append(begin)
-    return [*tried, gathering.next(committed_nbytes)]
+    return [*tried, gathering.next(committed_nbytes, AGE_S)]
 
 
 def test_only_memory_that_is_there_is_gathered_and_once() -> None:
     gathering = Gathering()
-    assert gathering.next(STEP_NBYTES - 1) is None
+    assert steps(gathering, STEP_NBYTES - 1) == [None]
     assert steps(gathering, 2 * STEP_NBYTES, True, True) == [0, STEP_NBYTES, None]
     assert steps(gathering, 3 * STEP_NBYTES, True) == [2 * STEP_NBYTES, None]
 
@@ -31,3 +32,13 @@ def test_a_step_that_somebody_held_is_tried_again_after_the_others_and_not_for_e
 
 def test_nothing_more_is_tried_on_a_kernel_that_cannot() -> None:
     assert steps(Gathering(), 2 * STEP_NBYTES, None) == [0, None]
+
+
+def test_memory_that_has_just_come_is_left_to_who_fills_it() -> None:
+    gathering = Gathering()
+    assert gathering.next(STEP_NBYTES, 10.0) is None
+    assert gathering.next(2 * STEP_NBYTES, 11.0) is None
+    assert gathering.next(2 * STEP_NBYTES, 10.0 + AGE_S) == 0
+    gathering.tried(0, True)
+    assert gathering.next(2 * STEP_NBYTES, 10.0 + AGE_S) is None
+    assert gathering.next(2 * STEP_NBYTES, 11.0 + AGE_S) == STEP_NBYTES
