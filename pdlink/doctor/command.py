@@ -143,7 +143,7 @@ def _deployment(
 def _fetched(url: str, path: str, headers: Mapping[str, str], body: dict[str, Any] | None = None) -> dict[str, Any]:
     """An answer in JSON. Raises CannotFetch with what to do."""
     data = None if body is None else json.dumps(body).encode()
-    status, text = ask(url, path, {**headers, "Content-Type": "application/json"}, data, timeout_s=_PROBE_TIMEOUT_S)
+    status, text = ask(url, path, headers, data, timeout_s=_PROBE_TIMEOUT_S)
     try:
         answer = json.loads(text)
     except ValueError:

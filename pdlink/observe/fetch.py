@@ -64,7 +64,7 @@ class FetchedAnswer(NamedTuple):
 def ask(
     url: str, path: str, headers: Mapping[str, str], body: bytes | None = None, *, timeout_s: float = _TIMEOUT_S
 ) -> tuple[int, bytes]:
-    """Status and body of a GET, or with a body of a POST, whatever the status is. Raises CannotFetch."""
+    """Status and body of a GET, or with a body, in JSON, of a POST, whatever the status is. Raises CannotFetch."""
     return fetch(url, path, headers, body, timeout_s=timeout_s)[:2]
 
 
@@ -72,8 +72,9 @@ def fetch(
     url: str, path: str, headers: Mapping[str, str], body: bytes | None = None, *, timeout_s: float = _TIMEOUT_S
 ) -> FetchedAnswer:
     """As `ask`, with the headers of the answer."""
+    kind = {} if body is None else {"Content-Type": "application/json"}
     try:
-        asked = urllib.request.Request(url + path, data=body, headers=dict(headers))
+        asked = urllib.request.Request(url + path, data=body, headers={**headers, **kind})
         with urllib.request.urlopen(asked, timeout=timeout_s) as answer:
             return FetchedAnswer(answer.status, answer.read(), answer.headers)
     except urllib.error.HTTPError as error:

@@ -16,7 +16,7 @@ def fetch_decision(url: str, model: str, num_tokens: int, *, file: str | None = 
     """
     url = base_url(url)
     body = json.dumps({"model": model, "num_tokens": num_tokens}).encode() if file is None else _body(file, model)
-    headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     status, text = ask(url, "/route", headers, body)
     if status == 404:
         raise CannotFetch(f"{url} decides for nobody; set route_s of the proxy")

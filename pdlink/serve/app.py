@@ -20,6 +20,7 @@ from pdlink.api.errors import stream_error
 from pdlink.api.legs import MAX_ID_CHARS, AnyParams, DecodeParams
 from pdlink.api.openai import CHAT, COMPLETIONS
 from pdlink.api.route_token import HEADER, RouteToken, peer_of
+from pdlink.config import is_loopback
 from pdlink.errors import DeadlineExceeded, InvalidApiKey, InvalidRequest, PdlinkError
 from pdlink.events import listen
 from pdlink.logs import about
@@ -29,7 +30,15 @@ from pdlink.observe.trace import TRACE_HEADER, TRACE_TYPE, Laid, make
 from pdlink.observe.worker_spans import WorkerSpans
 from pdlink.serve import health
 from pdlink.serve.cache_routes import CacheDesk, Prompts, add_cache_routes
-from pdlink.serve.http import ROUTE, body_of, callers_with, errors_as_json, json_response, metrics_response
+from pdlink.serve.http import (
+    ROUTE,
+    body_of,
+    callers_with,
+    errors_as_json,
+    json_response,
+    metrics_response,
+    no_foreign_pages,
+)
 from pdlink.serve.openai import (
     AnswerWriter,
     ChatRequest,
@@ -65,8 +74,11 @@ def build_app(
     decision that a router signed with it, for one leg. spans: takes those of its requests; the app opens and closes
     it.
     """
-    checks = [callers_with(http_key, route_key)] if http_key is not None else []
-    app = web.Application(middlewares=[errors_as_json, *checks])
+    loopback = is_loopback(worker.config.listen.host)
+    check = no_foreign_pages(loopback=loopback, setting="security.http_key_file")
+    if http_key is not None:
+        check = callers_with(http_key, route_key)
+    app = web.Application(middlewares=[errors_as_json, check])
     metrics, timeline = health.metrics_of(worker), Timeline(worker.name)
     stop = [listen(metrics.counting), listen(timeline)]
     every_s = worker.config.summary_s

@@ -1,7 +1,7 @@
 """What operators ask and tell a store over HTTP: GET /pdlink/cache, and a POST for each verb below it.
 
-Prompts are named as a client names them: text, token ids or messages. Clients that may call the worker's other routes
-may call these; `security.http_key_file` guards them all.
+Prompts are named as a client names them: text, token ids or messages. These routes show and change what all callers
+have kept: they are for operators, and a proxy's clients do not reach them. `security.http_key_file` guards them.
 """
 
 from __future__ import annotations

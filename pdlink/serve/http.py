@@ -13,6 +13,7 @@ from pdlink.api import route_token
 from pdlink.api.errors import refusal_of, refused
 from pdlink.api.keys import KEY_HEADER, is_one_of
 from pdlink.api.openai import CHAT, COMPLETIONS
+from pdlink.api.pages import refused_page
 from pdlink.errors import InvalidApiKey, InvalidRequest, PdlinkError
 
 if TYPE_CHECKING:
@@ -75,6 +76,21 @@ def callers_with(http_key: str, route_key: str | None = None) -> Middleware:
             sent = request.headers.get(KEY_HEADER, "")
             if not is_one_of(sent, (http_key.encode(),)):
                 raise InvalidApiKey(f"this server is not open to all: {KEY_HEADER} is missing or wrong")
+        return await handler(request)
+
+    return check
+
+
+def no_foreign_pages(*, loopback: bool, setting: str) -> Middleware:
+    """Rejects what a page of another site could have sent, for a server without a key. See `refused_page`."""
+
+    @web.middleware
+    async def check(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        why = refused_page(request.headers, loopback=loopback, setting=setting)
+        if why and (request.method, request.path) != _OWN_KEYS:
+            return refused(403, why, "forbidden")
         return await handler(request)
 
     return check

@@ -175,7 +175,7 @@ def run_store(config: StoreConfig, parent: Parent | None, say: Callable[[str], N
             if link is not None and config.allow_file is not None:
                 _reload(config.allow_file, link.allow)
 
-        app = build_app(config.name, store, listener, http_key)
+        app = build_app(config.name, store, listener, http_key, loopback=is_loopback(config.listen.host))
         asyncio.run(serve(app, bound, parent, ready=ready, drain=drain, say=say, reload=reload))
     finally:
         listener.close()

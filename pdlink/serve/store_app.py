@@ -9,17 +9,22 @@ from aiohttp import web
 from pdlink.events import listen
 from pdlink.observe.metrics import StoreProcessMetrics
 from pdlink.serve.cache_routes import CacheDesk, add_cache_routes
-from pdlink.serve.http import callers_with, errors_as_json, json_response, metrics_response
+from pdlink.serve.http import callers_with, errors_as_json, json_response, metrics_response, no_foreign_pages
 
 if TYPE_CHECKING:
     from pdlink.store.server.listener import Listener
     from pdlink.store.store import Store
 
 
-def build_app(name: str, store: Store, listener: Listener, http_key: str | None = None) -> web.Application:
-    """The routes of one open store. http_key: callers must send it in X-Pdlink-Key, except for health and metrics."""
-    checks = [callers_with(http_key)] if http_key is not None else []
-    app = web.Application(middlewares=[errors_as_json, *checks])
+def build_app(
+    name: str, store: Store, listener: Listener, http_key: str | None = None, *, loopback: bool = True
+) -> web.Application:
+    """The routes of one open store. http_key: callers must send it in X-Pdlink-Key, except for health and metrics.
+    loopback: it serves this host alone."""
+    check = no_foreign_pages(loopback=loopback, setting="http_key_file")
+    if http_key is not None:
+        check = callers_with(http_key)
+    app = web.Application(middlewares=[errors_as_json, check])
 
     metrics = StoreProcessMetrics()
     metrics.store.tiers(store.places[1:])

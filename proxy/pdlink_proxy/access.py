@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ssl
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from pdlink.api.keys import KEY_HEADER, is_one_of, key_of
-from pdlink.config import is_loopback, read_secrets, read_token
+from pdlink.config import read_secrets, read_token
 from pdlink.endpoint.token import http_key_of
 from pdlink.errors import ConfigError
 
@@ -37,37 +36,6 @@ def admin_keys(config: ProxyConfig) -> tuple[bytes, ...]:
 def may_enter(keys: tuple[bytes, ...], headers: Mapping[str, str]) -> bool:
     """Whether Authorization, or x-api-key in its absence, has one of the keys. Runs in constant time."""
     return not keys or is_one_of(key_of(headers), keys)
-
-
-_JSON = "application/json"
-_SIMPLE_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
-"""That a browser sends to any host without asking first."""
-
-
-def refused_page(headers: Mapping[str, str], *, loopback: bool) -> str:
-    """Why a request is refused where no keys are set: a page of somebody else, in a browser that reaches this proxy,
-    could have sent it. Empty for others.
-
-    headers: finds names in lower case. loopback: the proxy serves this host alone, so that another name in Host is
-    one that somebody has pointed here.
-    """
-    if headers.get("content-type") == _JSON and "origin" not in headers and "sec-fetch-site" not in headers:
-        return ""  # nearly all
-    origin, host = headers.get("origin"), headers.get("host", "")
-    if origin is not None and origin.partition("://")[2] != host:
-        return "Origin is of another site; set api_keys, and send one of them"
-    if loopback and (origin is not None or "sec-fetch-site" in headers) and not _names_this_host(host):
-        return "Host is no name of this host; open the proxy by its address, or set api_keys"
-    if headers.get("content-type", "").partition(";")[0].strip().lower() in _SIMPLE_TYPES:
-        return "send Content-Type: application/json, or set api_keys"
-    return ""
-
-
-def _names_this_host(host: str) -> bool:
-    try:
-        return is_loopback(urlsplit(f"//{host}").hostname or "")
-    except ValueError:
-        return False
 
 
 def worker_headers(config: ProxyConfig, *, bearer: bool = False) -> dict[str, str]:

@@ -170,6 +170,7 @@ class Router:
             call.headers["X-Request-Id"] = headers["X-Request-Id"]
             self.services.metrics.requests.add(1, "unavailable" if call.status == 503 else "rejected")
             return reworded(request.path, call)
+        entry.own(headers["X-Request-Id"], request.headers)
         if entry.limits is not None:
             asked = wanted(call, None)
             if (refusal := entry.over_limit(request, asked.total_tokens)) is not None:
@@ -199,7 +200,8 @@ class Router:
         call = services.entry.taken(path, said, body)
         if call is None:
             return None
-        running = services.requests
+        running, headers = services.requests, services.entry.leg_headers(said)
+        services.entry.own(headers["X-Request-Id"], said)
 
         def over() -> None:
             running.discard(made)
@@ -207,7 +209,7 @@ class Router:
                 services.idle.set()
             ended()
 
-        made = Request(services.shared, client, call, services.entry.leg_headers(said), said, over)
+        made = Request(services.shared, client, call, headers, said, over)
         if not running:
             services.idle.clear()
         running.add(made)

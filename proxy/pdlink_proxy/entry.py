@@ -15,11 +15,12 @@ from pdlink.api.errors import refusal_of, refused
 from pdlink.api.fields import BadField
 from pdlink.api.keys import key_of
 from pdlink.api.openai import GENERATE, Call, parse
+from pdlink.api.pages import refused_page
 from pdlink.config import is_loopback
 from pdlink.config.proxy import RateLimit
 from pdlink.errors import InvalidApiKey, InvalidRequest, NoWorker, RateLimited, UnknownModel
 
-from .access import admin_keys, api_keys, clean, may_enter, refused_page
+from .access import admin_keys, api_keys, clean, may_enter
 from .fleet import wanted
 from .ids import new_id
 from .limits import RateLimits
@@ -88,7 +89,7 @@ class Entry:
             return False
         if self.api_keys:
             return may_enter(self.api_keys, said)
-        return not refused_page(said, loopback=self._loopback)
+        return not self._refused_page(said)
 
     async def checked(self, request: web.Request) -> Call | web.Response:
         """The client's checked request, or the error response."""
@@ -134,7 +135,7 @@ class Entry:
         """Whether the caller has a key, if the proxy has some; without any, whether no foreign page calls."""
         if self.api_keys:
             return may_enter(self.api_keys, request.headers)
-        return not refused_page(request.headers, loopback=self._loopback)
+        return not self._refused_page(request.headers)
 
     def may_look(self, request: web.Request) -> bool:
         """The same for what is told of the proxy, its workers and requests, which operators may see, too."""
@@ -160,7 +161,14 @@ class Entry:
     def _is_operator(self, request: web.Request) -> bool:
         return bool(self._admin_keys) and may_enter(self._admin_keys, request.headers)
 
-    def _own(self, request_id: str, key: str) -> None:
+    def _refused_page(self, said: Mapping[str, str]) -> str:
+        return refused_page(said, loopback=self._loopback, setting="api_keys")
+
+    def own(self, request_id: str, said: Mapping[str, str]) -> None:
+        """A request with this head was let in: those who send its key may see it."""
+        if len(self.api_keys) < 2:
+            return
+        key = key_of(said)
         if self._owners.setdefault(request_id, key) != key:
             self._owners[request_id] = ""
         self._owners.move_to_end(request_id)  # of two requests of one id the later one is shown longer
@@ -174,7 +182,7 @@ class Entry:
     def no_entry(self, request: web.Request) -> web.Response:
         """The answer without a valid key. It closes the connection, so that the client stops sending the body."""
         if not self.api_keys:
-            refusal = refused(403, refused_page(request.headers, loopback=self._loopback), "forbidden")
+            refusal = refused(403, self._refused_page(request.headers), "forbidden")
             refusal.force_close()
             return refusal
         refusal = refused(
@@ -206,8 +214,6 @@ class Entry:
         request_id = clean(said["x-request-id"]) if "x-request-id" in said else None
         if request_id is None or any(mark in request_id for mark in _ADDRESS_MARKS):
             request_id = f"req-{new_id()}"
-        if len(self.api_keys) > 1:
-            self._own(request_id, key_of(said))
         headers = {"X-Request-Id": request_id}
         for name in TRACE_HEADERS:  # or each worker would begin its own trace
             if name in said:

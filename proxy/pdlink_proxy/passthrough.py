@@ -83,6 +83,7 @@ class PassThrough:
                 outcome = Outcome.UNAVAILABLE if body.status == 503 else Outcome.REJECTED
                 answer: web.StreamResponse = body
             else:
+                services.entry.own(headers["X-Request-Id"], request.headers)
                 with services.running(_Running()):
                     answer, outcome = await self._pass(request, body, {**own_headers(services, request), **headers})
         except asyncio.CancelledError:

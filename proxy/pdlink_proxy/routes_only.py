@@ -55,6 +55,8 @@ class _Reserved:
     admission: Admission
     states: tuple[tuple[WorkerState, int], ...]
     timer: asyncio.TimerHandle
+    key: str
+    """That asked for it."""
 
 
 class Decider:
@@ -88,30 +90,33 @@ class Decider:
         if (refusal := services.entry.over_limit(request, asked.total_tokens)) is not None:
             return refusal
         request_id = services.entry.leg_headers(request.headers)["X-Request-Id"]
-        placed, admission = await self._place(call, asked, request_id, key_of(request.headers))
+        services.entry.own(request_id, request.headers)
+        key = key_of(request.headers)
+        placed, admission = await self._place(call, asked, request_id, key)
         if isinstance(placed, Unplaced):
             kind = InvalidRequest if placed.unfit else Overloaded if placed.full else NoWorker
             again_s = None if placed.unfit else services.shared.queue.retry_after_s()
             return refused(kind.http_status, placed.message, kind.code, retry_after_s=again_s)
-        return web.Response(body=self._reserve(call, admission, placed), content_type="application/json")
+        return web.Response(body=self._reserve(call, admission, placed, key), content_type="application/json")
 
     async def report(self, request: web.Request) -> web.Response:
         """DELETE /route/ID: the request of this decision has ended."""
         services = self._services
         if not services.entry.may_enter(request):
             return services.entry.no_entry(request)
-        transfer_id = request.match_info["id"]
-        if self.ended(transfer_id):
+        transfer_id, only = request.match_info["id"], services.entry.sees_only(request)
+        if self.ended(transfer_id, only):
             return web.Response(status=204)
         if services.siblings is not None and any(
-            (await services.siblings.ask_all("route_ended", transfer_id)).values()
+            (await services.siblings.ask_all("route_ended", [transfer_id, only])).values()
         ):
             return web.Response(status=204)
         return refused(404, "no such decision; it has expired or ended", "not_found")
 
-    def ended(self, transfer_id: str) -> bool:
-        """The request of this decision has ended; False if it is not one of this process."""
-        if transfer_id not in self._reserved:
+    def ended(self, transfer_id: str, only: str | None) -> bool:
+        """The request of this decision has ended; False if it is not one of this process, and of this key alone."""
+        reserved = self._reserved.get(transfer_id)
+        if reserved is None or only not in (None, reserved.key):
             return False
         self._free(transfer_id, served=True)
         return True
@@ -152,7 +157,7 @@ class Decider:
         finally:
             admission.leave()
 
-    def _reserve(self, call: Call, admission: Admission, placed: Placed) -> bytes:
+    def _reserve(self, call: Call, admission: Admission, placed: Placed, key: str) -> bytes:
         services, shared, asked = self._services, self._services.shared, admission.wanted
         prefill, decode = admission.chosen.get(Leg.PREFILL), admission.chosen[Leg.DECODE]
         transfer_id, now = f"xfer-{secrets.token_hex(16)}", time.monotonic()
@@ -183,7 +188,7 @@ class Decider:
             load.append((prefill, max(1, asked.num_tokens - admission.cached_tokens)))
         states = tuple((shared.pools.sent(asked, worker, tokens, now), tokens) for worker, tokens in load)
         timer = asyncio.get_running_loop().call_later(services.config.route_s, self._free, transfer_id)
-        self._reserved[transfer_id] = _Reserved(admission, states, timer)
+        self._reserved[transfer_id] = _Reserved(admission, states, timer, key)
         return msgspec.json.encode(answer)
 
     def _signed(

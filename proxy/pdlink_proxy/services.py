@@ -60,8 +60,8 @@ class Endable(Protocol):
 class Decides(Protocol):
     """The decisions of POST /route that have not ended."""
 
-    def ended(self, transfer_id: str) -> bool:
-        """The request of this decision has ended; False if it is not one of this process."""
+    def ended(self, transfer_id: str, only: str | None) -> bool:
+        """The request of this decision has ended; False if it is not one of this process, and of this key alone."""
         ...
 
 
@@ -260,8 +260,8 @@ class Services:
             adopt(ProxyConfig.model_validate(said))
             return True
 
-        def route_ended(transfer_id: Any) -> object:
-            return self.decider is not None and self.decider.ended(transfer_id)
+        def route_ended(asked: Any) -> object:
+            return self.decider is not None and self.decider.ended(*asked)
 
         return {
             "numbers": lambda _: self.metrics.numbers(),

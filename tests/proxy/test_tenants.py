@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdlink_proxy.access import refused_page
+from pdlink.api.pages import refused_page
+from pdlink_proxy.app import build_app
 from pdlink_proxy.siblings import SiblingPlace, Siblings
 from tests.private import write_private
-from tests.proxy.fakes import FakeWorker, Proxy, proxy_of
+from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, settings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -99,6 +100,79 @@ async def test_an_id_that_comes_again_stays_with_its_key(
         assert (await asked(proxy, "GET", "/decisions?request=again", "b"))[1] == {"decisions": []}
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+async def test_who_has_no_key_hides_no_request_from_its_owner(
+    prefill: FakeWorker, decode: FakeWorker, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by naming his own as another one's, nor by naming many."""
+    monkeypatch.setattr("pdlink_proxy.entry.MAX_OWNERS", 2)
+    async with proxy_of([prefill], [decode], api_keys=["a", "b"]) as proxy:
+        body = {"model": "m", "prompt": "x"}
+        assert (await asked(proxy, "POST", "/v1/completions", "a", body, X_Request_Id="id-of-a"))[0] == 200
+        for name in ("id-of-a", "1", "2", "3"):
+            assert (await asked(proxy, "POST", path, "stranger", body, X_Request_Id=name))[0] == 401
+        assert (await asked(proxy, "GET", "/decisions?request=id-of-a", "a"))[1]["decisions"]
+
+
+async def test_a_key_ends_no_decision_of_another_one(prefill: FakeWorker, decode: FakeWorker, tmp_path: Path) -> None:
+    places = [Siblings(SiblingPlace(str(tmp_path), number, 2)) for number in range(2)]
+    more: dict[str, Any] = {"api_keys": ["a", "b"], "route_s": 60}
+    async with (
+        proxy_of([prefill], [decode], siblings=places[0], **more) as first,
+        proxy_of([prefill], [decode], siblings=places[1], **more) as second,
+    ):
+        for proxy in (first, second):
+            status, found = await asked(first, "POST", "/route", "a", {"model": "m", "num_tokens": 9})
+            assert status == 200
+            path = f"/route/{found['transfer_id']}"
+            assert (await asked(proxy, "DELETE", path, "b"))[0] == 404
+            assert (await asked(proxy, "DELETE", path, "a"))[0] == 204
+
+
+FOR_ALL = {"/", "/health", "/readyz", "/livez", "/pdlink"}
+"""Text, a status, and files of the page, which hold no data."""
+OF_A_KEY = {"/decisions", "/v1/models", "/version", "/metrics", "/route"}
+"""Beside what generates: a key's own requests, and sums over all."""
+OF_OPERATORS = {"/pdlink/state", "/pdlink/timeline", "/pdlink/probe", "/workers"}
+
+
+async def test_every_route_is_open_or_asks_for_a_key_or_for_an_operators(
+    prefill: FakeWorker, decode: FakeWorker, tmp_path: Path
+) -> None:
+    admin = str(write_private(tmp_path / "admin", "boss"))
+    more: dict[str, Any] = {"api_keys": ["a", "b"], "admin_key_file": admin, "route_s": 60}
+    app = build_app(settings([prefill], [decode], **more))
+    routes = {(each.method, each.resource.canonical) for each in app.router.routes() if each.resource}
+    assert len(routes) > 40
+    async with proxy_of([prefill], [decode], **more) as proxy:
+        for method, path in sorted(routes):
+            if method in ("HEAD", "*") or path in FOR_ALL:
+                continue
+            if method == "GET" and path.startswith("/pdlink/") and path not in OF_OPERATORS:
+                continue
+            url = path.replace("{id}", "1")
+            assert (await asked(proxy, method, url, "nobody", {}))[0] == 401, (method, path)
+            generates = method == "POST" and path not in OF_OPERATORS | OF_A_KEY
+            if path in OF_OPERATORS:
+                assert (await asked(proxy, method, url, "a", {}))[0] in (401, 403), (method, path)
+                assert (await asked(proxy, method, url, "boss", {}))[0] not in (401, 403), (method, path)
+            else:
+                assert generates or path.removesuffix("/{id}") in OF_A_KEY, f"say whose {method} {path} is"
+                assert (await asked(proxy, method, url, "a", {}))[0] not in (401, 403), (method, path)
+        assert set((await asked(proxy, "GET", "/health", "nobody"))[1]) == {"status"}
+
+
+async def test_no_request_to_a_proxy_reaches_what_workers_show_operators(
+    prefill: FakeWorker, decode: FakeWorker
+) -> None:
+    paths = ["/pdlink/cache", "/pdlink/cache/clear", "/pdlink/events", "/pdlink/sources", "/role", "/flush_cache"]
+    async with proxy_of([prefill], [decode], api_keys=["a"]) as proxy:
+        for path in [*paths, "/reset_prefix_cache", "/update_weights_from_disk", "/pdlink/transfers/1/stop"]:
+            for method in ("GET", "POST"):
+                assert (await asked(proxy, method, path, "a", {}))[0] == 404, path
+        assert prefill.received == decode.received == []
+
+
 async def test_the_only_key_sees_all_and_probes(prefill: FakeWorker, decode: FakeWorker) -> None:
     async with proxy_of([prefill], [decode], api_keys=["a"]) as proxy:
         assert (await asked(proxy, "GET", "/pdlink/state", "a"))[0] == 200
@@ -137,7 +211,9 @@ async def test_a_foreign_page_is_refused_where_no_keys_are_set(
 
 
 def test_programs_and_other_hosts_pages_are_judged_by_their_headers() -> None:
-    assert not refused_page({"host": "x"}, loopback=True), "no browser"
-    assert not refused_page({"host": "[::1]:80", "sec-fetch-site": "none"}, loopback=True)
-    assert not refused_page({"host": "proxy.example", "origin": "https://proxy.example"}, loopback=False)
-    assert refused_page({"host": "[", "sec-fetch-site": "none"}, loopback=True)
+    assert not refused_page({"host": "x"}, loopback=True, setting="api_keys"), "no browser"
+    assert not refused_page({"host": "[::1]:80", "sec-fetch-site": "none"}, loopback=True, setting="api_keys")
+    assert not refused_page(
+        {"host": "proxy.example", "origin": "https://proxy.example"}, loopback=False, setting="api_keys"
+    )
+    assert refused_page({"host": "[", "sec-fetch-site": "none"}, loopback=True, setting="api_keys")

@@ -189,7 +189,8 @@ def prompt(path: str) -> dict[str, Any]:
 
 def send(pair: WorkerPair, method: str, path: str, text: str | None = None) -> tuple[int, bytes]:
     async def sent() -> tuple[int, bytes]:
-        async with pair.http["decode"].request(method, path, data=text) as response:
+        data = None if text is None else text.encode()
+        async with pair.http["decode"].request(method, path, data=data) as response:
             return response.status, await response.read()
 
     return pair.run(sent())
