@@ -6,13 +6,24 @@ Neither base is raised itself. A message names the field, both values and the re
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 from pdlink.reasons import Code, Reason
 
+_CREDENTIALS = re.compile(r"(?<=://)[^\s/@'\"]+@")
+
+
+def without_credentials(text: str) -> str:
+    """The same with *** for what stands before the host in its URLs: a user, often with a password."""
+    return _CREDENTIALS.sub("***@", text) if "@" in text else text
+
 
 class PdlinkError(Exception):
-    """Base of every error of this package, with the values to report it."""
+    """Base of every error of this package, with the values to report it. Its text shows no password of a URL."""
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(without_credentials(text))
 
     code: ClassVar[str] = "internal_error"
     """Stable name: `error.code` in HTTP bodies, the `reason` label of metrics."""

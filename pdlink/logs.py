@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdlink.errors import without_credentials
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -63,6 +65,9 @@ class _Text(logging.Formatter):
         who = f"{label} ".replace("%", "%%") if label else ""
         super().__init__(f"%(asctime)s %(levelname)s {who}%(name)s: %(message)s")
 
+    def format(self, record: logging.LogRecord) -> str:
+        return without_credentials(super().format(record))
+
 
 class _Json(logging.Formatter):
     """A line, an object."""
@@ -86,4 +91,4 @@ class _Json(logging.Formatter):
                 found[name] = str(value)
         if record.exc_info:
             found["error"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(found).decode()
+        return without_credentials(msgspec.json.encode(found).decode())

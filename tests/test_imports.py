@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "zmq_context": {"threads"},
     "breaker": set(),
     "extras": {"errors"},
-    "logs": set(),
+    "logs": {"errors"},
     "content": {"errors"},
     "events": {"errors"},
     "config": {"errors"},

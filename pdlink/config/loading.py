@@ -292,7 +292,8 @@ def _explain(kind: type[BaseModel], item: Any) -> str:
         inside = [f"{name}.{key}" for key in got]
         near = [dotted for dotted in settings_of(kind) if any(dotted.endswith(f".{key}") for key in inside)]
         hint = f"; did you mean {' or '.join(map(repr, near[:2]))}?" if near else ""
-        held = "" if hidden else f" with {', '.join(map(str, got))}"
+        names = [str(key) for key in got if re.fullmatch(r"\w+", str(key))]  # others are no settings
+        held = f" with {', '.join(names)}" if names and not hidden else ""
         return f"{name}: takes one value and {must}, got a section{held}{hint}"
     if what == "string_type" and isinstance(got, bool | int | float):
         must += " (write it in quotes)"
@@ -317,7 +318,8 @@ def _is_secret(kind: type[BaseModel], where: Sequence[object]) -> bool:
 def _named(kind: type[BaseModel], where: Sequence[object]) -> list[str]:
     """A path for an error's text. API keys are keys of some settings: a digest stands for one."""
     fields = list(_fields(kind, where))
-    secret = next((at for at, field in enumerate(fields) if field.repr is False), len(where))
+    keys = (at for at, field in enumerate(fields) if field.repr is False and _holds_keys(field))
+    secret = next(keys, len(where))
     return [
         f"<key {hashlib.blake2b(part.encode(), digest_size=4).hexdigest()}>"
         if at == secret + 1 and isinstance(part, str)

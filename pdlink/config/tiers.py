@@ -46,7 +46,7 @@ class TiersConfig(Section):
     state_dir: str | None = None
     """Directory for what was cleared while a tier was away, where there is no `local_disk`. None is
     $XDG_STATE_HOME/pdlink, or ~/.local/state/pdlink."""
-    remote_url: str | tuple[str, ...] | None = None
+    remote_url: str | tuple[str, ...] | None = Field(default=None, repr=False)
     """A tier below memory that others may share, or several, asked in this order: file:///DIRECTORY[?max_size=GIB], redis://[USER:PASSWORD@]HOST[:PORT]
     and its kin, s3://BUCKET and its kin, or path.to.module:name (`pdlink.store.tiers.opening`)."""
     peers: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ TRACES_PATH = "/v1/traces"
 class TracingConfig(Section):
     """Spans of requests, sent over OTLP; needs the extra `otel`."""
 
-    endpoint: str | None = None
+    endpoint: str | None = Field(default=None, repr=False)
     """Where spans go: "http://127.0.0.1:4318"; without a path, /v1/traces is taken. None makes none; `traceparent`
     and `tracestate` go to the workers in any case. A collector that wants a key gets OTEL_EXPORTER_OTLP_HEADERS."""
     share: float = Field(default=1.0, ge=0, le=1)
@@ -28,7 +28,10 @@ class TracingConfig(Section):
     def _whole(cls, value: str | None) -> str | None:
         if value is None:
             return None
-        parts = urlsplit(value)
+        try:
+            parts = urlsplit(value)
+        except ValueError:
+            parts = urlsplit("")
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ValueError(f"got {value!r}; must be http://HOST:PORT or https://HOST:PORT (OTLP over HTTP)")
+            raise ValueError("tracing.endpoint: must be http://HOST:PORT or https://HOST:PORT (OTLP over HTTP)")
         return value.rstrip("/") + TRACES_PATH if parts.path in ("", "/") else value

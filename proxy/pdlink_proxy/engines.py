@@ -66,7 +66,8 @@ def workers_of(side: str, entries: Iterable[ListedWorker]) -> list[tuple[str, Li
         url = entry.url.rstrip("/")
         if not is_base_url(url):
             raise ConfigError(
-                f"{side}: got {entry.url!r}; expected http://HOST:PORT or https://HOST:PORT; write one of them"
+                f"{side}: got {entry.url!r}; expected http://HOST:PORT or https://HOST:PORT, without a user; write "
+                "one of them"
             )
         if url in urls:
             raise ConfigError(f"{side}: {url} is listed twice")
@@ -82,7 +83,8 @@ def is_base_url(text: str) -> bool:
         host, port = parts.hostname, parts.port
     except ValueError:
         return False
-    return bool(re.fullmatch(r"https?://[^\s?#]+", text) and host and port != 0)
+    named = parts.username is None and parts.password is None  # they would not be sent, and shown on pages
+    return bool(re.fullmatch(r"https?://[^\s?#]+", text) and named and host and port != 0)
 
 
 def _part(addresses: tuple[str, ...], index: int, count: int) -> tuple[str, ...]:

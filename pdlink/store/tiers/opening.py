@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
@@ -33,7 +34,10 @@ def open_tier(url: str, namespace: str = ALL) -> Tier:
     namespace: keeps records apart from those of others that use the same medium.
     Raises ConfigError for anything else, without repeating a URL, which may hold a password.
     """
-    scheme = urlsplit(url).scheme
+    try:
+        scheme = urlsplit(url).scheme
+    except ValueError:
+        raise ConfigError(f"tiers.remote_url: got no URL; {_EXPECTED}; correct it") from None
     if scheme == "file":
         parts = urlsplit(url)
         (max_size,), rest = _taken(url, max_size=0.0)
@@ -54,7 +58,7 @@ def open_tier(url: str, namespace: str = ALL) -> Tier:
             ) from error
         (timeout_s,), rest = _taken(url, timeout_s=5.0)
         return Objects(bucket_of(rest, timeout_s), namespace, urlsplit(rest)._replace(query="").geturl())
-    if ":" not in url or "/" in url:
+    if not re.fullmatch(r"[\w.]+:\w+", url):
         got = f"a URL of {scheme!r}" if scheme else "no URL and no path of a module"
         raise ConfigError(f"tiers.remote_url: got {got}; {_EXPECTED}; use one of them")
     tier: Tier = make_by_path("tiers.remote_url", url, _EXPECTED, namespace)

@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from pdlink.errors import ConfigError
 
-from .resp import Lying, RespConnection, command
+from .resp import CommandRefused, Lying, RespConnection, command
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +20,8 @@ _T = TypeVar("_T")
 
 SCHEMES = ("redis", "valkey", "rediss", "valkeys", "unix")
 _TLS_FILES = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
+_REFUSALS = {"ERR", "WRONGPASS", "NOAUTH", "NOPERM"}
+"""First words of errors."""
 
 
 class RespServer:
@@ -80,6 +82,11 @@ class RespServer:
             connection.send(self._greeting)
             for _ in self._greeting:
                 connection.reply()
+        except CommandRefused as error:
+            connection.close()
+            word = str(error).partition(" ")[0]
+            said = word if word in _REFUSALS else "an error"  # some servers repeat the password
+            raise CommandRefused(f"{said} to user, password or database of tiers.remote_url; correct them") from None
         except BaseException:
             connection.close()
             raise

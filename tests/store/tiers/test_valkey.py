@@ -8,6 +8,7 @@ import subprocess
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -194,6 +195,23 @@ def test_a_password_opens_the_server_and_shows_in_no_error() -> None:
             with pytest.raises(CommandRefused) as error:
                 Valkey(wrong, "n").contains([key(1)])
             assert "secret" not in str(error.value)
+
+
+def test_a_server_that_repeats_the_password_is_not_quoted() -> None:
+    """As Redis 3 does where it asks for no password, and others that know no AUTH."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+
+        def refuse() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"-ERR unknown command `AUTH`, with args beginning with: `planted`\r\n")
+
+        refusing = pool.submit(refuse)
+        with pytest.raises(CommandRefused, match=r"^ERR to user, password or database") as error:
+            Valkey(f"redis://:planted@127.0.0.1:{listener.getsockname()[1]}", "n").contains([key(1)])
+        refusing.result()
+        assert "planted" not in str(error.value)
 
 
 def test_a_user_who_may_only_read_reads(tmp_path: Path) -> None:
