@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from pdlink.errors import ConfigError
+from pdlink.few_lines import http_logger
 
 if TYPE_CHECKING:
     import ssl
@@ -179,6 +180,7 @@ async def serve(
         access_log=None,
         keepalive_timeout=75.0,  # longer than our clients': they close first
         shutdown_timeout=1.0,  # the drain is over; aiohttp would wait 60 s
+        logger=http_logger("pdlink.http"),
     )
     await runner.setup()
     await web.SockSite(runner, bound, backlog=1024, ssl_context=tls).start()

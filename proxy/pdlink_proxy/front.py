@@ -21,9 +21,9 @@ from aiohttp.tcp_helpers import tcp_keepalive, tcp_nodelay
 
 from pdlink._http import plain_request
 from pdlink.api.openai import CHAT, COMPLETIONS
+from pdlink.few_lines import http_logger
 
 from .client_answer import ClientAnswer
-from .few_lines import http_logger
 
 if TYPE_CHECKING:
     from .app import Router
@@ -306,6 +306,6 @@ class FrontRunner(web.AppRunner):
     async def _make_server(self) -> web.Server:
         from .app import ROUTER
 
-        self._kwargs.setdefault("logger", http_logger())
+        self._kwargs.setdefault("logger", http_logger("pdlink.proxy.http"))
         inner = await super()._make_server()
         return Doors(inner, self.app[ROUTER], self._kwargs.get("keepalive_timeout", 75.0))

@@ -12,10 +12,10 @@ from aiohttp.http_exceptions import BadHttpMessage
 
 from pdlink.api.openai import parse
 from pdlink.api.presence import WorkerLoad
+from pdlink.few_lines import LINES, WINDOW_S, FewLines, http_logger
 from pdlink.protocol.auth import AllowList
 from pdlink_proxy.beats import Beats
 from pdlink_proxy.discovery.roll import MAX_UNPROVEN
-from pdlink_proxy.few_lines import LINES, WINDOW_S, FewLines, http_logger
 from pdlink_proxy.page.routes import state_of
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.watching import LEAST_S
@@ -38,7 +38,7 @@ def test_where_our_own_code_has_failed_reaches_the_log_without_what_was_sent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     logging.getLogger("pdlink.proxy.http").filters.clear()
-    logger, sent = http_logger(), "/" + "s" * 9
+    logger, sent = http_logger("pdlink.proxy.http"), "/" + "s" * 9
     try:
         parse(sent, b'{"model": "m"}')  # a KeyError of ours
     except KeyError:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
+import os
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from pdlink.api.keys import KEY_HEADER
+from pdlink.few_lines import LINES
 from pdlink.serve import app, store_app
+from pdlink.serve.process import bind, serve
 from tests.store.process import served
 
 from .tiered import opened
@@ -65,3 +72,31 @@ async def test_a_foreign_page_is_refused_where_no_key_is_set(build: Callable[...
                     assert "http_key_file" in (await answer.json())["error"]["message"]
             async with http.request(method, path, json={}) as answer:
                 assert answer.status != 403, (method, path)
+
+
+async def test_what_is_no_http_costs_a_few_short_lines_of_the_log(
+    build: Callable[..., web.Application], caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("pdlink.http").filters.clear()
+    bound, started = bind("127.0.0.1", 0), asyncio.Event()
+
+    def ready(_: str) -> dict[str, Any]:
+        started.set()
+        return {"line": ""}
+
+    async def drain() -> None:
+        pass
+
+    serving = asyncio.create_task(serve(build("key"), bound, None, ready=ready, drain=drain, say=lambda _: None))
+    async with asyncio.timeout(20):
+        await started.wait()
+        for _ in range(3 * LINES):
+            reader, writer = await asyncio.open_connection(*bound.getsockname())
+            with contextlib.closing(writer):
+                writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"\x01" * 8000 + b"\r\n\r\n")
+                assert b" 400 " in (await reader.readline())
+    os.kill(os.getpid(), signal.SIGTERM)
+    await serving
+    lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert 0 < len(lines) <= LINES
+    assert all(record.exc_info is None and len(record.getMessage()) < 300 for record in lines)

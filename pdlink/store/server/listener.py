@@ -58,11 +58,11 @@ class _Client:
 class Listener:
     """`open` and `close`; a store that is open, at one path."""
 
-    def __init__(self, store: Store, path: Path, setting: str = "listen") -> None:
+    def __init__(self, store: Store, path: Path) -> None:
         self.path = path
         self.events = ""
         """Where what the store keeps is published (`KVPublisher.address`), for the clients. Set it before `open`."""
-        self._store, self._setting = store, setting
+        self._store = store
         self.incarnation = os.urandom(16)
         """Names this life of the store."""
         self._lock = threading.Lock()
@@ -73,7 +73,7 @@ class Listener:
 
     def open(self) -> None:
         """Raises ConfigError."""
-        self._bound, self._path_lock = listen(self.path, self._setting)
+        self._bound, self._path_lock = listen(self.path, "socket")
         self._thread = threading.Thread(target=self._accept, name="pdlink-store-accept", daemon=True)
         self._thread.start()
 

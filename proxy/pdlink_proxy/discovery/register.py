@@ -17,11 +17,11 @@ from pdlink.config import is_loopback
 from pdlink.endpoint.channel import Channel, ClientRefused, Left, Received
 from pdlink.endpoint.clock import AwakeClock
 from pdlink.errors import ConfigError, InvalidRequest, ProtocolError
+from pdlink.few_lines import FewLines
 from pdlink.protocol.auth import ControlAddress, is_worker_name, name_problem
 
 from ..dialects.own import read_health
 from ..engines import is_base_url
-from ..few_lines import FewLines
 from ..upstream import printable
 from .base import ROLES, SourceDown
 from .roll import Roll

@@ -13,7 +13,7 @@ import traceback
 from aiohttp.client_exceptions import ClientPayloadError
 from aiohttp.http_exceptions import HttpProcessingError
 
-from .upstream import printable
+from pdlink.logs import printable
 
 LINES = 10
 WINDOW_S = 10.0
@@ -49,7 +49,7 @@ class FewLines(logging.Filter):
             return False
         text, error = record.getMessage(), record.exc_info[1] if record.exc_info else None
         what = f"{text}: {type(error).__name__}" if error is not None else text
-        record.msg, record.args, record.exc_info = printable(what)[:_MAX_CHARS] + more, (), None
+        record.msg, record.args, record.exc_info = printable(what, _MAX_CHARS) + more, (), None
         if error is not None and not isinstance(error, _THEIRS):
             record.msg += _frames(error)
         return True
@@ -63,9 +63,9 @@ def _frames(error: BaseException) -> str:
     return "\n" + "".join(traceback.StackSummary.extract(iter(walked)).format()).rstrip()
 
 
-def http_logger() -> logging.Logger:
+def http_logger(name: str) -> logging.Logger:
     """For aiohttp's server: what clients send that is no HTTP."""
-    logger = logging.getLogger("pdlink.proxy.http")
+    logger = logging.getLogger(name)
     if not any(isinstance(each, FewLines) for each in logger.filters):
         logger.addFilter(FewLines())
     return logger
