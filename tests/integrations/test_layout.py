@@ -198,6 +198,13 @@ def test_a_form_that_is_not_known_is_refused_by_name(tensors: list[torch.Tensor]
         describe(views, GroupKind((), ROWS, head_size=SIZE, dtype="float32"))
 
 
+@pytest.mark.parametrize("shape", [(6, HEADS, 32), (6, HEADS, 32, 2, SIZE)])
+def test_columns_of_other_axes_are_refused_by_name(shape: tuple[int, ...]) -> None:
+    views, _ = _views([torch.zeros(shape)])
+    with pytest.raises(UnsupportedCache):
+        describe(views, GroupKind((), COLUMNS, head_size=SIZE, dtype="float32"))
+
+
 def test_a_cache_allocated_in_our_context_is_shared_memory() -> None:
     context = SharedAllocation()
     with context:

@@ -14,8 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 import msgspec
 import pytest
 
+from pdlink.api.health import Health
 from pdlink.config.proxy import DialectName
 from pdlink_proxy.dialects import DIALECTS
+from pdlink_proxy.dialects.base import KnownHealth
+from pdlink_proxy.dialects.vllm import _without_params
+from pdlink_proxy.upstream import Asking, Reply
 from tests.proxy.fake_sglang import FakeSglang
 from tests.proxy.fake_vllm import FakeVllm
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
@@ -302,3 +306,33 @@ async def test_sglang_request_of_several_answers_is_refused_without_a_plain_serv
         assert status == 400
         assert b"n, echo with logprobs" in answer
         assert it.prefills[0].received == it.decodes[0].received == []
+
+
+async def test_only_a_life_that_was_not_well_is_asked_whether_it_takes_our_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def well(epoch: str) -> Health:
+        return Health("ok", name="w", epoch=epoch, role=None, model="m", control=None)
+
+    asked: list[str] = []
+
+    async def ask(_asking: Asking, path: str) -> Reply:
+        asked.append(path)
+        return Reply(200, msgspec.json.encode(well("1")))
+
+    monkeypatch.setattr("pdlink_proxy.dialects.own.ask", ask)
+    asking, look = Asking(None, "http://w", 1.0), DIALECTS["pdlink"].look  # type: ignore[arg-type]
+    for last, was_well, paths in (
+        (None, False, 2),
+        (well("1"), True, 1),
+        (well("1"), False, 2),
+        (well("0"), True, 2),
+    ):
+        asked.clear()
+        assert isinstance(await look(asking, KnownHealth(last, well=was_well)), Health)
+        assert asked == ["/health", "/v1/models"][:paths]
+
+
+def test_an_event_of_vllm_that_is_no_json_passes_as_it_is() -> None:
+    for event in (b'data: {"kv_transfer_params":{"x": }\n\n', b"[1]", b'{"kv_transfer_params":{' + b"[" * 9000):
+        assert _without_params(event) == event

@@ -81,6 +81,13 @@ async def test_a_directory_lists_one_worker_a_file(tmp_path: Path) -> None:
         await until(lambda: seen.urls == ["http://c:1"], "the removal")
 
 
+async def test_what_files_list_is_told_at_the_first_look(tmp_path: Path) -> None:
+    write(tmp_path, "a", role="prefill", url="http://a:1")
+    async with followed(FileSource(str(tmp_path), PDLINK, look_s=3600)) as seen:
+        await until(lambda: bool(seen.lists), "the first list")
+        assert seen.urls == ["http://a:1"]
+
+
 async def test_a_file_that_breaks_keeps_what_it_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, "a", role="prefill", url="http://a:1")
     async with followed(FileSource(str(tmp_path), PDLINK, look_s=0.01)) as seen:

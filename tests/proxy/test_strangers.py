@@ -15,6 +15,7 @@ from pdlink.api.presence import WorkerLoad
 from pdlink.few_lines import LINES, WINDOW_S, FewLines, http_logger
 from pdlink.protocol.auth import AllowList
 from pdlink_proxy.beats import Beats
+from pdlink_proxy.discovery.register import JoinRules, RegisterSource
 from pdlink_proxy.discovery.roll import MAX_UNPROVEN
 from pdlink_proxy.page.routes import state_of
 from pdlink_proxy.steps import Leg
@@ -142,6 +143,18 @@ async def test_a_key_that_is_taken_off_the_allow_list_beats_no_more() -> None:
             await until(lambda: len(register.roll) == 2, "the other one's beat")
             await until(lambda: hearing.num_heard > 1, "its health")
             assert hearing.num_heard == 2
+
+
+async def test_a_key_that_is_put_on_the_allow_list_joins() -> None:
+    known = knows(PROXY, PREFILL)
+    with joiners() as hall:
+        async with followed(known) as (register, hearing):
+            hall.address = register.address
+            register.allow(AllowList({PREFILL.public: PREFILL.name, OTHER.public: OTHER.name}))
+            hall.new(OTHER).say("http://127.0.0.1:2", health_of(2) | {"name": OTHER.name})
+            await until(lambda: hearing.num_heard == 1, "its beat")
+            assert len(register.roll) == 1
+    RegisterSource("tcp://127.0.0.1:0", JoinRules(hearing, known)).allow(AllowList({}))  # before it listens
 
 
 async def test_a_new_life_is_not_believed_before_a_probe(prefill: FakeWorker, decode: FakeWorker) -> None:

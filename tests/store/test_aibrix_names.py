@@ -70,6 +70,7 @@ def test_a_block_is_filled_in_the_caches_own_memory(manager: KVCacheManager) -> 
 
 def test_what_is_not_there_or_cannot_be_is_a_status(manager: KVCacheManager) -> None:
     assert manager.acquire(None, PROMPT).is_not_found()
+    assert manager.get(None, PROMPT, Theirs(6, 1)).is_not_found()
     assert manager.exists(PREFIX, QUERY).is_not_found()
     status = manager.put(PROMPT[:5], QUERY, Theirs(4, 1))
     assert status.is_invalid()

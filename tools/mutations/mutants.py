@@ -41,6 +41,12 @@ _TIERS = (
     "tests/store/test_cleared.py",
     "tests/store/test_client.py",
 )
+
+
+def _proxy(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/proxy/test_{name}.py" for name in names)
+
+
 SUITES = (
     Suite(
         "pdlink/protocol",
@@ -61,7 +67,7 @@ SUITES = (
         "pdlink/transport",
         (
             *(*_TRANSPORTS, "tests/cuda", "tests/endpoint/test_transfer.py"),
-            *("tests/endpoint/test_fallback.py", "tests/bench/test_tune.py"),
+            "tests/endpoint/test_fallback.py",
         ),
     ),
     Suite(
@@ -82,6 +88,34 @@ SUITES = (
         ),
     ),
     Suite("pdlink/peers", ("tests/peers", "tests/store/tiers/test_peer.py")),
+    Suite("proxy/pdlink_proxy/policies", ("tests/proxy/policies", "tests/proxy/test_placement.py")),
+    Suite(
+        "proxy/pdlink_proxy/discovery",
+        _proxy("discovery", "register", "roll", "strangers", "membership"),
+    ),
+    Suite(
+        "proxy/pdlink_proxy/dialects",
+        _proxy("dialects", "vllm", "told", "sglang_generate", "forced_tools", "promises", "engines", "kv_path"),
+    ),
+    Suite(
+        "proxy/pdlink_proxy",
+        (
+            *_proxy("access", "alarms", "app", "client_answer", "edges", "engines", "explain", "faults"),
+            *_proxy("flow", "front", "http_client", "kv_events", "kv_index", "leg_account", "legs", "limits"),
+            *_proxy("membership", "mismatches", "named_streams", "outliers", "pair_times", "parts", "passthrough"),
+            *_proxy(
+                "placement", "pools", "probe", "queue", "recovery", "refusals", "relaying", "reloading", "request"
+            ),
+            *_proxy("retries", "rolling", "route", "stream_ends", "summary", "table", "tenants", "timeline"),
+            *_proxy("tokenizing", "tracing", "usage", "waiting"),
+        ),
+    ),
+    Suite("pdlink/integrations/vllm_parts", ("tests/integrations",)),
+    Suite("pdlink/integrations/sglang_parts", ("tests/integrations",)),
+    Suite(
+        "pdlink/integrations",
+        ("tests/integrations", "tests/store/test_aibrix_names.py", "tests/store/test_lmcache_names.py"),
+    ),
     Suite("csrc/tcp", _TRANSPORTS, "_tcp", r"test_tcp|\[tcp"),
     Suite("csrc/copy", _TRANSPORTS, "_copy", r"test_mapped\.py|test_copy|\[mapped(?!-cuda)"),
 )

@@ -259,6 +259,7 @@ def test_a_beginning_that_many_hold_is_found_at_each_of_them_as_they_come_and_go
             index.forget(rng.choice(workers).key)
         else:
             index.note(wanted, rng.choice(workers))
+        assert len(index) == sum(map(len, index._of.values()))
         asked = other if rng.random() < 0.1 else all_
         expected = []
         for each in asked.table.states:
@@ -266,6 +267,15 @@ def test_a_beginning_that_many_hold_is_found_at_each_of_them_as_they_come_and_go
             there = [key in held for key in wanted.keys]
             expected.append(100.0 * (there.index(False) if False in there else len(there)))
         assert index.cached_tokens(wanted, asked).tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["cost", "prefix"])
+def test_a_worker_lacks_what_it_was_not_sent_before(name: str) -> None:
+    policy, (one, other) = make_policy(name), pool(0, 0)
+    compare([one, other])
+    assert [policy.placed(request(1, 2), one), policy.placed(request(1, 2, 3), one)] == [200, 100]
+    assert policy.placed(request(1, 2, 3), other) == 300
+    assert policy.placed(PlacementRequest("m", 300, 50), one) == 0, "nobody knows"
 
 
 def keys_of(prompt: bytes, **more: str) -> list[object]:
