@@ -95,8 +95,8 @@ def machine_facts() -> Facts:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "numpy": np.__version__,
-        "pdlink": _version("pdlink"),
-        "libucx": _version("libucx-cu13"),
+        "pdlink": version_of("pdlink"),
+        "libucx": version_of("libucx-cu13"),
         "page_nbytes": os.sysconf("SC_PAGE_SIZE"),
         "transparent_huge_pages": _chosen("/sys/kernel/mm/transparent_hugepage/enabled"),
         "transparent_huge_pages_shmem": _chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
@@ -136,7 +136,8 @@ def _chosen(path: str) -> str:
     return text.partition("[")[2].partition("]")[0] or text
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Of what is installed beside this."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -3,8 +3,8 @@
 The figure is the CPU that a router's processes used, per request or per streamed event: with few cores, latencies say
 more about the run queue than about the router. The router has one core, stand-ins and clients have the others. The
 stand-ins answer as the dialect's engine does (`proxy_stub.py`), two on each side, and publish KV events. Every router
-looks for prompts' beginnings, checks health and has a key; pdlink reads the events, too. A turn counts only if each
-answer has all its tokens and each request reached a worker of both sides.
+looks for prompts' beginnings, checks health and has a key; pdlink reads the events, too. Each is warm before its
+first turn. A turn counts only if each answer has all its tokens and each request reached a worker of both sides.
 """
 
 from __future__ import annotations
@@ -24,35 +24,43 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pdlink.commands.parser import positive, positive_float
 from pdlink.fleet.ports import free_ports
 
 from . import harness
 from .harness import BenchReport, TextTable, in_turns
-from .measure import Measured, spread
+from .measure import Measured, spread, version_of
 from .proxy_stub import CHUNKS, DIALECTS, MODEL, WORD
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping, Sequence
+    from typing import IO
 
     from rich.progress import Progress
 
 _READY_S = 60.0
+_WORDS_CHARS = 400
+"""Of the last words of a router that does not serve."""
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _HELD = 400
 """Streams that are open at once for the figure of memory."""
 _SETTLE_S = 1.0
+_WARM_S = 0.3
+"""Of each load but the paced one, before the first turn."""
 
 _WORKERS = 2
 """On each side."""
 _KEY = "bench-key"
 _ROUTERS = {
     # Versions that these lines were written for: 0.3.2, 0.1.17, 1.13.0.
-    "sglang-router": "sglang_router.launch_router --pd-disaggregation",
-    "vllm-router": "vllm_router.launch_router --vllm-pd-disaggregation",
-    "smg": "smg.launch_router --pd-disaggregation",
+    "sglang-router": "sglang_router.launch_router --pd-disaggregation --policy cache_aware --log-level error",
+    "vllm-router": "vllm_router.launch_router --vllm-pd-disaggregation --policy cache_aware --log-level error",
+    "smg": "smg.launch_router --pd-disaggregation --policy cache_aware --log-level error",
 }
+"""By the name of their wheel."""
 _BOOTSTRAP_PORT = {"sglang-router": ("9900",)}
 """What follows the URL of a prefill worker."""
 OURS = "pdlink"
@@ -87,6 +95,7 @@ LOADS = (
     ProxyLoad("64 paced streams", "paced", 64, 0.8, stream=True, unit="event", per_request=CHUNKS),
 )
 _HOLDING = ProxyLoad("held", "held", _HELD, 0.0, stream=True)
+_PARTS = ("user", "kernel")
 _ADDED = "added latency"
 _ADDED_AT_MOST_S = 0.5e-3
 _MEMORY_AT_MOST_KB = 20.0
@@ -146,27 +155,40 @@ def _report(args: argparse.Namespace, progress: Progress) -> BenchReport:
         f"Dialect {args.dialect}, {_WORKERS} + {_WORKERS} workers, KV events, API key, metrics and records on: CPU "
         "of the router, median (p10..p90)"
     )
-    return BenchReport(
-        {"dialect": args.dialect, "rounds": args.rounds, "routers": measured, "bars": bars},
-        [_table(measured, caption), _bars_table(bars, f"Bars, dialect {args.dialect}")],
-        problems=measured,
-    )
+    versions = {router.name: router.version for router in routers}
+    tables: list[str | TextTable] = [
+        _table(measured, caption, versions),
+        _split_table(measured, "Of it in user mode + in the kernel, medians"),
+        _bars_table(bars, f"Bars, dialect {args.dialect}"),
+    ]
+    kept = {"dialect": args.dialect, "rounds": args.rounds, "versions": versions, "routers": measured, "bars": bars}
+    return BenchReport(kept, tables, problems=measured)
 
 
-def _table(measured: dict[str, Measured], caption: str) -> TextTable:
+def _table(measured: dict[str, Measured], caption: str, versions: Mapping[str, str]) -> TextTable:
     columns = [*(f"{load.name}\nus/{load.unit}" for load in LOADS), f"{_MEMORY}\nKB of {_HELD}", f"{_ADDED}\nus, p50"]
     table = TextTable(("router", *columns), caption)
     for name, found in measured.items():
+        router = f"{name} {versions[name]}"
         if found.problem:
-            table.add(name, *[found.problem.partition(":")[0]] * len(columns))
+            table.add(router, *[found.problem.partition(":")[0]] * len(columns))
             continue
         cells = [spread(summary, 1e6, 0) for load in LOADS if (summary := found.summary(load.name))]
-        table.add(name, *cells, f"{found.median(_MEMORY):.1f}", f"{found.median(_ADDED) * 1e6:.0f}")
+        table.add(router, *cells, f"{found.median(_MEMORY):.1f}", f"{found.median(_ADDED) * 1e6:.0f}")
     ours = measured[OURS]
     for name, found in measured.items():
         if name != OURS and not found.problem and not ours.problem:
             shares = [ours.share(load.name, found, load.name) for load in LOADS]
             table.add(f"{OURS} / {name}", *(f"{share:.2f}" for share in shares if share is not None), "", "")
+    return table
+
+
+def _split_table(measured: Mapping[str, Measured], caption: str) -> TextTable:
+    table = TextTable(("router", *(f"{load.name}\nus/{load.unit}" for load in LOADS)), caption)
+    for name, found in measured.items():
+        if not found.problem:
+            parts = [[found.median(f"{load.name}, {part}") * 1e6 for part in _PARTS] for load in LOADS]
+            table.add(name, *(" + ".join(f"{each:.0f}" for each in both) for both in parts))
     return table
 
 
@@ -205,7 +227,14 @@ def _bars_table(bars: Sequence[ProxyBar], caption: str) -> TextTable:
 
 
 class BenchProcess:
-    def __init__(self, command: Sequence[str], core: int | None = None, *, stdout: int = subprocess.DEVNULL) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        core: int | None = None,
+        *,
+        stdout: int = subprocess.DEVNULL,
+        stderr: IO[bytes] | int = subprocess.DEVNULL,
+    ) -> None:
         """stdout: read by the caller, or a talkative process waits for ever."""
 
         def pin() -> None:
@@ -216,7 +245,7 @@ class BenchProcess:
         self._process = subprocess.Popen(
             ["env", "HF_ENDPOINT=http://127.0.0.1:1", *command],
             stdout=stdout,
-            stderr=subprocess.DEVNULL,
+            stderr=stderr,
             text=True,
             start_new_session=True,
             preexec_fn=pin,  # noqa: PLW1509 -- before any thread of ours
@@ -254,6 +283,7 @@ class RouterProcess(BenchProcess):
     ) -> None:
         """workers: by role."""
         self.name, self.measured = name, Measured()
+        self.version = version_of("pdlink") if name == OURS else _version_in(python, name)
         self._workers = workers
         self.port = free_ports(2)
         metrics_port = self.port + 1
@@ -263,23 +293,26 @@ class RouterProcess(BenchProcess):
             keys.write_text(f"{_KEY}\n", encoding="ascii")
             keys.chmod(0o600)
             command = [sys.executable, "-m", "pdlink", "proxy", "--listen", f"127.0.0.1:{self.port}"]
-            command += ["--dialect", dialect, "--set", f"api_key_file={keys}"]
+            # Stand-ins share a core: that one is slow for a while says nothing of it.
+            command += ["--dialect", dialect, "--set", f"api_key_file={keys}", "--set", "eject_share=0"]
             command += [f"--{role}={stub.url}" for role, stubs in workers.items() for stub in stubs]
             if dialect == "vllm":  # the others say it themselves
                 events = {stub.url: stub.events for stub in workers["prefill"]}
                 control = {stub.url: "tcp://127.0.0.1:1" for stub in workers["prefill"]}
                 command += ["--set", f"kv_events={json.dumps(events)}", "--set", f"control={json.dumps(control)}"]
         else:
-            command = [python, "-m", *_ROUTERS[name].split(), "--policy", "cache_aware", "--port", str(self.port)]
-            command += ["--log-level", "warn", "--api-key", _KEY, "--prometheus-port", str(metrics_port)]
+            command = [python, "-m", *_ROUTERS[name].split(), "--port", str(self.port)]
+            command += ["--api-key", _KEY, "--prometheus-port", str(metrics_port)]
             for stub in workers["prefill"]:
                 command += ["--prefill", stub.url, *_BOOTSTRAP_PORT.get(name, ())]
             for stub in workers["decode"]:
                 command += ["--decode", stub.url]
-            if not _installed(python, command[2].partition(".")[0]):
+            if not self.version:
                 self.measured.problem = f"not tried: {python} has no wheel {name}"
                 command = ["true"]
-        super().__init__(command, core)
+        self._said = Path(self._at.name, "stderr")
+        with self._said.open("wb") as said:
+            super().__init__(command, core, stderr=said)
 
     def __enter__(self) -> RouterProcess:
         return self
@@ -289,32 +322,44 @@ class RouterProcess(BenchProcess):
         self._at.cleanup()
 
     def wait(self) -> None:
-        """Until it serves, or has a problem."""
+        """Until it serves and is warm, or has a problem."""
         if self.measured.problem:
             return
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {_KEY}"}
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/v1/completions", LOADS[0].body(0), headers)
-        end_s = time.monotonic() + _READY_S
+        end_s, last = time.monotonic() + _READY_S, OSError("it ended at once")
         while self._process.poll() is None and time.monotonic() < end_s:
             try:
                 with urllib.request.urlopen(request, timeout=5) as response:
                     response.read()
-                    return
-            except OSError:
+                break
+            except OSError as error:
+                last = error
                 time.sleep(0.1)
-        self.measured.problem, self.measured.failed = "does not serve", self.name == OURS
+        else:
+            words = self._said.read_text(encoding="utf-8", errors="replace").strip() or str(last)
+            self.measured.problem, self.measured.failed = (
+                f"does not serve: {words[-_WORDS_CHARS:]}",
+                self.name == OURS,
+            )
+            return
+        for load in LOADS[:-1]:
+            asyncio.run(_drive(self.port, load, _WARM_S))
 
     def turn(self, seconds: float, *, memory: bool) -> None:
         for load in LOADS:
-            seen, before_s = self._seen(), self._cpu_s()
+            seen, before = self._seen(), self._cpu_s()
             drive = asyncio.run(_drive(self.port, load, seconds))
-            took_s, done = self._cpu_s() - before_s, len(drive.took_s)
+            took_s, done = np.subtract(self._cpu_s(), before), len(drive.took_s)
             reached = [now - before for now, before in zip(self._seen(), seen, strict=True)]
             if drive.wrong or not done or min(reached) < done:
                 told = f"{load.name}: {done} answers, {drive.wrong} wrong; {reached} requests at prefill and decode"
                 self.measured.problem, self.measured.failed = f"failed: {told}", True
                 return
-            self.measured.add(load.name, took_s / (done * load.per_request))
+            num = done * load.per_request
+            self.measured.add(load.name, took_s.sum() / num)
+            for part, part_s in zip(_PARTS, took_s, strict=True):
+                self.measured.add(f"{load.name}, {part}", part_s / num)
         direct = self._workers["decode"][0].port
         routed_s, direct_s = (asyncio.run(_drive(port, _ALONE, seconds / 4)).median_s for port in (self.port, direct))
         self.measured.add(_ADDED, routed_s - direct_s)
@@ -345,9 +390,11 @@ class RouterProcess(BenchProcess):
                 found.append(stat.parent.name)
         return found
 
-    def _cpu_s(self) -> float:
-        fields = [_stat(Path(f"/proc/{pid}/stat")) for pid in self._pids()]
-        return sum(int(each[11]) + int(each[12]) for each in fields if each) * _TICK_S
+    def _cpu_s(self) -> tuple[float, float]:
+        """In user mode and in the kernel."""
+        fields = [each for pid in self._pids() if (each := _stat(Path(f"/proc/{pid}/stat")))]
+        user, kernel = (sum(int(each[at]) for each in fields) * _TICK_S for at in (11, 12))
+        return user, kernel
 
     def _pss_kb(self) -> int:
         texts = [Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii") for pid in self._pids()]
@@ -362,9 +409,10 @@ def _stat(path: Path) -> list[str]:
         return []
 
 
-def _installed(python: str, module: str) -> bool:
-    code = f"import importlib.util; raise SystemExit(importlib.util.find_spec({module!r}) is None)"
-    return subprocess.run([python, "-c", code], check=False).returncode == 0
+def _version_in(python: str, wheel: str) -> str:
+    """Empty if that interpreter has none."""
+    code = f"import importlib.metadata; print(importlib.metadata.version({wheel!r}))"
+    return subprocess.run([python, "-c", code], check=False, capture_output=True, text=True).stdout.strip()
 
 
 @dataclass(slots=True)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 import pytest
 
 from pdlink_bench import proxy
 from pdlink_bench.measure import Measured
 from pdlink_bench.proxy_stub import CHUNKS, DIALECTS
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 EVENT = b'16\r\ndata: {"text":" word"}\n\r\n'
 
@@ -86,6 +90,9 @@ def test_bars_are_ratios_of_the_same_rounds_and_say_whether_they_are_met() -> No
         beside.add(load.name, 2.0, 2.0)
     ours.add(proxy._MEMORY, 30.0)
     ours.add(proxy._ADDED, 0.4e-3)
+    for load in proxy.LOADS:
+        ours.add(f"{load.name}, user", 0.6e-6)
+        ours.add(f"{load.name}, kernel", 0.4e-6)
     bars = proxy._bars({proxy.OURS: ours, proxy.BESIDE: beside})
     assert [(bar.reached, bar.met) for bar in bars] == [
         (0.5, True),
@@ -98,6 +105,22 @@ def test_bars_are_ratios_of_the_same_rounds_and_say_whether_they_are_met() -> No
     beside.problem = "not tried: no wheel"
     assert not any(bar.met for bar in proxy._bars({proxy.OURS: ours, proxy.BESIDE: beside})[:4])
     caption = "Dialect vllm"
-    table = proxy._table({proxy.OURS: ours, proxy.BESIDE: beside}, caption)
+    table = proxy._table({proxy.OURS: ours, proxy.BESIDE: beside}, caption, {proxy.OURS: "1", proxy.BESIDE: "2"})
     assert table.title == caption
-    assert table.rows[1][:2] == (proxy.BESIDE, "not tried")
+    assert table.rows[1][:2] == (f"{proxy.BESIDE} 2", "not tried")
+    split = proxy._split_table({proxy.OURS: ours, proxy.BESIDE: beside}, "")
+    assert split.rows == [(proxy.OURS, *["1 + 0"] * len(proxy.LOADS))]
+
+
+def test_router_that_does_not_serve_is_named_with_its_own_last_words(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\n[ $1 = -c ] && echo 1.2.3 && exit\necho no such flag: $3 >&2; exit 2\n")
+    python.chmod(0o755)
+    with proxy.RouterProcess("smg", str(python), {"prefill": [], "decode": []}, 0, "vllm") as router:
+        router.wait()
+        assert router.version == "1.2.3"
+        assert router.measured.problem == "does not serve: no such flag: --pd-disaggregation"
+        assert not router.measured.failed
+    python.write_text("#!/bin/sh\nexit 1\n")
+    with proxy.RouterProcess("smg", str(python), {"prefill": [], "decode": []}, 0, "vllm") as router:
+        assert router.measured.problem == f"not tried: {python} has no wheel smg"
