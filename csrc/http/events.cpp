@@ -1,21 +1,33 @@
 #include "http/events.h"
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 #include <algorithm>
 #include <array>
+#include <bit>
+#include <charconv>
 #include <cstring>
+#include <optional>
 
 namespace pdlink::http {
 namespace {
 
-constexpr std::string_view kErrorObject = "{\"error\"", kDoneMarker = "[DONE]";
-constexpr std::string_view kReason = "\"finish_reason\":", kNull = "null";
-constexpr std::string_view kDetails = "t_tokens_details\":", kRead = "\"cache_read_input_tokens\":";
-constexpr std::string_view kParamsField = "\"kv_transfer_params\":", kAbortWord = "\"abort\"", kName = "event: ";
+// Words without the quote that ends them.
+constexpr std::string_view kErrorObject = "{\"error", kAbortWord = "\"abort";
+constexpr std::string_view kReason = "\"finish_reason", kDetails = "t_tokens_details";
+constexpr std::string_view kRead = "\"cache_read_input_tokens", kParamsField = "\"kv_transfer_params";
+constexpr std::string_view kNull = "null", kDoneMarker = "[DONE]", kName = "event: ";
+constexpr std::string_view kErrorWord = "\"error\"";
+constexpr std::string_view kPrompt = "\"prompt_tokens", kAnswer = "\"completion_tokens";
+constexpr unsigned kWords = kError | kFinish | kCached | kParams | kAbort | kFailed;
+constexpr std::size_t kMaxDigits = 12;
 constexpr std::array<std::string_view, 5> kNames = {"response.completed", "response.incomplete", "response.failed",
                                                     "message_stop", "error"};
 constexpr std::size_t kDoneWithin = 16;
 
-// memmem: `find` of a string_view stops at each first character, and every field begins with a quote.
+// memmem: `find` of a string_view stops at each first character.
 std::size_t find(std::string_view text, std::string_view mark) {
     const void* const at = memmem(text.data(), text.size(), mark.data(), mark.size());
     if (at == nullptr) return std::string_view::npos;
@@ -24,25 +36,58 @@ std::size_t find(std::string_view text, std::string_view mark) {
 
 bool has(std::string_view text, std::string_view mark) { return find(text, mark) != std::string_view::npos; }
 
-// What follows a name and its colon, with a space before it or none.
-std::string_view value_at(std::string_view text) { return text.substr(text.starts_with(' ') ? 1 : 0); }
-
-// Whether an answer ends in these events: of the others each says null.
-bool has_reason(std::string_view rest) {
-    for (std::size_t at; (at = find(rest, kReason)) != std::string_view::npos;) {
-        rest = value_at(rest.substr(at + kReason.size()));
-        if (!rest.starts_with(kNull)) return true;
-    }
-    return false;
+// What stands behind the quote at this place, if the word that ends there is a field.
+std::optional<std::string_view> value_of(std::string_view events, std::size_t quote) {
+    std::string_view value = events.substr(quote + 1);
+    if (!value.starts_with(':')) return std::nullopt;
+    value.remove_prefix(value.substr(1).starts_with(' ') ? 2 : 1);
+    return value;
 }
 
-// Whether this field is an object somewhere.
-bool has_object(std::string_view rest, std::string_view field) {
-    for (std::size_t at; (at = find(rest, field)) != std::string_view::npos;) {
-        rest = value_at(rest.substr(at + field.size()));
-        if (rest.starts_with('{')) return true;
+// Which marks a word of JSON is, or has as its value: the word before the quote at this place.
+unsigned marks_of_word(std::string_view events, std::size_t quote) {
+    const std::string_view word = events.substr(0, quote);
+    const std::optional<std::string_view> value = value_of(events, quote);
+    switch (word.back()) {
+        case 'r':
+            return word.ends_with(kErrorObject) ? kError : 0U;
+        case 't':
+            return word.ends_with(kAbortWord) ? kAbort : 0U;
+        case 'n':
+            if (!value || !word.ends_with(kReason) || value->starts_with(kNull)) return 0;
+            return kFinish | (value->starts_with(kErrorWord) ? kFailed : 0U);
+        case 's':
+            if (!value) return 0;
+            if (word.ends_with(kDetails)) return value->starts_with('{') ? kCached : 0U;
+            if (word.ends_with(kParamsField)) return value->starts_with('{') ? kParams : 0U;
+            return word.ends_with(kRead) ? kCached : 0U;
+        default:
+            return 0;
     }
-    return false;
+}
+
+// Calls `see` with each place of a quote before which one of these letters stands: few words end so, and all are
+// found in one pass.
+template <class See>
+void each_quote(std::string_view events, std::string_view letters, See see) {
+    std::size_t at = 1;
+#ifdef __SSE2__
+    constexpr std::size_t kWide = sizeof(__m128i);
+    const auto load = [&](std::size_t from) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(events.data() + from));
+    };
+    for (; at + kWide <= events.size(); at += kWide) {
+        const __m128i before = load(at - 1);
+        __m128i last = _mm_setzero_si128();
+        for (const char letter : letters) last = _mm_or_si128(last, _mm_cmpeq_epi8(before, _mm_set1_epi8(letter)));
+        const __m128i ends = _mm_and_si128(last, _mm_cmpeq_epi8(load(at), _mm_set1_epi8('"')));
+        for (auto here = static_cast<unsigned>(_mm_movemask_epi8(ends)); here != 0; here &= here - 1)
+            see(at + static_cast<std::size_t>(std::countr_zero(here)));
+    }
+#endif
+    for (; at < events.size(); ++at) {
+        if (events[at] == '"' && letters.find(events[at - 1]) != std::string_view::npos) see(at);
+    }
 }
 
 // A line of JSON has no line ends in it, so a name is at the beginning of a line.
@@ -60,14 +105,28 @@ bool has_name(std::string_view events) {
 
 unsigned marks_of(std::string_view events, unsigned wanted) {
     const std::size_t end = events.size() > kDoneWithin ? events.size() - kDoneWithin : 0;
-    const auto found = [wanted](Mark mark, auto has_it) { return (wanted & mark) != 0 && has_it() ? mark : 0U; };
-    return found(kError, [&] { return has(events, kErrorObject); }) |
-           found(kFinish, [&] { return has_reason(events); }) |
-           found(kCached, [&] { return has_object(events, kDetails) || has(events, kRead); }) |
-           found(kDone, [&] { return has(events.substr(end), kDoneMarker); }) |
-           found(kParams, [&] { return has_object(events, kParamsField); }) |
-           found(kNamed, [&] { return has_name(events); }) | found(kAbort, [&] { return has(events, kAbortWord); }) |
-           (wanted & kAnything);
+    unsigned found = wanted & kAnything;
+    if ((wanted & kWords) != 0)
+        each_quote(events, "rtns", [&](std::size_t quote) { found |= marks_of_word(events, quote) & wanted; });
+    if ((wanted & kDone) != 0 && has(events.substr(end), kDoneMarker)) found |= kDone;
+    if ((wanted & kNamed) != 0 && has_name(events)) found |= kNamed;
+    return found;
+}
+
+Usage usage_of(std::string_view events) {
+    Usage found;
+    each_quote(events, "s", [&](std::size_t quote) {
+        const std::string_view word = events.substr(0, quote);
+        const bool is_prompt = word.ends_with(kPrompt);
+        if (!is_prompt && !word.ends_with(kAnswer)) return;
+        if (const std::optional<std::string_view> value = value_of(events, quote)) {
+            const std::string_view digits = value->substr(0, kMaxDigits);
+            // Left as it is by what is no number.
+            std::from_chars(digits.data(), digits.data() + digits.size(),
+                            is_prompt ? found.prompt_tokens : found.completion_tokens);
+        }
+    });
+    return found;
 }
 
 }  // namespace pdlink::http

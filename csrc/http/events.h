@@ -1,6 +1,7 @@
 // What events of a stream tell that somebody must act on. Quotes in generated text are escaped, so a mark is a field.
 #pragma once
 
+#include <cstdint>
 #include <string_view>
 
 namespace pdlink::http {
@@ -14,9 +15,17 @@ enum Mark : unsigned {
     kNamed = 32,   // an event with a name that ends a stream or tells of a failure
     kAbort = 64,   // a finish_reason of SGLang's /generate that may tell of a failure
     kAnything = 128,
+    kFailed = 256,  // a finish_reason "error"
 };
 
 // Which of the marks in `wanted` whole events have, or a whole answer. All have kAnything.
 unsigned marks_of(std::string_view events, unsigned wanted);
+
+struct Usage {
+    std::uint64_t prompt_tokens = 0, completion_tokens = 0;
+};
+
+// What the last usage in events or in a whole answer says; 0 where it says nothing.
+Usage usage_of(std::string_view events);
 
 }  // namespace pdlink::http

@@ -11,6 +11,7 @@
 #include "http/answers.h"
 #include "http/events.h"
 #include "http/heads.h"
+#include "http/packed.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -68,6 +69,8 @@ nb::object feed(Answers& self, const nb::bytes& data) {
     return nb::make_tuple(head_of(part->head), bytes_of(part->body), part->where);
 }
 
+nb::bytes take(Packed& self) { return bytes_of(self.take()); }
+
 unsigned marks(const nb::bytes& events, unsigned wanted) { return marks_of(view(events), wanted); }
 
 }  // namespace
@@ -82,11 +85,29 @@ NB_MODULE(_http, m) {
     m.attr("NAMED") = static_cast<unsigned>(pdlink::http::kNamed);
     m.attr("ABORT") = static_cast<unsigned>(pdlink::http::kAbort);
     m.attr("ANYTHING") = static_cast<unsigned>(pdlink::http::kAnything);
+    m.attr("FAILED") = static_cast<unsigned>(pdlink::http::kFailed);
     m.attr("END") = static_cast<unsigned>(pdlink::http::kEnd);
     m.attr("BETWEEN") = static_cast<unsigned>(pdlink::http::kBetween);
     m.attr("BAD") = static_cast<unsigned>(pdlink::http::kBad);
     m.attr("MORE") = static_cast<unsigned>(pdlink::http::kMore);
     nb::class_<pdlink::http::Answers>(m, "Answers").def(nb::init<>()).def("feed", &pdlink::http::feed, "data"_a);
+    nb::class_<pdlink::http::Packed>(m, "Packed")
+        .def(nb::init<>())
+        .def(
+            "add", [](pdlink::http::Packed& self, const nb::bytes& data) { self.add(pdlink::http::view(data)); },
+            "data"_a)
+        .def("take", &pdlink::http::take)
+        .def_prop_ro("nbytes", &pdlink::http::Packed::nbytes);
+    m.def(
+        "num_events", [](const nb::bytes& data) { return pdlink::http::num_events(pdlink::http::view(data)); },
+        "data"_a);
+    m.def(
+        "usage_of",
+        [](const nb::bytes& events) {
+            const pdlink::http::Usage found = pdlink::http::usage_of(pdlink::http::view(events));
+            return nb::make_tuple(found.prompt_tokens, found.completion_tokens);
+        },
+        "events"_a);
     m.def("marks_of", &pdlink::http::marks, "events"_a, "wanted"_a);
     m.def("plain_request", &pdlink::http::request_of, "data"_a, "start"_a, "end"_a);
     m.def("server_timing", &pdlink::http::timing_of, "queue_s"_a, "placement_s"_a, "prefill_s"_a.none(),

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdlink._http import FAILED, marks_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
@@ -112,12 +114,9 @@ def before_done(data: bytes, comment: bytes) -> bytes:
     return data[:start] + comment + data[start:]
 
 
-_FINISH_ERROR = re.compile(rb'"finish_reason": ?"error"')
-
-
 def fails(document: bytes) -> bool:
     """Whether an answer, or whole events, have the finish_reason "error"."""
-    return b'"error"' in document and _FINISH_ERROR.search(document) is not None
+    return marks_of(document, FAILED) != 0
 
 
 def before_finish_error(data: bytes) -> tuple[bytes, bytes]:

@@ -115,14 +115,6 @@ def _digest(key: Hashable) -> bytes:
     return hashlib.blake2b(str(key).encode(), digest_size=_HASH_NBYTES).digest()
 
 
-def said_usage(data: bytes) -> tuple[int, int]:
-    """Tokens of a prompt and of its answer, as the usage in the answer's last part says; 0 where it does not."""
-    if b'"completion_tokens":' not in data:
-        return 0, 0
-    prompt, answer = _PROMPT_TOKENS.findall(data), _ANSWER_TOKENS.findall(data)
-    return int(prompt[-1]) if prompt else 0, int(answer[-1]) if answer else 0
-
-
 class Tally:
     """Counts the tokens of an answer that passes."""
 

@@ -16,6 +16,7 @@ import random
 import time
 from typing import TYPE_CHECKING, Any
 
+from pdlink._http import num_events, usage_of
 from pdlink.api import kv_path
 from pdlink.api.errors import error_body, error_for
 from pdlink.api.keys import key_of
@@ -26,7 +27,7 @@ from pdlink.logs import about
 
 from .admission import Admission
 from .attempt import Attempt
-from .decision_log import Tally, logged, said_usage
+from .decision_log import Tally, logged
 from .decisions import Decision, Told
 from .fleet import wanted
 from .flow import Flow
@@ -265,7 +266,7 @@ class Request:
         if usage is not None:
             prompt_tokens, answer_tokens = usage.prompt_tokens, usage.completion_tokens
         else:
-            prompt_tokens, answer_tokens = said_usage(self._tail)
+            prompt_tokens, answer_tokens = usage_of(self._tail)
         further = (answer_tokens or self._num_events) - 1
         per_token_s: float | None = None
         if outcome is Outcome.OK and ttft_s is not None and further > 0:
@@ -522,7 +523,7 @@ class Request:
 
     def _count(self, data: bytes) -> None:
         """Bytes of a stream that pass; this is done for every token, so it looks for as little as it can."""
-        self._num_events += data.count(b"\n\n")
+        self._num_events += num_events(data)
         self._tail = data
         if self._tally is not None:
             self._tally.add(data)

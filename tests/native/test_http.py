@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import httptools
 import pytest
@@ -16,20 +17,24 @@ from pdlink._http import (
     DONE,
     END,
     ERROR,
+    FAILED,
     FINISH,
     MORE,
     NAMED,
     PARAMS,
     Answers,
+    Packed,
     marks_of,
+    num_events,
     plain_request,
     server_timing,
+    usage_of,
 )
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
 
 
-ALL = ERROR | FINISH | CACHED | DONE | PARAMS | NAMED | ABORT
+ALL = ERROR | FINISH | CACHED | DONE | PARAMS | NAMED | ABORT | FAILED
 HEAD = (200, [(b"Content-Type", b"application/json"), (b"Content-Length", b"2")], True)
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 CHUNKS = b"3\r\nabc\r\n0A;x=y\r\n0123456789\r\n00\r\nX-Trailer: 1\r\n\r\n"
@@ -290,3 +295,97 @@ def test_marks_are_fields_and_not_text(space: str) -> None:
         assert marks_of(text.encode(), ANYTHING) == ANYTHING
         for mark in (ERROR, FINISH, CACHED, DONE, PARAMS, NAMED, ABORT):
             assert marks_of(text.encode(), mark) == marks & mark
+
+
+def _has_marks(events: bytes) -> int:
+    """As `marks_of` of ALL, written with regular expressions."""
+    found = ERROR * (b'{"error"' in events) | ABORT * (b'"abort"' in events) | DONE * (b"[DONE]" in events[-16:])
+    found |= FINISH * bool(re.search(rb'"finish_reason": ?(?!null)(?! null)', events))
+    found |= FAILED * bool(re.search(rb'"finish_reason": ?"error"', events))
+    found |= CACHED * bool(re.search(rb't_tokens_details": ?\{|"cache_read_input_tokens":', events))
+    found |= PARAMS * bool(re.search(rb'"kv_transfer_params": ?\{', events))
+    names = (
+        rb"(?m)^event: (response\.completed|response\.incomplete|response\.failed|message_stop|error)(?=[\r\n]|\Z)"
+    )
+    return found | NAMED * bool(re.search(names, events))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_marks_are_found_wherever_they_stand(seed: int) -> None:
+    rng, seen = random.Random(seed), 0
+    words = [
+        b'"finish_reason":',
+        b"null",
+        b'{"error"',
+        b'"abort"',
+        b'"prompt_tokens_details":',
+        b"{",
+        b" ",
+        b'"',
+        b":",
+    ]
+    words += [b'"cache_read_input_tokens":', b'"kv_transfer_params":', b"[DONE]", b"event: error", b"\n", b"\\", b"x"]
+    words += [b"event: message_stop", b"error", b"r", b"finish_reason", b"t_tokens_details", b'"error"', b",", b"}"]
+    for number in range(20_000):
+        events = b"".join(rng.choices(words, k=rng.randrange(9)))
+        events = b"y" * rng.randrange(20) + events + b"z" * rng.choice([0, 0, 30])
+        assert marks_of(events, ALL) == _has_marks(events), (seed, number, events)
+        wanted = rng.randrange(512)
+        assert marks_of(events, wanted) == (_has_marks(events) & wanted) | (wanted & ANYTHING)
+        seen |= marks_of(events, ALL)
+    assert seen == ALL
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_last_usage_counts_wherever_it_stands(seed: int) -> None:
+    rng = random.Random(seed)
+    words = [
+        b'"prompt_tokens":',
+        b'"completion_tokens":',
+        b" ",
+        b"7",
+        b"12",
+        b"null",
+        b"-1",
+        b'"',
+        b"{",
+        b",",
+        b"123456789",
+    ]
+    for _ in range(20_000):
+        events = b"x" * rng.randrange(20) + b"".join(rng.choices(words, k=rng.randrange(12)))
+        found = [
+            re.findall(rb'"%b": ?(\d{1,12})' % name, events) for name in (b"prompt_tokens", b"completion_tokens")
+        ]
+        assert usage_of(events) == tuple(int(each[-1]) if each else 0 for each in found), events
+
+
+EVENT = (
+    b'data: {"id":"cmpl-8cb869b510438e72","object":"text_completion","created":1795647678,"model":"m","choices":['
+    b'{"index":0,"text":" %b","logprobs":null,"finish_reason":null,"stop_reason":null,"token_ids":[%d]}]}\n\n'
+)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_packed_events_come_back_byte_for_byte_however_they_were_cut(seed: int) -> None:
+    rng, packed = random.Random(seed), Packed()
+    for number in range(300):
+        events = [
+            EVENT % (rng.choice([b"a", b'\\"', b"\\\\", b"long " * 99, b""]), rng.randrange(10**6)) for _ in range(9)
+        ]
+        events += [b": comment\n\n", b"data: [DONE]\n\n", b"\n\n\n", b'"', rng.randbytes(rng.randrange(300))]
+        rng.shuffle(events)
+        data = b"".join(events)
+        cuts = sorted(rng.choices(range(len(data)), k=rng.randrange(6)))
+        for begin, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
+            packed.add(data[begin:end])
+        assert packed.take() == data, (seed, number)
+        assert packed.take() == b""
+        assert num_events(data) == data.count(b"\n\n"), (seed, number)
+
+
+def test_packed_event_takes_its_text_and_its_token_alone() -> None:
+    rng, packed = random.Random(1), Packed()
+    for _ in range(1000):
+        packed.add(EVENT % (b"word"[: rng.randrange(5)], rng.randrange(100_000)))
+    assert packed.nbytes < 40_000  # twice what is used: 20 bytes of 230
