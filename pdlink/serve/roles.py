@@ -247,19 +247,10 @@ def run_proxy(
     gc.freeze()  # modules live as long as the process
     keep_freed_memory()
     gc.set_threshold(20_000, 20, 20)  # a request leaves a few cycles; the default looks at them after ten requests
-    with asyncio.Runner(loop_factory=fast_loop()) as runner:
-        serving = serve(
-            app,
-            bound,
-            parent,
-            ready=ready,
-            drain=router.drain,
-            say=say,
-            tls=tls,
-            reload=reload,
-            runner_of=FrontRunner,
-        )
-        runner.run(serving)
+    serving = serve(
+        app, bound, parent, ready=ready, drain=router.drain, say=say, tls=tls, reload=reload, runner_of=FrontRunner
+    )
+    asyncio.run(serving)
 
 
 def keep_freed_memory() -> None:
@@ -267,13 +258,3 @@ def keep_freed_memory() -> None:
     mapped and freed, of 32 MiB at most. Without such a block every prompt of some KB takes new pages from the system:
     4.5 page faults for one of 16 KB."""
     bytearray(31 << 20)
-
-
-def fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's where it is installed."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    made: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return made

@@ -105,7 +105,7 @@ class Front(asyncio.Protocol):
     # ---- asyncio's
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)  # of which uvloop's are no subclass
+        self.transport = cast("asyncio.Transport", transport)
         tcp_keepalive(self.transport)
         tcp_nodelay(self.transport, True)
         self._doors.opened(self)

@@ -264,7 +264,7 @@ class Connection(asyncio.Protocol):
     # ---- asyncio's
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # of which uvloop's are no subclass
+        self._transport = cast("asyncio.Transport", transport)
         made = transport.get_extra_info("socket")
         if made is not None and made.family != socket.AF_UNIX:
             for level, option, value in _SOCKET_OPTIONS:
