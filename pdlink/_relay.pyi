@@ -9,14 +9,14 @@ class Relay:
     looks for.
 
     Whatever else comes brings the stream back, and so do its end, its loss, and a client that does not take all at
-    once. A stream is between two chunks when it is lent and when it comes back. Not thread-safe. An open stream takes
-    up to 8 KB. Linux.
+    once. A stream is between two chunks when it is lent and when it comes back. A native thread passes them, without
+    the interpreter. An open stream takes up to 8 KB. Linux.
     """
 
     def __init__(self) -> None: ...
     @property
     def fd(self) -> int:
-        """Readable when `turn` has something to do."""
+        """Readable when there are reports."""
 
     def lend(self, worker: int, client: int, first: bytes, marks: int) -> tuple[int, bytes]:
         """Sends `first` to the client and lends the stream between these sockets, which stay the caller's: a key.
@@ -26,14 +26,14 @@ class Relay:
         cannot be lent: 0, and the part of `first` that is yet to be sent.
         """
 
-    def turn(self) -> list[Report]:
-        """Passes what has come; of streams that came back, and of some that were sent 4 KB since the last report."""
+    def reports(self) -> list[Report]:
+        """Of streams that came back, and of some that were sent 4 KB since the last report."""
 
     def take(self, key: int) -> Report:
-        """Takes a stream back now. Raises IndexError for one that is not lent."""
+        """Takes a stream back now, with all that no report has told. Raises IndexError after its last report."""
 
     def heard_s(self, key: int) -> float:
-        """When its worker was last heard, on the monotonic clock. Raises IndexError for one that is not lent."""
+        """When its worker was last heard, on the monotonic clock; 0 of a stream that has come back."""
 
     def __len__(self) -> int:
         """Streams that are lent."""

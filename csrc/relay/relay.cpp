@@ -1,7 +1,9 @@
 #include "relay/relay.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <time.h>
 
@@ -19,7 +21,8 @@ namespace {
 
 constexpr std::size_t kReadNbytes = 64 * 1024;
 constexpr std::size_t kTellNbytes = 4 * 1024;  // so much is kept for the owner, about 20 events of one token
-constexpr int kAtOnce = 256;                   // the others have their turn next time
+constexpr int kAtOnce = 256;
+constexpr Key kStop = 0;  // no stream's
 
 double now_s() {
     timespec now;
@@ -38,8 +41,24 @@ std::size_t sent(int socket, std::string_view bytes) {
 
 }  // namespace
 
-Relay::Relay() : ready_(::epoll_create1(EPOLL_CLOEXEC)), buffer_(kReadNbytes) {
-    if (ready_.get() < 0) throw std::system_error(errno, std::generic_category(), "epoll_create1");
+Relay::Relay()
+    : ready_(::epoll_create1(EPOLL_CLOEXEC)),
+      told_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      stop_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      buffer_(kReadNbytes) {
+    epoll_event event{};
+    event.events = EPOLLIN;
+    event.data.u64 = kStop;
+    if (ready_.get() < 0 || told_.get() < 0 || stop_.get() < 0 ||
+        ::epoll_ctl(ready_.get(), EPOLL_CTL_ADD, stop_.get(), &event) != 0)
+        throw std::system_error(errno, std::generic_category(), "relay");
+    thread_ = std::thread([this] { run(); });
+    pthread_setname_np(thread_.native_handle(), "pdlink-relay");
+}
+
+Relay::~Relay() {
+    ::eventfd_write(stop_.get(), 1);
+    thread_.join();
 }
 
 Key Relay::lend(int worker, int client, std::string_view first, unsigned marks, std::string& unsent) {
@@ -52,6 +71,7 @@ Key Relay::lend(int worker, int client, std::string_view first, unsigned marks, 
                   "",
                   ""};
     if (stream.worker.get() < 0 || stream.client.get() < 0) return 0;
+    const std::lock_guard lock(mutex_);
     epoll_event event{};
     event.events = EPOLLIN;
     event.data.u64 = last_ + 1;
@@ -60,30 +80,72 @@ Key Relay::lend(int worker, int client, std::string_view first, unsigned marks, 
     return last_;
 }
 
-std::vector<Report> Relay::turn() {
+void Relay::run() {
     std::array<epoll_event, kAtOnce> events;
-    const int num = ::epoll_wait(ready_.get(), events.data(), kAtOnce, 0);
-    std::vector<Report> reports;
-    for (int i = 0; i < num; ++i) {
-        const Key key = events[static_cast<std::size_t>(i)].data.u64;
-        Stream& stream = streams_.at(key);
-        std::string unread, unsent;
-        if (!pass(stream, unread, unsent)) {
-            reports.push_back(end(key, std::move(unread), std::move(unsent)));
-        } else if (stream.passed.size() >= kTellNbytes) {
-            reports.push_back({key, std::exchange(stream.passed, {}), false, {}, {}});
+    while (true) {
+        const int num = ::epoll_wait(ready_.get(), events.data(), kAtOnce, -1);
+        for (int i = 0; i < num; ++i) {
+            const Key key = events[static_cast<std::size_t>(i)].data.u64;
+            if (key == kStop) return;
+            turn(key);
         }
     }
-    return reports;
+}
+
+void Relay::turn(Key key) {
+    const std::lock_guard lock(mutex_);
+    const auto found = streams_.find(key);
+    if (found == streams_.end()) return;  // taken meanwhile
+    Stream& stream = found->second;
+    std::string unread, unsent;
+    if (!pass(stream, unread, unsent)) {
+        tell(end(key, std::move(unread), std::move(unsent)));
+    } else if (stream.passed.size() >= kTellNbytes) {
+        tell({key, std::exchange(stream.passed, {}), false, {}, {}});
+    }
+}
+
+std::vector<Report> Relay::reports() {
+    eventfd_t num;
+    ::eventfd_read(told_.get(), &num);
+    const std::lock_guard lock(mutex_);
+    return std::exchange(reports_, {});
 }
 
 Report Relay::take(Key key) {
+    const std::lock_guard lock(mutex_);
+    const auto own = [key](const Report& report) { return report.key == key; };
+    std::string passed;
+    for (auto at = reports_.begin(); (at = std::find_if(at, reports_.end(), own)) != reports_.end();) {
+        Report report = std::move(*at);
+        at = reports_.erase(at);
+        passed += report.passed;
+        report.passed = std::move(passed);
+        if (report.over) return report;
+        passed = std::move(report.passed);
+    }
     const auto found = streams_.find(key);
     if (found == streams_.end()) throw std::out_of_range("key: no stream that is lent");
-    return end(key, std::move(found->second.part), {});
+    Report report = end(key, std::move(found->second.part), {});
+    report.passed = passed + report.passed;
+    return report;
 }
 
-double Relay::heard_s(Key key) const { return streams_.at(key).heard_s; }
+double Relay::heard_s(Key key) const {
+    const std::lock_guard lock(mutex_);
+    const auto found = streams_.find(key);
+    return found == streams_.end() ? 0.0 : found->second.heard_s;
+}
+
+std::size_t Relay::num_lent() const {
+    const std::lock_guard lock(mutex_);
+    return streams_.size();
+}
+
+void Relay::tell(Report report) {
+    reports_.push_back(std::move(report));
+    ::eventfd_write(told_.get(), 1);
+}
 
 bool Relay::pass(Stream& stream, std::string& unread, std::string& unsent) {
     const std::size_t before = stream.part.size();

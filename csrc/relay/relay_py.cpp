@@ -21,10 +21,10 @@ nb::tuple told(const Report& report) {
                           bytes_of(report.unread));
 }
 
-nb::list turn(Relay& self) {
-    nb::list reports;
-    for (const Report& report : self.turn()) reports.append(told(report));
-    return reports;
+nb::list reports(Relay& self) {
+    nb::list found;
+    for (const Report& report : self.reports()) found.append(told(report));
+    return found;
 }
 
 std::pair<Key, nb::bytes> lend(Relay& self, int worker, int client, const nb::bytes& first, unsigned marks) {
@@ -42,7 +42,7 @@ NB_MODULE(_relay, m) {
         .def(nb::init<>())
         .def_prop_ro("fd", &Relay::fd)
         .def("lend", &lend, "worker"_a, "client"_a, "first"_a, "marks"_a)
-        .def("turn", &turn)
+        .def("reports", &reports)
         .def(
             "take", [](Relay& self, Key key) { return told(self.take(key)); }, "key"_a)
         .def("heard_s", &Relay::heard_s, "key"_a)

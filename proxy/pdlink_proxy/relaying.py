@@ -1,4 +1,5 @@
-"""Streams that pass from their worker to their client natively, while there is nothing to decide (`csrc/relay`).
+"""Streams that pass from their worker to their client in a native thread, while there is nothing to decide
+(`csrc/relay`): no event waits for a request that Python works on.
 
 A request lends a stream when an event of it passes unchanged. It has it back before it decides anything: for
 whatever the relay does not pass, and for every other event of the request. Python hears of the events that were sent
@@ -73,14 +74,11 @@ class Relays:
 
     def heard_s(self, key: int) -> float:
         """When its worker was last heard, on the loop's clock; of one that is about to return, long ago."""
-        try:
-            return 0.0 if self._native is None else self._native.heard_s(key)
-        except IndexError:
-            return 0.0
+        return 0.0 if self._native is None else self._native.heard_s(key)
 
     def _turn(self) -> None:
         if self._native is not None:
-            self._reports.extend(self._native.turn())
+            self._reports.extend(self._native.reports())
         while self._reports:
             self._tell(self._reports.popleft())
 
