@@ -7,19 +7,18 @@ bytes: a tokeniser does not say where in a prompt's JSON a token ends. An estima
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-import numpy as np
 
 from pdlink.api.openai import BYTES_PER_TOKEN, CHAT, COMPLETIONS
-from pdlink.kv.hashing import Origin, chain, namespace
 
 from .fleet import KEY_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Hashable, Sequence
 
     from pdlink.api.openai import Call
 
@@ -33,46 +32,41 @@ ENOUGH = 0.8
 """Share of a prompt whose tokens are known, from which on nothing waits for the rest: text that no earlier prompt had
 is computed nowhere. Source: llm-d's prefix store (min-prefix-overlap-ratio)."""
 
-_OF_CHAT = ("messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt") + (
-    "continue_final_message",
+_MORE = ("tools", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message") + (
     "add_special_tokens",
 )
-_OF_TEXT = ("prompt", "add_special_tokens")
-_MEDIA = (
-    *(b'"image_url"', b'"input_audio"', b'"video_url"', b'"image_embeds"', b'"audio_url"', b'"image_pil"'),
-    b'"prompt_embeds"',
-)
+"""Fields beside the prompt that change its tokens."""
+_MEDIA = re.compile(rb'"(?:image_url|input_audio|video_url|image_embeds|audio_url|image_pil|prompt_embeds)"')
 """Parts of a message that become tokens which do not say what is in them."""
 
 
 class Text(NamedTuple):
     """A prompt whose tokens depend on no more than this."""
 
-    fields: Mapping[str, object]
-    keys: Sequence[bytes]
+    model: str
+    call: Call
+    keys: Sequence[Hashable]
     """Of its beginnings, each `CHUNK_NBYTES` longer than the one before."""
 
     @property
     def body(self) -> bytes:
         """What `/tokenize` of an engine is asked, in JSON."""
-        return msgspec.json.encode(self.fields)
+        fields, names = self.call.fields, ("messages" if self.call.path == CHAT else "prompt", *_MORE)
+        return msgspec.json.encode({"model": self.model, **{name: fields[name] for name in names if name in fields}})
 
 
 def text_of(request: PlacementRequest, call: Call) -> Text | None:
     """None for token ids, batches, prompts with media, and short ones."""
-    prompt, chat = request.prompt, call.path == CHAT
-    if call.path not in (COMPLETIONS, CHAT):
+    prompt, fields = request.prompt, call.fields
+    if call.path not in (COMPLETIONS, CHAT) or len(prompt) < CHUNK_NBYTES:
         return None
-    if len(prompt) < CHUNK_NBYTES or (not chat and prompt[:1] != b'"'):
+    if _MEDIA.search(prompt) if call.path == CHAT else prompt[:1] != b'"':
         return None
-    if chat and any(mark in prompt for mark in _MEDIA):
-        return None
-    fields = {name: call.fields[name] for name in (_OF_CHAT if chat else _OF_TEXT) if name in call.fields}
-    more = {name: bytes(raw) for name, raw in fields.items() if name not in ("messages", "prompt")}
-    salt = hashlib.blake2b(repr((chat, more)).encode(), digest_size=16).hexdigest()
-    seed = namespace(Origin(request.model, revision="", dtype="", chunk_tokens=KEY_TOKENS, salt=salt))
-    words = np.frombuffer(prompt, np.uint32, len(prompt) // 4)
-    return Text({"model": request.model, **fields}, chain(seed, words, KEY_TOKENS))
+    keys = request.keys
+    if more := [(name, bytes(fields[name])) for name in _MORE if name in fields]:
+        salt = hashlib.blake2b(repr(more).encode(), digest_size=16).digest()
+        keys = [(key, salt) for key in keys]
+    return Text(request.model, call, keys)
 
 
 class KnownIds(NamedTuple):
@@ -88,7 +82,7 @@ class KnownTokens:
         self._max_tokens = max_tokens
         self._of: OrderedDict[int, _Prompt] = OrderedDict()
         """By number, least recently used first."""
-        self._by_key: dict[bytes, tuple[int, int]] = {}
+        self._by_key: dict[Hashable, tuple[int, int]] = {}
         """Number of a prompt, and how many of its tokens this beginning has."""
         self._num_tokens = self._next = 0
 
@@ -145,7 +139,7 @@ class KnownTokens:
 class _Prompt:
     __slots__ = ("ids", "keys", "nbytes", "num_keys")
 
-    def __init__(self, ids: Tokens, keys: Sequence[bytes], nbytes: int) -> None:
+    def __init__(self, ids: Tokens, keys: Sequence[Hashable], nbytes: int) -> None:
         self.ids, self.keys, self.nbytes, self.num_keys = ids, keys, nbytes, len(keys)
 
 

@@ -32,7 +32,7 @@ from .steps import Leg
 from .upstream import answer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping
+    from collections.abc import Coroutine, Hashable, Mapping
 
     from pdlink.api.openai import Call
 
@@ -70,23 +70,22 @@ class Tokenizing:
         self._own = own
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pdlink-tokens") if own else None
         self.known, self.worth = KnownTokens(), Worth()
-        self._asked: dict[bytes, asyncio.Task[Tokens | None]] = {}
+        self._asked: dict[Hashable, asyncio.Task[Tokens | None]] = {}
         self._turn = itertools.count()
 
     def _wanted(self, request: PlacementRequest) -> bool:
-        """Whether tokens of this prompt may be of use."""
+        """Whether tokens of this prompt, which is no short one, may be of use."""
         pools = self._pools
-        if len(request.prompt) < CHUNK_NBYTES or not pools.kv_events.index or request.ids is not None:
+        if not pools.kv_events.index or request.ids is not None:
             return False
-        return len(pools.workers[Leg.PREFILL]) > 1 or len(pools.workers[Leg.DECODE]) > 1
+        return any(len(workers) > 1 for workers in pools.workers.values())
 
     def prepare(self, request: PlacementRequest, call: Call) -> Coroutine[Any, Any, None] | None:
         """Set what is known of the prompt's token ids: `known_ids`, and a better `num_tokens`. Returns what is to be
         awaited for that; None if nothing is: a task would take more time than the look."""
-        text = text_of(request, call) if self._wanted(request) else None
-        if text is None:
-            return None
         nbytes = len(request.prompt)
+        if nbytes < CHUNK_NBYTES or not self._wanted(request) or (text := text_of(request, call)) is None:
+            return None
         known = self.known.find(text, nbytes)
         if known is None or known.share < 1 - CHUNK_NBYTES / nbytes:
             asked = self._ask(request, text)
@@ -132,7 +131,7 @@ class Tokenizing:
 
     def _ask(self, request: PlacementRequest, text: Text) -> asyncio.Task[Tokens | None] | None:
         """The answer about this prompt, which somebody else may have asked for; None if nobody is asked."""
-        name = text.keys[-1] + len(request.prompt).to_bytes(8, "little")
+        name = text.keys[-1], len(request.prompt)
         if (asked := self._asked.get(name)) is not None:
             return asked
         own = self._own.get(request.model) if request.prompt[:1] == b'"' else None  # a chat needs the template
