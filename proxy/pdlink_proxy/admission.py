@@ -3,33 +3,26 @@ the decision log what was decided. What is placed, and when, the flow says (`Pla
 
 from __future__ import annotations
 
+import random
 import time
-from operator import itemgetter
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from pdlink.api import kv_path
 from pdlink.events import FallbackUsed, emit
 from pdlink.reasons import Reason
 
-from .decisions import MAX_CONSIDERED, Considered, Decision
+from .decisions import Decision, shown
 from .placement import ProxyBarred, Queued
 from .queue import Waiting
 from .steps import Event, Leg, Place, Placed, Unplaced, Waits, Why
-from .table import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from .fleet import PlacementRequest, WorkerState
+    from .fleet import PlacementRequest
     from .pools import WorkerPair
     from .shared import Shared
-    from .table import Column
     from .worker import Worker
-
-
-_score = itemgetter(1)
 
 
 class Admission:
@@ -66,11 +59,11 @@ class Admission:
         wanted.plain = whole and not shared.dialect.decode_computes
         self.chosen: dict[Leg, Worker] = {}
         """Workers of the newest attempt."""
-        self.sampled = shared.sampled()
+        share = shared.decision_share
+        self.sampled = share == 1 or random.random() < share
         """Its candidates are noted, and it has a line in the decision log."""
         self._loop = shared.loop
-        self.started_s = self.placed_s = self._loop.time()
-        """When it came, and when the newest attempt had its workers."""
+        self.started_s = self._loop.time()
         self._shared, self._request_id, self._tenant, self._whole = shared, request_id, tenant, whole
         self._happen: Callable[[Event], object] = happen
         self._failed: Callable[[Exception], None] = failed
@@ -89,7 +82,7 @@ class Admission:
         first = action.why is Why.FIRST
         if first:
             self.num_prompt_tokens = wanted.num_tokens
-            shared.retries.earn()
+            shared.retries.num_new += 1
         elif action.why in (Why.RETRY, Why.RECOVER) and not shared.retries.spend(self._loop.time()):
             self.note("refused", "too many requests are tried again")
             return Unplaced("too many requests are tried again")
@@ -148,27 +141,6 @@ class Admission:
         """Of the newest attempt; empty if workers were never looked for."""
         return self._action.why.value if self._action is not None else ""
 
-    def _note_placed(self, prefill: Worker | None, decode: Worker) -> None:
-        """As `note` would: it is done for each request."""
-        wanted = self.wanted
-        assert self._action is not None
-        self.decision = said = Decision(
-            request_id=self._request_id,
-            at_s=time.time(),
-            why=self._action.why.value,
-            verdict="placed",
-            reason=self.recomputed or "",
-            tokens=wanted.num_tokens,
-            waited_s=self.placed_s - self.started_s,
-            prefill=prefill.label if prefill is not None else None,
-            decode=decode.label,
-            prefill_load=prefill.work.load if prefill is not None else None,
-            decode_load=decode.work.load,
-            cached_tokens=self.cached_tokens if prefill is not None else 0,
-            considered=shown(wanted),
-        )
-        self._shared.decisions.append(said)
-
     def note(self, verdict: str, reason: str, prefill: Worker | None = None, decode: Worker | None = None) -> None:
         """Keep a decision about it for `pdlink explain`."""
         self.decision = Decision(
@@ -188,10 +160,10 @@ class Admission:
         self._shared.decisions.append(self.decision)
 
     def _try(self, action: Place) -> Placed | Unplaced | Queued:
-        shared = self._shared
-        self.wanted.avoid = action.avoid
-        self.wanted.considered = {} if self.sampled else None
-        if self.wanted.plain and not shared.pools.lists_plain:
+        shared, wanted = self._shared, self.wanted
+        wanted.avoid = action.avoid
+        wanted.considered = {} if self.sampled else None
+        if wanted.plain and not shared.pools.lists_plain:
             reason = f"n, echo with logprobs: not possible over two legs of {shared.dialect.name} workers"
             self.note("refused", reason)
             return Unplaced(
@@ -199,53 +171,70 @@ class Admission:
                 unfit=True,
             )
         needs_prefill = not shared.may_decode_alone and not self._whole
-        full = action.why is not Why.FIRST
+        first = action.why is Why.FIRST
         began_s = time.monotonic()
-        choice = shared.pools.choose(self.wanted, needs_prefill=needs_prefill, full=full)
-        self.placement_s = time.monotonic() - began_s
-        return self._judged(action, choice)
-
-    def _judged(self, action: Place, choice: WorkerPair | Queued | ProxyBarred) -> Placed | Unplaced | Queued:
-        """What follows from the choice for an attempt."""
-        shared = self._shared
+        choice = shared.pools.choose(wanted, needs_prefill=needs_prefill, full=not first)
+        now_s = time.monotonic()
+        self.placement_s = now_s - began_s
         if isinstance(choice, Queued):
             return choice
         if isinstance(choice, ProxyBarred):
             self.note("refused", choice.reason)
             return Unplaced(choice.reason, barred=True)
-        if self.wanted.known_ids is not None and action.why is Why.FIRST and shared.tokenizing is not None:
-            shared.tokenizing.placed(self.wanted)
+        if first and wanted.known_ids is not None and shared.tokenizing is not None:
+            shared.tokenizing.placed(wanted)
+        prefill, decode = choice.prefill, choice.decode
+        recomputed = None
+        if prefill is None or self._whole or not first:
+            prefill, recomputed = self._unusual(action, choice)
+        self.cached_tokens, self.recomputed = choice.cached_tokens, recomputed
+        shared.metrics.attempts.add(1, action.why.value)
+        self.chosen = {Leg.DECODE: decode} if prefill is None else {Leg.PREFILL: prefill, Leg.DECODE: decode}
+        self.decision = said = Decision(
+            request_id=self._request_id,
+            at_s=time.time(),
+            why=action.why.value,
+            verdict="placed",
+            reason=recomputed or "",
+            tokens=wanted.num_tokens,
+            waited_s=now_s - self.started_s,
+            prefill=prefill.label if prefill is not None else None,
+            decode=decode.label,
+            prefill_load=prefill.work.load if prefill is not None else None,
+            decode_load=decode.work.load,
+            cached_tokens=choice.cached_tokens if prefill is not None else 0,
+            considered=shown(wanted.considered) if wanted.considered else {},
+        )
+        shared.decisions.append(said)
+        return Placed(None if prefill is None else prefill.work.key, decode.work.key)
+
+    def _unusual(self, action: Place, choice: WorkerPair) -> tuple[Worker | None, str | None]:
+        """Prefill's worker of an attempt after another one, or where decode may compute the prompt; and why it does,
+        as a KV path."""
         prefill, decode, differs, alone = choice.prefill, choice.decode, choice.differs, choice.alone
-        self.cached_tokens = choice.cached_tokens
-        self.recomputed = None
+        recomputed = None
         if decode.plain:
-            self.recomputed = kv_path.recomputed(alone)
+            recomputed = kv_path.recomputed(alone)
         elif self._whole:
             prefill = None
-            self.recomputed = kv_path.recomputed("prompt_only_decode")
+            recomputed = kv_path.recomputed("prompt_only_decode")
         elif differs:
-            self.recomputed = kv_path.recomputed(Reason.refused(differs).label)
+            recomputed = kv_path.recomputed(Reason.refused(differs).label)
             self._count_fallback("decode_only", "no pair of workers fits together")
         elif alone:
-            self.recomputed = kv_path.recomputed(alone)
+            recomputed = kv_path.recomputed(alone)
         elif prefill is None:
-            self.recomputed = kv_path.recomputed("no_prefill")
+            recomputed = kv_path.recomputed("no_prefill")
             self._count_fallback("decode_only", "no healthy prefill worker")
-        elif action.alone or (action.avoid and prefill.key in action.avoid and shared.may_decode_alone):
+        elif action.alone or (action.avoid and prefill.key in action.avoid and self._shared.may_decode_alone):
             prefill = None
-            self.recomputed = kv_path.recomputed("prefill_lost")
+            recomputed = kv_path.recomputed("prefill_lost")
             self._count_fallback("decode_only", "this request's prefill was lost")
         if action.why is Why.RETRY:
             self._count_fallback("retry", "a leg was lost")
         if action.why is Why.RECOVER:
             self._count_fallback("recovered", "decode was lost in the middle of a stream")
-        shared.metrics.attempts.add(1, action.why.value)
-        self.chosen = {Leg.DECODE: decode} if prefill is None else {Leg.PREFILL: prefill, Leg.DECODE: decode}
-        self.placed_s = self._loop.time()
-        self._note_placed(prefill, decode)
-        if prefill is None:
-            return Placed(None, decode.work.key)
-        return Placed(prefill.work.key, decode.work.key)
+        return prefill, recomputed
 
     def _count_fallback(self, kind: str, reason: str) -> None:
         self._shared.metrics.fallbacks.add(1, kind)
@@ -254,21 +243,3 @@ class Admission:
 
 def _ignore(_said: object) -> None:
     pass
-
-
-def shown(wanted: PlacementRequest) -> dict[str, Considered]:
-    """By leg, what its policy chose from, as it is kept."""
-    return {leg: _shown(*of) for leg, of in wanted.considered.items()} if wanted.considered else {}
-
-
-def _shown(policy: str, workers: Sequence[WorkerState], scores: Sequence[float] | Column) -> Considered:
-    if isinstance(workers, Workers) and workers.few and len(scores) <= MAX_CONSIDERED:
-        scored = list(zip(workers.labels, scores, strict=True))
-    elif len(workers) > MAX_CONSIDERED:
-        column = np.asarray(scores, np.float64)
-        best = np.argpartition(column, MAX_CONSIDERED)[:MAX_CONSIDERED]
-        scored = [(workers[int(index)].label, float(column[index])) for index in best]
-    else:
-        scored = [(worker.label, float(score)) for worker, score in zip(workers, scores, strict=True)]
-    scored.sort(key=_score)
-    return Considered(policy, scored, len(workers))

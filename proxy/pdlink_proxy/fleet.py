@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -53,7 +54,7 @@ class PlacementRequest:
     key_tokens = KEY_TOKENS
     chain: Sequence[Hashable] | None = None
     """`keys`, once they are known."""
-    considered: dict[str, tuple[str, Sequence[WorkerState], Sequence[float] | Column]] | None = None
+    considered: dict[str, tuple[str, Workers, Sequence[float] | Column]] | None = None
     """Set it to a mapping to learn, by leg, the policy, the workers it chose from, and their scores."""
     known_ids: Tokens | None = None
     """Of a text, its first token ids, as far as they are known; see `Tokenizing`."""
@@ -89,7 +90,7 @@ class PlacementRequest:
     def keys(self) -> Sequence[Hashable]:
         """Names of the prompt's prefixes, shortest first, each `key_tokens` longer than the one before: equal keys
         mean equal beginnings. Of token ids the keys of `pdlink.kv.hashing`; otherwise of the prompt's JSON."""
-        if self.chain is None and self.num_tokens < KEY_TOKENS and len(self.prompt) < BYTES_PER_TOKEN * KEY_TOKENS:
+        if self.chain is None and self.num_tokens < KEY_TOKENS and len(self.prompt) < _KEY_NBYTES:
             self.chain = ()
         elif self.chain is None:
             seed, ids = _seed(self.model, self.salt), self.ids if self.prompt[:1] == b"[" else None
@@ -131,14 +132,17 @@ def _seed(model: str, salt: str) -> bytes:
     return namespace(Origin(model, revision="", dtype="", chunk_tokens=KEY_TOKENS, salt=salt))
 
 
+_IDS = re.compile(rb"\[\s*[0-9]")
+
+
 def _looks_like_ids(prompt: bytes) -> bool:
     """Whether a prompt in JSON begins as one list of token ids does."""
-    return prompt[:1] == b"[" and prompt[1:].lstrip()[:1].isdigit()
+    return _IDS.match(prompt) is not None
 
 
 def count_tokens(prompt: bytes) -> int:
     """Of a prompt in JSON: exact for one list of token ids, otherwise an estimate."""
-    if _looks_like_ids(prompt):
+    if prompt[:1] == b"[" and _looks_like_ids(prompt):
         return prompt.count(b",") + 1
     return len(prompt) // BYTES_PER_TOKEN + 1
 
@@ -241,8 +245,8 @@ class WorkerState:
             self._done_s = took_s = self._done_s * _DECAY + now - self._since_s
             self.tokens_per_s = done / took_s if took_s > 0 else None
         self._since_s = now
-        if self._counts_alone and requests:  # at rest it is counted anew: sums of floats lose a little
-            self.load = load = self.load - tokens
+        if self._counts_alone:  # at rest it is counted anew: sums of floats lose a little
+            self.load = load = self.load - tokens if requests else self.tokens + (self.foreign_tokens or 0)
             if (table := self.table) is not None:
                 table.load[self.row] = load
             return

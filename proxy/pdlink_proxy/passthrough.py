@@ -109,7 +109,7 @@ class PassThrough:
         wanted = PlacementRequest(said.model or "", count_tokens(body), most, body)
         if (refusal := services.entry.over_limit(request, wanted.total_tokens)) is not None:
             return refusal, Outcome.REJECTED
-        shared.retries.earn()
+        shared.retries.num_new += 1
         if (refusal := await self._wait_for_any(request, wanted, said.model)) is not None:
             return refusal, Outcome.UNAVAILABLE
         tried: set[str] = set()

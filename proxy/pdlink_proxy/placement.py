@@ -92,7 +92,7 @@ class Placer:
             for number, policy in enumerate((self.prefill, self.decode))
             if routers > 1 and policy.herds
         }
-        self._alone = alone
+        self._alone, self._may_compute = alone, alone != _NEVER
         self.prefill_queue_tokens = 0
         """A prefill worker that has so many to do gets no more; 0 for no limit."""
         self._turn = salt
@@ -105,20 +105,23 @@ class Placer:
             prefills = Workers.of(prefills)
         if not isinstance(decodes, Workers):
             decodes = Workers.of(decodes)
-        plains = Workers.of(fleet.plain) if fleet.plain else None
-        if plains and (by_itself := self._by_itself(request, plains, prefills, decodes, full=full)) is not None:
-            return by_itself
+        if fleet.plain:
+            plains = Workers.of(fleet.plain)
+            if (by_itself := self._by_itself(request, plains, prefills, decodes, full=full)) is not None:
+                return by_itself
         if request.plain:
-            return Queued(f"no plain server has room for {request.total_tokens} tokens", empty=not plains)
-        missing = "decode" if not decodes.num else "prefill" if fleet.needs_prefill and not prefills.num else ""
-        if missing:
+            return Queued(f"no plain server has room for {request.total_tokens} tokens", empty=not fleet.plain)
+        turn, there = self._turn, prefills.num > 0
+        if not decodes.num or (fleet.needs_prefill and not there):
+            missing = "prefill" if decodes.num else "decode"
             reason = f"no healthy {missing} worker for model {request.model!r}; see /health"
             return ProxyBarred(reason) if missing in fleet.barred else Queued(reason, empty=True)
-        turn, there = self._turn, prefills.num > 0
         if request.avoid:
             prefills, decodes = _others(prefills, request.avoid), _others(decodes, request.avoid)
-        if not full and not (decodes := _with_room(decodes, request.num_tokens + request.answer_tokens)).num:
-            return Queued(f"no decode worker has room for {request.total_tokens} tokens", empty=False)
+        if not full and not decodes.table.has_room:
+            decodes = _with_room(decodes, request.num_tokens + request.answer_tokens)
+            if not decodes.num:
+                return Queued(f"no decode worker has room for {request.total_tokens} tokens", empty=False)
         busy = False
         if self.prefill_queue_tokens and not full and prefills.num:
             free = prefills.only(prefills.table.load < self.prefill_queue_tokens)
@@ -131,9 +134,14 @@ class Placer:
         if decodes.num == 1:  # without a choice a prompt need not be hashed
             decode = decodes[0]
         else:
-            decode = self._pick(self.decode, request, decodes, _decode_turn(turn, prefills.num, decodes.num)).worker
-        computes = request.held or self._alone.tokens or self._alone.idle_tokens  # else decode lacks too much
-        if computes and not fleet.needs_prefill and (reason := self._alone.reason(request, decode)):
+            # With the same turn on both sides, two pools of equal size would always pair the same workers, and one
+            # bad worker on each side would spoil every pair. So decode slips by one whenever all pairs of the same
+            # turn have been.
+            num, num_decode = prefills.num, decodes.num
+            slip = turn // math.lcm(num, num_decode) % math.gcd(num, num_decode) if num else 0
+            decode = self._pick(self.decode, request, decodes, turn + slip).worker
+        computes = (request.held or self._may_compute) and not fleet.needs_prefill  # else decode lacks too much
+        if computes and (reason := self._alone.reason(request, decode)):
             return Pair(None, decode, alone=reason)
         if busy:
             limit = f"{self.prefill_queue_tokens} tokens to do (prefill_queue_tokens)"
@@ -178,18 +186,18 @@ class Placer:
         return self._pick(self.decode, request, workers, self._turn).worker
 
     def _pick(self, policy: Policy, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
-        if (candidates := self._candidates.get(policy)) is not None:
+        if self._candidates and (candidates := self._candidates.get(policy)) is not None:
             workers = candidates.of(request, workers, turn)
-        if len(workers) == 1:
-            return Pick(workers[0])
-        pick = policy.pick(request, workers, turn)
+        found = workers if isinstance(workers, Workers) else Workers.of(workers)
+        if found.num == 1:
+            return Pick(found[0])
+        pick = policy.pick(request, found, turn)
         if request.considered is not None:
             leg, name = self._names[policy]
             scores: Sequence[float] | Column = pick.scores
             if not len(scores):
-                few = isinstance(workers, Workers) and workers.few
-                scores = workers.table.load.tolist() if few else [worker.load for worker in workers]  # type: ignore[attr-defined]
-            request.considered[leg] = name, workers, scores
+                scores = found.table.load.tolist() if found.few else [worker.load for worker in found]
+            request.considered[leg] = name, found, scores
         return pick
 
     def sent(self, request: PlacementRequest, leg: str, worker: WorkerState) -> int:
@@ -231,14 +239,3 @@ def _ahead(request: PlacementRequest, workers: Workers) -> Column:
         if (row := table.rows.get(key)) is not None:
             ahead[row] -= tokens * table.slowness[row]
     return ahead
-
-
-def _decode_turn(turn: int, num_prefill: int, num_decode: int) -> int:
-    """Decode's turn where prefill's is `turn`.
-
-    With the same turn on both sides, two pools of equal size would always pair the same workers, and one bad worker
-    on each side would spoil every pair. So decode slips by one whenever all pairs of the same turn have been.
-    """
-    if num_prefill == 0:
-        return turn
-    return turn + turn // math.lcm(num_prefill, num_decode) % math.gcd(num_prefill, num_decode)

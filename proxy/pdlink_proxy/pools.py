@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -50,8 +50,12 @@ class Pools:
         """Without workers: see `replace`. most_left_out: share of a pool that may be left out as outliers."""
         self._most_left_out = most_left_out
         self._left_out: set[Worker] = set()
-        self._sides = {side: Side() for side in Leg}
+        self._fleets: dict[tuple[str, bool], _Known] = {}
+        """By model, and whether decode must not compute prompts: as long as it is settled."""
+        self._sides = {side: Side(self._fleets.clear) for side in Leg}
         self._placer = placer
+        self._noting = frozenset(leg for leg in Leg if placer.noting[leg.value] is not None)
+        """Legs whose policy is told where requests go."""
         self._labels = {side: itertools.count() for side in Leg}
         self._both = itertools.count()
         self.kv_events = KVEvents()
@@ -226,6 +230,7 @@ class Pools:
             worker.work = work = WorkerState(worker.key, worker.label, allowed=worker.side is Leg.DECODE)
             if table is not None:
                 table.put(row, work)
+        self._fleets.clear()
         if said is None:
             return
         work.grouped((worker.cell, said.fingerprint))
@@ -245,6 +250,7 @@ class Pools:
     def _compare_now_and_then(self) -> None:
         if time.monotonic() - self._compared_s > _COMPARE_S:
             self._compared_s = time.monotonic()
+            self._fleets.clear()
             self._groups = {each.work.group for each in self.all if each.health and not each.plain}
             self._look_for_mismatches()
             self.kv_events.look(self._compared_s)
@@ -292,10 +298,35 @@ class Pools:
         self, request: PlacementRequest, *, needs_prefill: bool, full: bool
     ) -> WorkerPair | Queued | ProxyBarred:
         """A pair for a request. full: see `Placer.place`."""
+        refused_pairs = self.refusals.pairs
+        known = None if refused_pairs else self._fleets.get((request.model, needs_prefill))
+        if known is None:
+            known = self._known(request.model, needs_prefill=needs_prefill)
+        fleet, sides = known.fleet, self._sides
+        if known.model is not None and (request.known_ids is not None or request.prompt[:1] == b"["):
+            request.held, request.loading = self.kv_events.held(request, known.model)
+        placed = self._placer.place(request, fleet, full=full)
+        if not isinstance(placed, Pair):
+            return placed
+        to = sides[Leg.DECODE].workers[placed.decode.row]
+        if placed.prefill is not None:
+            one = sides[Leg.PREFILL].workers[placed.prefill.row]
+            if not (refused_pairs and self.refusals.try_again(one, to)) and self._alone is not None:
+                self._tell_alone(None)
+            return WorkerPair(one, to, placed.cached_tokens)
+        if placed.misfit:
+            refused = self.refusals.known(sides[Leg.PREFILL].workers[fleet.prefill[0].row], to)
+            self._tell_alone(refused)
+            factor = refused.factor if refused is not None else next((each.factor for each in self.mismatches), "")
+            return WorkerPair(None, to, differs=factor)
+        if placed.alone:
+            return WorkerPair(None, to, alone=placed.alone)
+        return WorkerPair(None, to, differs=self._without_prefill(request.model))
+
+    def _known(self, model: str, *, needs_prefill: bool) -> _Known:
+        """The workers for requests of this model now; kept if that is settled."""
         now, prefill_side, decode_side = time.monotonic(), self._sides[Leg.PREFILL], self._sides[Leg.DECODE]
-        prefill, decode = prefill_side.usable(request.model, now), decode_side.usable(request.model, now)
-        if self.kv_events.index and prefill.pair.num:
-            request.held, request.loading = self.kv_events.held(request, prefill.model or request.model)
+        prefill, decode = prefill_side.usable(model, now), decode_side.usable(model, now)
         refused_pairs = self.refusals.pairs
         fleet = Fleet(
             prefill.pair,
@@ -307,23 +338,11 @@ class Pools:
             len(self._groups) > 1,
             self._pair_times.behind,
         )
-        placed = self._placer.place(request, fleet, full=full)
-        if not isinstance(placed, Pair):
-            return placed
-        to = decode_side.workers[placed.decode.row]
-        if placed.prefill is not None:
-            one = prefill_side.workers[placed.prefill.row]
-            if not (refused_pairs and self.refusals.try_again(one, to)) and self._alone is not None:
-                self._tell_alone(None)
-            return WorkerPair(one, to, placed.cached_tokens)
-        if placed.misfit:
-            refused = self.refusals.known(prefill_side.workers[prefill.pair[0].row], to)
-            self._tell_alone(refused)
-            factor = refused.factor if refused is not None else next((each.factor for each in self.mismatches), "")
-            return WorkerPair(None, to, differs=factor)
-        if placed.alone:
-            return WorkerPair(None, to, alone=placed.alone)
-        return WorkerPair(None, to, differs=self._without_prefill(request.model))
+        known = _Known(fleet, (prefill.model or model) if prefill.pair.num else None)
+        settled = prefill_side.settled(model) and decode_side.settled(model)
+        if settled and not refused_pairs and (decode.pair.num or decode.plain):
+            self._fleets[model, needs_prefill] = known
+        return known
 
     def _without_prefill(self, model: str) -> str:
         """`model` where prefill workers are well and none of them serves this model; else empty."""
@@ -345,8 +364,10 @@ class Pools:
     def sent(self, request: PlacementRequest, worker: Worker, tokens: int, now: float) -> WorkerState:
         """A leg with so many tokens to do leaves for the worker; the caller says when it is `finished`."""
         work = worker.work
-        if self._placer.sent(request, worker.side.value, work) >= KEY_TOKENS:  # a block at least, whatever its size
-            self.kv_events.sent(worker.id, time.monotonic())
+        if worker.side in self._noting:
+            lacking = self._placer.sent(request, worker.side.value, work)
+            if lacking >= KEY_TOKENS:  # a block at least, whatever its size
+                self.kv_events.sent(worker.id, time.monotonic())
         work.sent(tokens, now)
         return work
 
@@ -356,6 +377,14 @@ class Pools:
         elif refused is None and self._alone is not None:
             log.warning("a pair of workers fits together again, so prefill computes prompts")
         self._alone = refused
+
+
+class _Known(NamedTuple):
+    """The workers that requests of one model may get."""
+
+    fleet: Fleet
+    model: str | None
+    """As the first prefill worker calls it; None if there is none."""
 
 
 class WorkerPair(msgspec.Struct, frozen=True):

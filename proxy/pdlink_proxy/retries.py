@@ -17,15 +17,14 @@ class RetryBudget:
     """Of all requests of one proxy. No clock."""
 
     def __init__(self) -> None:
+        self.num_new = 0
+        """Requests that came since the last retry. Each request counts itself."""
         self._saved = MOST
         self._spent_s: float | None = None
 
-    def earn(self) -> None:
-        """A request came."""
-        self._saved = min(MOST, self._saved + RATIO)
-
     def spend(self, now: float) -> bool:
         """Whether a request may be tried again now."""
+        self._saved, self.num_new = min(MOST, self._saved + RATIO * self.num_new), 0
         if self._spent_s is not None:
             self._saved = min(MOST, self._saved + PER_S * (now - self._spent_s))
         self._spent_s = now

@@ -10,6 +10,8 @@ from .table import Table, Workers
 from .worker import State
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .table import Mask
     from .worker import Worker
 
@@ -39,7 +41,9 @@ class _Well(NamedTuple):
 class Side:
     """Row n of the table is worker n."""
 
-    def __init__(self) -> None:
+    def __init__(self, changed: Callable[[], object] = lambda: None) -> None:
+        """changed: called when it is another question who may get requests."""
+        self._tell = changed
         self.workers: list[Worker] = []
         self.table = Table(())
         self._well: dict[str | None, _Well] = {}
@@ -57,12 +61,14 @@ class Side:
             worker.changed = self._changed
         self._changed()
 
+    def settled(self, model: str) -> bool:
+        """Whether the same workers may get requests until something about one changes."""
+        return not self._well_of(model).trial
+
     def usable(self, model: str | None, now_s: float) -> Usable:
         """model: None for any."""
-        well = self._well.get(model) or self._well_of(model)
-        if not well.trial:
-            return well.usable
-        away = _left_alone(well, now_s)
+        well = self._well_of(model)
+        away = _left_alone(well, now_s) if well.trial else ()
         if not away:
             return well.usable
         mask = well.mask.copy()
@@ -103,6 +109,7 @@ class Side:
     def _changed(self) -> None:
         self._well.clear()
         self._models = self._barred = None
+        self._tell()
 
     def _well_of(self, model: str | None) -> _Well:
         found = self._well.get(model)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Group: TypeAlias = tuple[str, str]
 
-FEW = 16
+FEW = 64
 """Workers that a loop looks through sooner than numpy."""
 
 
@@ -35,6 +35,8 @@ class Table:
     def __init__(self, states: Iterable[WorkerState]) -> None:
         """As the states are now; `follow` keeps a row up to date."""
         self.states = list(states)
+        self.labels = [state.label for state in self.states]
+        """For people."""
         num = len(self.states)
         self.load: Column = np.zeros(num)
         """Tokens to do."""
@@ -44,6 +46,8 @@ class Table:
         self.room: Column = np.zeros(num)
         """Tokens that fit in; infinite where nobody knows, and into an idle worker: what does not fit into that will
         never fit, and the worker says so."""
+        self.has_room = True
+        """For every request: no worker has told its room."""
         self.rows: dict[str, int] = {}
         """By the key of a worker."""
         self._names: Names | None = None
@@ -66,7 +70,7 @@ class Table:
         old.table = None
         if self.rows.get(old.key) == row:
             del self.rows[old.key]
-        self.states[row], self.rows[state.key] = state, row
+        self.states[row], self.labels[row], self.rows[state.key] = state, state.label, row
         state.table, state.row = self, row
         if self._names is not None:
             self._names[row] = _name(state.key)
@@ -80,6 +84,8 @@ class Table:
 
     def tell_room(self, state: WorkerState, row: int) -> None:
         room = state.room_tokens
+        if room is not None:
+            self.has_room = False
         self.room[row] = math.inf if room is None or state.idle else room
 
     def tell_group(self, state: WorkerState, row: int) -> None:
@@ -108,7 +114,7 @@ class Table:
 class Workers(Sequence["WorkerState"]):
     """The workers of a table that `fit`, in its order; all, if `fit` is None."""
 
-    __slots__ = ("_labels", "_rows", "few", "fit", "num", "table")
+    __slots__ = ("_rows", "few", "fit", "num", "table")
 
     def __init__(self, table: Table, fit: Mask | None = None) -> None:
         self.table, self.fit = table, fit
@@ -117,7 +123,6 @@ class Workers(Sequence["WorkerState"]):
         self.few = fit is None and self.num <= FEW
         """All of a small table: lists of its columns are quicker than they are."""
         self._rows: Rows | None = None
-        self._labels: list[str] | None = None
 
     @classmethod
     def of(cls, workers: Sequence[WorkerState]) -> Workers:
@@ -142,13 +147,6 @@ class Workers(Sequence["WorkerState"]):
 
     def __iter__(self) -> Iterator[WorkerState]:
         return iter(self.table.states) if self.fit is None else map(self.table.states.__getitem__, self.rows)
-
-    @property
-    def labels(self) -> list[str]:
-        """For people. A row keeps its label."""
-        if self._labels is None:
-            self._labels = [state.label for state in self]
-        return self._labels
 
     @property
     def rows(self) -> Rows:

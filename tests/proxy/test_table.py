@@ -143,8 +143,8 @@ def calls_of_a_decision(policy: str, num: int) -> int:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_decision_among_a_thousand_workers_takes_as_many_steps_as_one_among_thirty(policy: str) -> None:
-    assert calls_of_a_decision(policy, 1000) <= calls_of_a_decision(policy, 30) + 10
+def test_a_decision_among_a_thousand_workers_takes_as_many_steps_as_one_among_a_hundred(policy: str) -> None:
+    assert calls_of_a_decision(policy, 1000) <= calls_of_a_decision(policy, 100) + 10
 
 
 def test_workers_are_a_sequence_of_those_that_fit() -> None:

@@ -43,10 +43,10 @@ class Cost(Prefix):
         """Of `WorkerState.taken`: it grows with all that is computed, so that older KV counts less and less."""
 
     def pick(self, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
-        found = Workers.of(workers)
-        table = found.table
+        found = workers if isinstance(workers, Workers) else Workers.of(workers)
         if found.few:
             return self._of_few(request, found, turn)
+        table = found.table
         cached = self.index.cached_tokens(request, found)
         costs = (table.load + request.num_tokens - cached) * table.slowness
         for key, extra in _extras(request):
@@ -63,14 +63,19 @@ class Cost(Prefix):
     def _of_few(self, request: PlacementRequest, workers: Workers, turn: int) -> Pick:
         """The same by lists."""
         table, num_tokens = workers.table, request.num_tokens
-        cached = self.index.cached_of_few(request, workers)
-        loads, slowness = table.load.tolist(), table.slowness.tolist()
+        loads, slowness, taken = table.load.tolist(), table.slowness.tolist(), table.taken.tolist()
+        may_hold = request.keys or request.held
+        cached = self.index.cached_of_few(request, workers) if may_hold else [0] * len(loads)
         costs = [(load + num_tokens - here) * slow for load, here, slow in zip(loads, cached, slowness, strict=True)]
-        for key, extra in _extras(request):
-            if (late := table.rows.get(key)) is not None:
-                costs[late] += extra
-        least, taken = min(costs), table.taken.tolist()
-        row = least_of([of if cost == least else math.inf for cost, of in zip(costs, taken, strict=True)], turn)
+        if request.loading or request.behind:
+            for key, extra in _extras(request):
+                if (late := table.rows.get(key)) is not None:
+                    costs[late] += extra
+        least = min(costs)
+        if costs.count(least) == 1:
+            row = costs.index(least)
+        else:
+            row = least_of([of if cost == least else math.inf for cost, of in zip(costs, taken, strict=True)], turn)
         if taken[row] > 0:
             busy = loads[row] * slowness[row]
             idle = [at for at in range(len(loads)) if loads[at] * slowness[at] <= busy]
@@ -84,10 +89,13 @@ class Cost(Prefix):
         return costs_more <= SPARED * lacking * (more / self._unit - MARGIN)
 
     def placed(self, request: PlacementRequest, worker: WorkerState) -> int:
-        lacking = super().placed(request, worker)
-        table = worker.table
+        if request.chain is None:  # it was never looked up
+            return 0
+        lacking, table = request.num_tokens - self.index.note(request, worker), worker.table
         share = lacking / (worker.pool_tokens or POOL_TOKENS)
-        worker.took(worker.taken + share * self._unit)
+        worker.taken = taken = worker.taken + share * self._unit
+        if table is not None:
+            table.taken[worker.row] = taken
         self._unit *= 1 + share / (len(table.states) if table is not None else 1)
         if self._unit > _MOST and table is not None:
             for each in table.states:

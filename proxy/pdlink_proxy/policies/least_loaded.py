@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..table import Workers
-from .base import Pick, Policy, least
+from .base import Pick, Policy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,4 +17,5 @@ class LeastLoaded(Policy):
     herds, notes = True, False
 
     def pick(self, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
-        return Pick(least(Workers.of(workers), turn))
+        found = workers if isinstance(workers, Workers) else Workers.of(workers)
+        return Pick(found.table.states[found.least(found.table.load, turn)])

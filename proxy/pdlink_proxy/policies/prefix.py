@@ -36,9 +36,7 @@ class Prefix(Policy):
     def placed(self, request: PlacementRequest, worker: WorkerState) -> int:
         if request.chain is None:  # it was never looked up
             return 0
-        lacking = request.num_tokens - self.index.cached_by(request, worker.key)
-        self.index.note(request, worker)
-        return lacking
+        return request.num_tokens - self.index.note(request, worker)
 
     def forget(self, key: str) -> None:
         self.index.forget(key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
@@ -59,10 +58,8 @@ class PrefixIndex:
         return found
 
     def cached_of_few(self, request: PlacementRequest, workers: Workers) -> list[int]:
-        """The same as a list; without a look at columns where nothing can be held."""
-        found, rows, keys = [0] * workers.num, workers.table.rows, request.keys
-        if not keys and not request.held:
-            return found
+        """The same as a list."""
+        found, rows = [0] * workers.num, workers.table.rows
         for holders, tokens in self._sent(request):
             for key in holders.keys if isinstance(holders, _Holders) else (holders,):
                 if (row := rows.get(key)) is not None and tokens > found[row]:
@@ -71,12 +68,6 @@ class PrefixIndex:
             if (row := rows.get(key)) is not None and tokens > found[row]:
                 found[row] = tokens
         return found
-
-    def cached_by(self, request: PlacementRequest, worker: str) -> int:
-        """The same of one worker, by its key."""
-        keys, held = request.keys, self._of.get(worker, ())
-        num = bisect.bisect_left(range(len(keys)), True, key=lambda at: keys[at] not in held)
-        return max(min(num * request.key_tokens, request.num_tokens), request.held.get(worker, 0))
 
     def _sent(self, request: PlacementRequest) -> list[tuple[str | _Holders, int]]:
         """Who was sent how many tokens of the prompt, the fewest first: a worker may be named more than once."""
@@ -97,19 +88,22 @@ class PrefixIndex:
             found.append((holders, min(at * per_key, num_tokens)))
         return found
 
-    def note(self, request: PlacementRequest, worker: WorkerState) -> None:
-        """The worker is sent the prompt. Nothing is noted of one that was never looked up."""
+    def note(self, request: PlacementRequest, worker: WorkerState) -> int:
+        """The worker is sent the prompt. Returns the tokens of it that it may have held before. Nothing is noted of
+        one that was never looked up."""
+        name, said = worker.key, request.held.get(worker.key, 0) if request.held else 0
         if not (keys := request.chain):
-            return
-        name = worker.key
+            return said
         held = self._of.setdefault(name, OrderedDict())
-        before, renew = len(held), held.move_to_end
+        before, renew, new = len(held), held.move_to_end, 0
         for key in reversed(keys):
             if key in held:
                 renew(key)
             else:
                 held[key] = None
                 self._add(key, name)
+                new += 1
+        cached = min((len(keys) - new) * request.key_tokens, request.num_tokens)
         most = MAX_UNHEARD_KEYS if worker.publishes else self._max_worker_keys
         if worker.pool_tokens is not None:  # it has forgotten what does not fit
             most = min(most, worker.pool_tokens // request.key_tokens)
@@ -118,6 +112,7 @@ class PrefixIndex:
         self._num_keys += len(held) - before
         while self._num_keys > self._max_keys:
             self._shrink()
+        return max(cached, said)
 
     def _shrink(self) -> None:
         """Halve the share of the worker that has most."""
