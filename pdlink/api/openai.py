@@ -6,6 +6,7 @@ to the engine. msgspec takes 1.1 us for 88 bytes and 37 us for 4096 token ids; j
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -77,6 +78,8 @@ class CommonFields(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 _SAID = frozenset(CommonFields.__struct_fields__)
+_fields_in = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_common_in = msgspec.json.Decoder(CommonFields, strict=False).decode
 
 
 class Sampling(msgspec.Struct):
@@ -155,16 +158,23 @@ class Call(msgspec.Struct, frozen=True, eq=False):
         return b"".join((begin, b',"kv_transfer_params":', msgspec.json.encode(params), b"}"))
 
 
+_SEVERAL = re.compile(rb'\[\s*["\[]')
+
+
 def has_several(prompt: bytes) -> bool:
     """Whether this JSON is a list of texts or of lists of token ids."""
-    return prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"[")
+    return _SEVERAL.match(prompt) is not None
 
 
 def parse(path: str, data: bytes, model: str | None = None) -> Call:
     """Raises BadField unless it is a JSON object with the fields that every request needs. model: of a request to
     `GENERATE` that names none."""
-    fields: dict[str, msgspec.Raw] = decoded(data, dict[str, msgspec.Raw])
-    said = said_in(data, fields)
+    try:
+        fields = _fields_in(data)
+        said = _common_in(data) if len(data) < _SMALL_NBYTES else said_in(data, fields)
+    except (ValueError, RecursionError):  # to say what is wrong takes longer
+        fields = decoded(data, dict[str, msgspec.Raw])
+        said = said_in(data, fields)
     if path == GENERATE:
         if (raw := fields.get("sampling_params")) is not None:
             decoded(raw, _ANY_SAMPLING, "sampling_params", strict=False)
@@ -197,7 +207,7 @@ def said_in(data: bytes, fields: Mapping[str, msgspec.Raw]) -> CommonFields:
     """The small fields of a body, which has these fields. Numbers in quotes are taken as vLLM takes them. Raises
     BadField."""
     if len(data) >= _SMALL_NBYTES:
-        data = msgspec.json.encode({name: raw for name, raw in fields.items() if name in _SAID})
+        data = msgspec.json.encode({name: fields[name] for name in _SAID.intersection(fields)})
     said: CommonFields = decoded(data, CommonFields, strict=False)
     return said
 

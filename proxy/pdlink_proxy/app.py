@@ -60,6 +60,8 @@ class Router:
     ) -> None:
         """As of `Services`."""
         self.services = Services(config, siblings, credentials)
+        self._shared: Shared | None = None
+        """Once it is open: each request asks for it."""
         if siblings is not None:
             siblings.answers = self.services.answers(self.adopt)
 
@@ -89,6 +91,7 @@ class Router:
                 queue=queue,
             )
             services.opened(shared, WorkerReports(shared))
+            self._shared = shared
             if (relays := opened_relays()) is not None:
                 shared.relays = relays
                 stack.callback(relays.close)
@@ -196,9 +199,9 @@ class Router:
 
         ended: called when its answer is written.
         """
-        services = self.services
+        services, shared = self.services, self._shared
         call = services.entry.taken(path, said, body)
-        if call is None:
+        if call is None or shared is None:
             return None
         running, headers = services.requests, services.entry.leg_headers(said)
         services.entry.own(headers["X-Request-Id"], said)
@@ -209,7 +212,7 @@ class Router:
                 services.idle.set()
             ended()
 
-        made = Request(services.shared, client, call, headers, said, over)
+        made = Request(shared, client, call, headers, said, over)
         if not running:
             services.idle.clear()
         running.add(made)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
@@ -117,7 +118,7 @@ class KVIndex:
 
     def __bool__(self) -> bool:
         """Whether anything is known: each request asks."""
-        return bool(self._by_size) and len(self) > 0
+        return any(prefixes.num_blocks for prefixes in self._by_size.values())
 
     @property
     def nbytes(self) -> int:
@@ -153,7 +154,7 @@ class KVIndex:
     def lookup(self, model: str, extra: Sequence[str], tokens: Tokens) -> dict[Publisher, list[int]]:
         """By publisher, how many leading tokens it has in each medium, from DEVICE to SHARED, each token counted in
         the quickest one; never none. extra: name of a LoRA, salt."""
-        root = _root(model, extra)
+        root = _known_root(model, tuple(extra))
         found: dict[Publisher, list[int]] = {}
         for prefixes in self._by_size.values():
             for holder, by_medium in prefixes.lookup(root, tokens):
@@ -215,3 +216,7 @@ def _root(model: str, extra: Sequence[object]) -> int:
     """Stands for what the KV depends on besides the tokens. extra: as vLLM has it: name of a LoRA, salt."""
     digest = hashlib.blake2b(repr((model, *extra)).encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "little") | 1
+
+
+_known_root = lru_cache(1024)(_root)
+"""Of what clients ask for, which takes names and salts alone."""

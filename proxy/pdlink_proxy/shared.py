@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -97,11 +96,6 @@ class Shared:
         if dialect.whole is not None and dialect.whole(call):
             return True
         return self.pools.has_engines and call.path not in dialect.engine_paths
-
-    def sampled(self) -> bool:
-        """Whether the next request is one whose candidates are noted and that is logged."""
-        share = self.decision_share
-        return share == 1 or random.random() < share
 
     def freed(self) -> None:
         """A worker has less to do."""

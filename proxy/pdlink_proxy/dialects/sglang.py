@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
@@ -62,7 +63,7 @@ _KEY_SETTING = "worker_key_file must hold the key that SGLang was given as --api
 def _legs(call: Call, transfer: TransferTerms) -> tuple[bytes, bytes]:
     room = int.from_bytes(blake2b(transfer.transfer_id.encode(), digest_size=8).digest(), "big") & _MAX_ROOM
     rids = _rids(call, transfer.transfer_id)
-    host, port = urlsplit(transfer.prefill_url).hostname or "", transfer.link["bootstrap_port"]
+    host, port = _host_of(transfer.prefill_url), transfer.link["bootstrap_port"]
     fields: dict[str, Any] = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
     if isinstance(rids, list):
         num = len(rids)
@@ -75,6 +76,11 @@ def _legs(call: Call, transfer: TransferTerms) -> tuple[bytes, bytes]:
     if call.path == RESPONSES:
         alone["store"] = False
     return msgspec.json.encode(alone), msgspec.json.encode(both)
+
+
+@lru_cache(1024)
+def _host_of(url: str) -> str:
+    return urlsplit(url).hostname or ""
 
 
 def _rids(call: Call, transfer_id: str) -> str | list[str]:

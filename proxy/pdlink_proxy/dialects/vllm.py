@@ -80,8 +80,8 @@ _SAMPLING = NOT_FOR_PREFILL | frozenset(
 )
 """Fields for sampling and output; they do not change the KV of a prompt. Fields for the chat template stay (`tools`,
 `tool_choice`, `response_format`, `reasoning_effort`, ...): both servers must make the same prompt."""
-_GRAMMARS = frozenset(("response_format", "structured_outputs"))
-"""A completion's prompt does not depend on these, and compiling them delays the request."""
+_SAMPLING_OF_TEXT = _SAMPLING | {"response_format", "structured_outputs"}
+"""The same of COMPLETIONS: grammars change no prompt there, and compiling them delays the request."""
 
 
 _LIMITS = {COMPLETIONS: "max_tokens", CHAT: "max_completion_tokens"} | {
@@ -101,10 +101,10 @@ def prefill_body(call: Call, params: object, without: frozenset[str], **more: ob
 
 
 def _legs(call: Call, transfer: TransferTerms) -> tuple[bytes, bytes]:
-    without = _SAMPLING | _GRAMMARS if call.path == COMPLETIONS else _SAMPLING
+    without = _SAMPLING_OF_TEXT if call.path == COMPLETIONS else _SAMPLING
     to_prefill = PrefillParams(
         transfer_id=transfer.transfer_id,
-        num_prompts=num_prompts(call),
+        num_prompts=_num_prompts(call) if call.path == COMPLETIONS else 1,
         data_parallel_rank=transfer.prefill.data_parallel_rank or 0,
         do_remote_decode=call.path == MESSAGES,
     )
@@ -114,10 +114,8 @@ def _legs(call: Call, transfer: TransferTerms) -> tuple[bytes, bytes]:
     )
 
 
-def num_prompts(call: Call) -> int:
-    """Number of prompts in this request, so that prefill knows when all have arrived."""
-    if call.path != COMPLETIONS:
-        return 1
+def _num_prompts(call: Call) -> int:
+    """Number of prompts in this request of COMPLETIONS, so that prefill knows when all have arrived."""
     if EMBEDS not in call.fields:
         prompt = call.fields["prompt"]
         return _count(bytes(prompt)) if memoryview(prompt)[0] == _LIST else 1
@@ -160,7 +158,7 @@ def needs_all_of_it(call: Call) -> bool:
     is asked for nothing else; beams make requests of their own; a truncated prompt may be cut differently for a leg
     with another `max_tokens`.
     """
-    if small_field(call, "max_tokens") == 0:
+    if call.said.max_tokens == 0:
         return True
     if _ALL_OF_IT.isdisjoint(call.fields):
         return False
@@ -201,9 +199,10 @@ def for_one_reader(call: Call) -> bool:
 
 
 def may_misread(call: Call) -> bool:
-    """Whether a tool must be called: one token of that is no JSON, and vLLM answers 400 or 500 after computing it.
-    The field stays in prefill's leg: without it vLLM may leave the tools out of the prompt, or refuse the request."""
-    return "tool_choice" in call.fields and bytes(call.fields["tool_choice"]) not in (b"null", b'"auto"', b'"none"')
+    """Whether `tool_choice` says that a tool must be called: one token of that is no JSON, and vLLM answers 400 or
+    500 after computing it. The field stays in prefill's leg: without it vLLM may leave the tools out of the prompt or
+    refuse the request."""
+    return bytes(call.fields["tool_choice"]) not in (b"null", b'"auto"', b'"none"')
 
 
 def params_of(answer: bytes) -> bytes | None:
@@ -345,7 +344,7 @@ _RULES = Rules(
 def rules_for(rules: Rules) -> Callable[[Call], Rules | None]:
     """`Dialect.rules_of`, for connectors with these rules."""
     misread = replace(rules, prefill_may_misread=True)
-    return lambda call: misread if may_misread(call) else None
+    return lambda call: misread if "tool_choice" in call.fields and may_misread(call) else None
 
 
 VLLM = Dialect(
