@@ -34,14 +34,21 @@ KEYS = [number.to_bytes(32, "big") for number in range(100)]
 _WAIT_S = 60.0
 _DEADLINE_S = 2.0
 """Of a tier's call."""
+CANNOT_MOUNT = 77
+"""Exit status where this machine does not let the process mount that file system."""
 _REMOUNT = 32
 _SHUT_DOWN = 0x8004587D
 """ioctl of ext4: everything fails from now on."""
 
 
+class CannotMount(Exception):
+    """This machine does not let the process mount that file system."""
+
+
 def tmpfs(place: Path) -> None:
     """A small file system keeps what fits, says so, and is used whole when it grows."""
-    mount_at("none", place, "tmpfs", "size=4m")
+    with _mounting():
+        mount_at("none", place, "tmpfs", "size=4m")
     with _opened(place) as store:
         _keeps_what_fits(store)
         mount_at("none", place, "tmpfs", "size=64m", _REMOUNT)
@@ -55,7 +62,9 @@ def loop(place: Path) -> None:
     image.write_bytes(b"")
     os.truncate(image, 5 << 20)
     subprocess.run(["mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", str(image)], check=True)
-    subprocess.run(["mount", "-o", "loop", str(image), str(place)], check=True)
+    done = subprocess.run(["mount", "-o", "loop", str(image), str(place)], capture_output=True, text=True)
+    if done.returncode:
+        raise CannotMount(done.stderr)
     with _opened(place) as store:
         _keeps_what_fits(store)
         fd = os.open(place, os.O_RDONLY)
@@ -69,7 +78,8 @@ def loop(place: Path) -> None:
 
 def frozen(place: Path) -> None:
     """A file system that stops answering costs nobody more than the deadline of a call, and is used again."""
-    server = mount(place)
+    with _mounting():
+        server = mount(place)
     try:
         with _opened(place) as store:
             _put(store, KEYS[:20])
@@ -98,6 +108,14 @@ def frozen(place: Path) -> None:
     finally:
         os.kill(server, signal.SIGKILL)
         os.waitpid(server, 0)
+
+
+@contextmanager
+def _mounting() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CannotMount(str(error)) from error
 
 
 @contextmanager
@@ -156,4 +174,8 @@ SCENARIOS = {scenario.__name__: scenario for scenario in (tmpfs, loop, frozen)}
 
 if __name__ == "__main__":
     Path(sys.argv[2]).mkdir()
-    SCENARIOS[sys.argv[1]](Path(sys.argv[2]))
+    try:
+        SCENARIOS[sys.argv[1]](Path(sys.argv[2]))
+    except CannotMount as error:
+        print(error, file=sys.stderr)
+        sys.exit(CANNOT_MOUNT)
