@@ -1,4 +1,4 @@
-"""`reshape`: paged KV from any layout to any other, as a torch operator for graphs and torch.compile.
+"""`reshape`: paged KV from any layout to any other, in one launch.
 
 A *plane* is one part (K, V, or MLA's latent) of one layer, given as a view [block, token, head, element] of any
 strides but those of the elements, which are neighbours: the view expresses the layout.
@@ -17,26 +17,37 @@ block, and -1 skips the token. Different block sizes on the two sides are just d
 
 from __future__ import annotations
 
-from collections.abc import Sequence  # noqa: TC003 (custom_op reads annotations at run time)
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from pdlink import _cuda
 from pdlink.cuda import kernels
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-# No argument of the operator has a default: torch 2.11 drops such ones, and then fails to count changes of `refused`.
-@torch.library.custom_op("pdlink::reshape", mutates_args=("dst", "refused"))
-def _reshape(
+    from torch import Tensor
+
+
+def reshape(
     src: Sequence[Tensor],
     dst: Sequence[Tensor],
-    src_slots: Tensor | None,
-    dst_slots: Tensor | None,
-    refused: Tensor | None,
+    src_slots: Tensor | None = None,
+    dst_slots: Tensor | None = None,
+    refused: Tensor | None = None,
 ) -> None:
+    """Copy tokens from the planes `src` to the planes `dst`, in one launch for all of them.
+
+    src, dst: views [block, token, head, element], equally many, equal in shape and strides within each list; heads,
+    elements and dtype are the same on both sides. src_slots, dst_slots: int64 [tokens]; None is 0, 1, 2, …
+    refused: int32 [1], set to 1 if a slot was outside its planes (that token is skipped). Without it a CPU raises
+    IndexError, and a GPU only skips the token.
+    On a GPU one side may be pinned host memory. Planes that are not evenly spaced need a table in device memory,
+    made at the first call with such a list: call once before capturing a graph.
+    Raises ValueError for shapes, dtypes and devices that do not fit.
+    """
     num_tokens = _check(src, dst, src_slots, dst_slots, refused)
     if num_tokens == 0 or src[0].numel() == 0:
         return
@@ -66,43 +77,6 @@ def _reshape(
         raise IndexError(
             f"a slot is outside the planes: source {_num_slots(src)}, destination {_num_slots(dst)} slots"
         )
-
-
-@_reshape.register_fake
-def _(*arguments: Any) -> None:
-    _check(*arguments)
-
-
-def reshape(
-    src: Sequence[Tensor],
-    dst: Sequence[Tensor],
-    src_slots: Tensor | None = None,
-    dst_slots: Tensor | None = None,
-    refused: Tensor | None = None,
-) -> None:
-    """Copy tokens from the planes `src` to the planes `dst`, in one launch for all of them.
-
-    src, dst: views [block, token, head, element], equally many, equal in shape and strides within each list; heads,
-    elements and dtype are the same on both sides. src_slots, dst_slots: int64 [tokens]; None is 0, 1, 2, …
-    refused: int32 [1], set to 1 if a slot was outside its planes (that token is skipped). Without it a CPU raises
-    IndexError, and a GPU only skips the token.
-    On a GPU one side may be pinned host memory. Planes that are not evenly spaced need a table in device memory,
-    made at the first call with such a list: call once before capturing a graph.
-    Raises ValueError for shapes, dtypes and devices that do not fit.
-    """
-    _reshape(src, dst, src_slots, dst_slots, refused)
-
-
-def gather(planes: Sequence[Tensor], slots: Tensor) -> Tensor:
-    """Copies of the tokens at `slots` as [planes, tokens, heads, element]; rows of slot -1 are zero."""
-    rows = planes[0].new_zeros((len(planes), slots.shape[0], *planes[0].shape[2:]))
-    reshape(planes, [row[:, None] for row in rows], slots, None)
-    return rows
-
-
-def scatter(rows: Tensor, planes: Sequence[Tensor], slots: Tensor) -> None:
-    """Write [planes, tokens, heads, element] to the tokens at `slots`; skips slot -1."""
-    reshape([row[:, None] for row in rows], planes, None, slots)
 
 
 def _check(

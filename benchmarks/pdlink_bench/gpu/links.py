@@ -228,7 +228,8 @@ class ForwardPass:
             normed = rms_norm(x, (HIDDEN,))
             q = (normed @ w["q"]).view(1, TOKENS, QUERY_HEADS, HEAD_DIM).transpose(1, 2)
             kv = torch.stack([normed @ w["k"], normed @ w["v"]]).view(2, TOKENS, HEADS, HEAD_DIM)
-            ops.scatter(kv, self._planes[2 * layer : 2 * layer + 2], self._slots)
+            rows = [part[:, None] for part in kv]
+            ops.reshape(rows, self._planes[2 * layer : 2 * layer + 2], None, self._slots)
             if written is not None:
                 self._order.when_written(partial(written, layer), self._failed.append)
             k, v = (part[None].transpose(1, 2) for part in kv)
