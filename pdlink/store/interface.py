@@ -130,8 +130,7 @@ class AnyFetch(Protocol):
         """Records that are in the arena by now, while others are read. They stay until the fetch is closed."""
 
     def when_more(self, call: Callable[[], None]) -> None:
-        """Call it, in any thread, when further leading chunks have come, until it is done. A store in another process
-        says nothing before that."""
+        """Call it, in any thread, when further leading chunks have come, until it is done."""
 
     def finish(self) -> None:
         """Wait no longer for what is still on its way."""

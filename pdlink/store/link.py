@@ -171,6 +171,10 @@ class Link:
                     fetch = self._fetches.pop(reply.call, None)
                 if fetch is not None:
                     fetch.came(reply.slots, reply.unchecked)
+            elif isinstance(reply, wire.Coming):
+                fetch = self._fetches.get(reply.call)
+                if fetch is not None:
+                    fetch.coming(reply.first, reply.slots, reply.unchecked)
             elif not isinstance(reply, wire.Welcome):
                 with self._lock:
                     future = self._waiting.pop(reply.call, None)
@@ -191,25 +195,43 @@ class RemoteFetch:
         self._link, self._keys, self._nbytes = link, keys, nbytes
         self.unchecked: frozenset[bytes] = frozenset()
         """As `AnyFetch.unchecked`."""
+        self._leading: tuple[Slot, ...] = ()
+        """That came before it was done."""
+        self._more = _nothing
         self._lock = threading.Lock()
         self._stood: bool | None = None
         """Whether the leases stood; None until they are given back."""
 
     @property
     def leading(self) -> tuple[Slot, ...]:
-        """As `AnyFetch.leading`: none before it is done."""
-        return self.done.result() if self.done.done() else ()
+        """As `AnyFetch.leading`."""
+        return self.done.result() if self.done.done() else self._leading
 
     def when_more(self, call: Callable[[], None]) -> None:
-        """As `AnyFetch.when_more`: the store tells all chunks together."""
+        """As `AnyFetch.when_more`, in the link's thread."""
+        self._more = call
+
+    def coming(self, first: int, slots: Sequence[tuple[int, int, int]], unchecked: Sequence[int]) -> None:
+        """The store says what is there from key `first` on, while it brings more. By the link's thread."""
+        if first == len(self._leading) and not self.done.done():
+            self.unchecked |= self._keys_at(unchecked)
+            self._leading += self._mine(first, slots)
+            self._more()
 
     def came(self, slots: Sequence[tuple[int, int, int]], unchecked: Sequence[int] = ()) -> None:
-        """The store's answer. A record of another shape is none of ours, so the prefix ends there."""
-        mine = takewhile(lambda slot: slot[1][2] == self._nbytes, zip(self._keys, slots, strict=False))
+        """The store's answer."""
         if not self.done.done():
-            self.unchecked = frozenset(self._keys[index] for index in unchecked if index < len(self._keys))
+            self.unchecked = self._keys_at(unchecked)
         with suppress(InvalidStateError):
-            self.done.set_result(tuple(Slot(serial, key, offset, nbytes) for key, (serial, offset, nbytes) in mine))
+            self.done.set_result(self._mine(0, slots))
+
+    def _mine(self, first: int, slots: Sequence[tuple[int, int, int]]) -> tuple[Slot, ...]:
+        """A record of another shape is none of ours, so the prefix ends there."""
+        mine = takewhile(lambda slot: slot[1][2] == self._nbytes, zip(self._keys[first:], slots, strict=False))
+        return tuple(Slot(serial, key, offset, nbytes) for key, (serial, offset, nbytes) in mine)
+
+    def _keys_at(self, indices: Sequence[int]) -> frozenset[bytes]:
+        return frozenset(self._keys[index] for index in indices if index < len(self._keys))
 
     def finish(self) -> None:
         self.came(())
@@ -230,3 +252,7 @@ class RemoteFetch:
             return True
         answer = self._link.ask(message, wire.Count)
         return answer is not None and answer.value == 1
+
+
+def _nothing() -> None:
+    """Nobody asked."""

@@ -18,7 +18,7 @@ from pdlink.store.record import RecordShape  # noqa: TC001
 from pdlink.store.slots import Share  # noqa: TC001  (msgspec reads the annotation at run time)
 from pdlink.store.turns import USUAL, Retention
 
-VERSION = 5
+VERSION = 6
 MAX_KEYS = 1 << 16
 """Of one message; a longer prefix is cut there."""
 MAX_TEXT = 256
@@ -84,7 +84,7 @@ class Lookup(Message, frozen=True):
 
 
 class FetchRecords(Message, frozen=True, tag="fetch"):
-    """Answered by `Fetched`, when all is there or no more comes."""
+    """Answered by `Coming` whenever more is there, and by `Fetched` when all is there or no more comes."""
 
     call: int
     keys: Keys
@@ -217,6 +217,18 @@ class Reserved(Message, frozen=True):
     """As in `Welcome`, by now."""
 
 
+class Coming(Message, frozen=True):
+    """What can be read of a fetch before `Fetched`, which names it again."""
+
+    call: int
+    first: int
+    """The index of the key that `slots` begins with: those before it were told."""
+    slots: tuple[tuple[int, int, int], ...]
+    """As of `Fetched`."""
+    unchecked: tuple[int, ...] = ()
+    """As of `Fetched`: by index among all keys."""
+
+
 class Fetched(Message, frozen=True):
     call: int
     slots: tuple[tuple[int, int, int], ...]
@@ -255,7 +267,7 @@ Request = (
     | Freeze
     | Ping
 )
-Reply = Welcome | Refused | FoundAt | Reserved | Fetched | Forgot | Count
+Reply = Welcome | Refused | FoundAt | Reserved | Coming | Fetched | Forgot | Count
 
 _encoder = msgspec.msgpack.Encoder()
 REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

@@ -29,14 +29,13 @@ from pdlink_bench.gpu.tiers import measured
 from tests.cuda.double import Kv, Reached
 from tests.cuda.fake import IMAGE, Fake, fake
 from tests.store.process import until
-from tests.store.stubs import WAIT_S
+from tests.store.stubs import WAIT_S, GatedTier
 from tests.store.test_source import (
     CHUNK,
     LAYERS,
     PROMPT,
     TOKENS,
     Engine,
-    GatedTier,
     check,
     holds,
     load,

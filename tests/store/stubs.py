@@ -82,3 +82,16 @@ class StubTier:
         if not self.going.is_set():
             self.stalled.set()
             assert self.going.wait(WAIT_S)
+
+
+class GatedTier(StubTier):
+    """Gives one record when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late, self.gate = b"", threading.Event()
+
+    def get(self, key: bytes, into: memoryview) -> int | None:
+        if key == self.late:
+            assert self.gate.wait(WAIT_S)
+        return super().get(key, into)

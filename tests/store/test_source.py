@@ -21,11 +21,12 @@ from pdlink.store.policies.registry import make_policy
 from pdlink.store.source import Source
 from pdlink.store.store import Store
 
-from .process import until
-from .stubs import WAIT_S, StubTier
+from .process import client, served, until
+from .stubs import WAIT_S, GatedTier, StubTier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from pdlink.kv.layout import KVLayout
     from pdlink.store.gpu_pages import GpuPages
@@ -148,6 +149,17 @@ def opened(*, records: int = 16, tiers: Sequence[Tier] = (), heads: int = 2) -> 
         store.check()
     finally:
         store.close()
+
+
+@contextmanager
+def reached(directory: Path, tier: Tier, apart: bool) -> Iterator[tuple[Store, AnyStore]]:
+    """A store, and what an engine has of it. apart: it is another process' store."""
+    if apart:
+        with served(directory, 32, [tier]) as (store, listener), client(listener.path) as mine:
+            yield store, mine
+    else:
+        with opened(tiers=[tier]) as store:
+            yield store, store
 
 
 @contextmanager
@@ -357,36 +369,24 @@ def test_a_chunk_that_its_tier_has_lost_ends_the_prefix_there() -> None:
         assert made.pool.num_held == 0
 
 
-class GatedTier(StubTier):
-    """Gives one record when it may."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.late, self.gate = b"", threading.Event()
-
-    def get(self, key: bytes, into: memoryview) -> int | None:
-        if key == self.late:
-            wait_for(self.gate)
-        return super().get(key, into)
-
-
 def only_below(made: Engine, store: Store, tier: GatedTier, late: int) -> list[bytes]:
     """Store the prompt, and leave it to the tier, which waits before it gives chunk `late`; all keys."""
     prompt, blocks = made.prompt("p"), made.blocks(1)
     made.prefill(prompt, blocks, [TOKENS])
     made.settle()
     made.pool.give_back(blocks)
-    assert store.flush(WAIT_S)
+    assert made.source.store.flush(WAIT_S)
     store.clear(places=["memory"])
     keys = list(prompt.keys.by_group[0])
     tier.late = keys[late]
     return keys
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["in this process", "in another one"])
 @pytest.mark.parametrize("begin", [0, 12])
-def test_chunks_are_copied_while_the_last_one_is_read(begin: int) -> None:
+def test_chunks_are_copied_while_the_last_one_is_read(begin: int, apart: bool, tmp_path: Path) -> None:
     tier = GatedTier()
-    with opened(tiers=[tier]) as store, engine(store) as made:
+    with reached(tmp_path, tier, apart) as (store, reader), engine(reader) as made:
         only_below(made, store, tier, 4)
         mine = made.blocks(2)
         end, loading = load(made, mine, begin)
@@ -399,9 +399,10 @@ def test_chunks_are_copied_while_the_last_one_is_read(begin: int) -> None:
         check(made, mine, begin, 40)
 
 
-def test_what_was_copied_before_a_chunk_that_does_not_come_counts() -> None:
+@pytest.mark.parametrize("apart", [False, True], ids=["in this process", "in another one"])
+def test_what_was_copied_before_a_chunk_that_does_not_come_counts(apart: bool, tmp_path: Path) -> None:
     tier = GatedTier()
-    with opened(tiers=[tier]) as store, engine(store) as made:
+    with reached(tmp_path, tier, apart) as (store, reader), engine(reader) as made:
         keys = only_below(made, store, tier, 3)
         mine = made.blocks(2)
         _, loading = load(made, mine)
@@ -414,9 +415,10 @@ def test_what_was_copied_before_a_chunk_that_does_not_come_counts() -> None:
         assert made.pool.num_held == 0
 
 
-def test_a_chunk_that_is_found_wrong_while_others_are_read_ends_the_prefix() -> None:
+@pytest.mark.parametrize("apart", [False, True], ids=["in this process", "in another one"])
+def test_a_chunk_that_is_found_wrong_while_others_are_read_ends_the_prefix(apart: bool, tmp_path: Path) -> None:
     tier = GatedTier()
-    with opened(tiers=[tier]) as store, engine(store) as made:
+    with reached(tmp_path, tier, apart) as (store, reader), engine(reader) as made:
         keys = only_below(made, store, tier, 4)
         tier.flip(keys[2])
         mine = made.blocks(2)
@@ -428,9 +430,10 @@ def test_a_chunk_that_is_found_wrong_while_others_are_read_ends_the_prefix() -> 
         until(lambda: keys[2] not in tier.records, "the tier has forgotten it")
 
 
-def test_a_load_that_is_cancelled_while_chunks_are_read_gives_its_blocks_back() -> None:
+@pytest.mark.parametrize("apart", [False, True], ids=["in this process", "in another one"])
+def test_a_load_that_is_cancelled_while_chunks_are_read_gives_its_blocks_back(apart: bool, tmp_path: Path) -> None:
     tier = GatedTier()
-    with opened(tiers=[tier]) as store, engine(store) as made:
+    with reached(tmp_path, tier, apart) as (store, reader), engine(reader) as made:
         only_below(made, store, tier, 4)
         mine = made.blocks(2)
         _, loading = load(made, mine)

@@ -4,13 +4,15 @@ A client is one life of one process; its connections come and go. What it reads 
 is answered, so leases end with the connection. It may still write into a reservation then: that ends when the client
 connects again without naming it, or when its process has ended, which only the kernel can say. So do its pins.
 
-No socket, clock or thread is in here. A message is believed in nothing: a client can end, commit and release what it
-was given, and nothing else. (Its process has the arena mapped, and so can write anywhere: clients are of one user.)
+No socket, clock or thread is in here; the threads that bring records tell of them. A message is believed in nothing:
+a client can end, commit and release what it was given, and nothing else. (Its process has the arena mapped, and so
+can write anywhere: clients are of one user.)
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
@@ -22,7 +24,7 @@ from pdlink.store.slots import life_of
 from pdlink.store.turns import MAX_PRIORITY, MAX_PRIORITY_S, MIN_PRIORITY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
     from pdlink.kv.hashing import Preimage
@@ -157,12 +159,15 @@ class Desk:
             found, message.shape, message.request, self.holder, retention, checks=message.checks
         )
         self._fetches[message.call] = fetch
+        if not fetch.done.done():
+            coming = _Coming(self, message.call, fetch)
+            coming.tell()
+            fetch.when_more(coming.tell)
         fetch.done.add_done_callback(partial(self._fetched, message.call, fetch))
 
     def _fetched(self, call: int, fetch: AnyFetch, done: Future[tuple[Slot, ...]]) -> None:
         slots = done.result()
-        unchecked = tuple(index for index, slot in enumerate(slots) if slot.key in fetch.unchecked)
-        self.tell(wire.Fetched(call, tuple((slot.serial, slot.offset, slot.nbytes) for slot in slots), unchecked))
+        self.tell(wire.Fetched(call, _named(slots), _unchecked(slots, 0, fetch)))
 
     def _release(self, message: wire.Release) -> None:
         fetch = self._fetches.pop(message.fetch, None)
@@ -245,6 +250,32 @@ class Desk:
         for name in names:
             if name not in self._store.places:
                 raise ProtocolError(f"place: got {name!r}; expected {', '.join(self._store.places)}; use one of them")
+
+
+class _Coming:
+    """Tells a client what has come of a fetch that is not done. In any thread."""
+
+    def __init__(self, desk: Desk, call: int, fetch: AnyFetch) -> None:
+        self._desk, self._call, self._fetch = desk, call, fetch
+        self._lock = threading.Lock()
+        self._num_told = 0
+
+    def tell(self) -> None:
+        with self._lock:  # each chunk once; `Fetched` may overtake
+            first = self._num_told
+            further = self._fetch.leading[first:]
+            self._num_told += len(further)
+            if further:
+                unchecked = _unchecked(further, first, self._fetch)
+                self._desk.tell(wire.Coming(self._call, first, _named(further), unchecked))
+
+
+def _named(slots: Sequence[Slot]) -> tuple[tuple[int, int, int], ...]:
+    return tuple((slot.serial, slot.offset, slot.nbytes) for slot in slots)
+
+
+def _unchecked(slots: Sequence[Slot], first: int, fetch: AnyFetch) -> tuple[int, ...]:
+    return tuple(index for index, slot in enumerate(slots, first) if slot.key in fetch.unchecked)
 
 
 def _checked(retention: Retention) -> Retention:
