@@ -24,6 +24,7 @@ from pdlink.store.worth import COPY
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pdlink.cuda.driver import CudaEvent
     from pdlink.memory.buffers import Bytes
     from pdlink.reasons import Reason
     from pdlink.store.gpu_pages import PageCopy
@@ -89,14 +90,19 @@ class GroupLoad:
         *,
         landed: Callable[[int, int], None] | None = None,
         records: Sequence[tuple[int, int]] = (),
+        after: CudaEvent | None = None,
+        confirms: bool = True,
     ) -> None:
         """Begin to load positions [begin, end). first: number of the first chunk of `fetch`.
 
         landed: as of `Prompt.load`. records: (place, bytes) of what is fetched; none if that was measured before.
+        after: a mark of kernels that may still use the blocks, by default one of now. confirms: the last layer is
+        there when all of it counts; else, on a GPU, when its copy has begun, and the caller looks at `is_whole`
+        before what it computed counts.
         """
         self._source, self.group, self._fetch, self._first = source, group, fetch, first
         self._begin, self._end, self._blocks, self._tell = begin, end, blocks, landed
-        self._records, self._began_s = records, time.monotonic()
+        self._records, self._confirms, self._began_s = records, confirms, time.monotonic()
         self.num_layers = group.num_layers
         self.done: Future[int] = Future()
         """Positions before this one are in the blocks, for all layers; what was wanted from there on does not come.
@@ -107,11 +113,11 @@ class GroupLoad:
         self._jobs: dict[int, PageCopy] = {}
         """Copies of a GPU that are in its stream, by layer."""
         self._num_copied = 0
-        self._num_early, self._early_s, self._early_error = 0, 0.0, ""
-        """Leading chunks that were copied while others were read, how long that took, and why they were not. By the
-        copier's thread."""
-        self._after = source.mark()
-        """Kernels that were launched before may still use the blocks."""
+        self._num_early, self._early_s = 0, 0.0
+        """Leading chunks that were copied while others were read, and how long that took. By the copier's thread."""
+        self.copy_error = ""
+        """Why a GPU has not copied what had come."""
+        self._after = source.mark() if after is None else after
         self._failed = False
         self._cancelled = False
         self._wrong: list[Slot] = []
@@ -134,16 +140,25 @@ class GroupLoad:
 
     def wait_layer(self, layer: int, timeout_s: float | None = None, *, over: bool = False) -> None:
         """As `Load.wait_layer`. over: also on a GPU until the layer is in the blocks."""
+        self.wait_begun(layer, timeout_s, over=over)
+        self.precede(layer)
+
+    def wait_begun(self, layer: int, timeout_s: float | None = None, *, over: bool = False) -> None:
+        """Until the layer is in the blocks, or on a GPU its copy has begun. For a thread that launches nothing that
+        reads it."""
         with self._landed:
             if not self._landed.wait_for(
                 lambda: self._failed or layer < self._num_landed or (layer in self._jobs and not over), timeout_s
             ):
                 raise DeadlineExceeded(f"layer {layer} is not here after {timeout_s} s")
-            job = None if self._failed or layer < self._num_landed else self._jobs[layer]
+            if self._failed or layer < self._num_landed:
+                self.has_layer(layer)
+
+    def precede(self, layer: int) -> None:
+        """On a GPU: what this thread launches from now on runs behind the copy of a layer that has begun."""
+        job = self._jobs.get(layer)
         if job is not None and self._source.gpu is not None:
             self._source.gpu.precede(job)
-            return
-        self.has_layer(layer)
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -229,7 +244,7 @@ class GroupLoad:
         for layer in range(last + 1):
             if self._cancelled:
                 return self._begin
-            follows = layer < last and end == self._end  # the last one is said to be there when all of it counts
+            follows = (layer < last or not self._confirms) and end == self._end
             after, self._after = self._after, None
             begun = partial(self._is_begun, layer) if follows else None
             come = partial(self._came, layer, end)
@@ -243,18 +258,18 @@ class GroupLoad:
             self._landed.notify_all()
 
     def _early_came(self, error: str) -> None:
-        self._early_error = self._early_error or error
+        self.copy_error = self.copy_error or error
 
     def _came(self, layer: int, end: int, error: str) -> None:
-        error = error or self._early_error
-        self._num_copied += not error
+        self.copy_error = self.copy_error or error
+        self._num_copied += not self.copy_error
         if self._num_copied == layer + 1 < self.num_layers:
             self._land(layer, end)
 
     def _settled(self, num_came: int, fetched_s: float, end: int) -> None:
         num_layers, landed_end = self.num_layers, self._begin
         try:
-            whole = self._num_copied == num_layers and not self._early_error
+            whole = self._num_copied == num_layers and not self.copy_error
             self._measure(num_came if whole else 0, fetched_s, time.monotonic())
             if self._fetch.close() and whole and end > landed_end:
                 self._land(num_layers - 1, end)

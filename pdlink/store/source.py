@@ -381,8 +381,8 @@ class Source:
             over.set_result("the cache is closed")
         return over
 
-    def wait(self, copy: Future[str]) -> str:
-        """Raises TransferFailed if nobody can know any more whether it is over."""
+    def wait(self, copy: Future[_T]) -> _T:
+        """What becomes of copies. Raises TransferFailed if nobody can know any more whether they are over."""
         while True:
             try:
                 return copy.result(_LOOK_S)

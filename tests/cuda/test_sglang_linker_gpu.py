@@ -343,15 +343,15 @@ def test_what_the_store_has_already_is_not_copied_again_and_no_mark_is_lost(rank
     assert one.whole(8) == one.whole(3)
 
 
-def test_a_load_whose_records_do_not_come_touches_no_page(rank: Make) -> None:
+def test_a_load_whose_records_do_not_come_is_said_and_touches_no_page_of_others(rank: Make) -> None:
     one = rank()
     assert one.store(["a"], [3]) == [True]
-    before, load = one.whole(10), one.held(["a"], [10])
+    before, load = one.whole(11), one.held(["a"], [10, 12])
     load._fetch.done.result()
     load._num_pages = 2  # as if the store had promised one more
     with pytest.raises(LookupError, match="did not come"):
         one.pages.batch([load]).run(lambda _: None)
-    assert one.whole(10) == before
+    assert one.whole(11) == before
     one.pages.batch([one.held(["a"], [10])]).run(lambda _: None)
     assert one.whole(10) == one.whole(3)
 
@@ -384,7 +384,7 @@ def test_of_a_gpu_that_fails_with_copies_under_way_records_stay_reserved(
     assert wait(lambda: store.held()["reservations"] == 1)
     gpu = one.pages.source.gpu
     assert gpu is not None
-    assert wait(lambda: len(gpu._stores.copies.in_flight) == LAYERS)
+    assert wait(lambda: len(gpu._stores.copies.in_flight) >= LAYERS), "and what the load puts behind them"
     double.break_context(700)
     try:
         assert isinstance(loading.ended().error, TransferFailed)

@@ -75,7 +75,6 @@ def test_what_hicache_has_stored_is_loaded_layer_by_layer_and_the_other_way_roun
                     wanted = held[layer, source * PAGE : (source + 1) * PAGE]
                     assert (buffers[layer][page * PAGE : (page + 1) * PAGE] == wanted).all()
                 assert int((buffers[layer] != 0).sum()) == 2 * wanted.numel(), "and no other page was touched"
-                assert all(not buffer.any() for buffer in buffers[layer + 1 :])
 
         pages.batch([load]).run(ready)
         assert came == [*range(LAYERS)]

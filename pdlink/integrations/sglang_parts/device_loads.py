@@ -1,24 +1,24 @@
 """`LoadBatch`: records on their way into the pages of the prompts that one pass computes, layer by layer.
 
-On the CPU a layer is ready when it is copied. On a GPU it is ready when its copy is in the GPU's stream: the thread
-that launches attention has its own stream wait for it (`follow`). What failed comes out at the end in both cases.
+Each prompt is a load as an engine of ours has it (`store/loading.py`): its first pages are copied while others are
+read. On the CPU a layer is ready when it is copied. On a GPU it is ready when its copy is in the GPU's stream: the
+thread that launches attention has its own stream wait for it (`follow`). What failed comes out at the end in both
+cases.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
-from pdlink.errors import TransferFailed
-from pdlink.integrations.sglang_parts.hicache import plan_pages
-from pdlink.store.groups import RecordPlan
+from pdlink.errors import DeadlineExceeded, TransferFailed
+from pdlink.store.groups import Blocks
+from pdlink.store.loading import GroupLoad
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdlink.memory.buffers import StreamEvent
-    from pdlink.store.gpu_pages import Mark, PageCopy
-    from pdlink.store.groups import AnyPlan
+    from pdlink.store.gpu_pages import Mark
     from pdlink.store.interface import AnyFetch
     from pdlink.store.source import Source
 
@@ -26,24 +26,26 @@ if TYPE_CHECKING:
     """Told of each layer once, in order, in any thread."""
 
 
+_LOOK_S = 0.25
+"""A GPU that has failed says nothing of copies under way."""
+
+
 class DeviceLoad:
-    """The records of one prompt, leased until it is closed. Used by one thread."""
+    """The records of one prompt, on their way into memory, and leased there. Used by one thread."""
 
     def __init__(self, source: Source, fetch: AnyFetch, num_pages: int, pages: Callable[[], list[int]]) -> None:
         self._source, self._fetch, self._num_pages, self._pages = source, fetch, num_pages, pages
 
-    def wait(self) -> None:
-        """Until all records are in memory. Raises LookupError if one does not come."""
-        if len(self._fetch.done.result()) < self._num_pages:
-            raise LookupError("records that the store has promised did not come")
+    def begin(self, after: Mark | None) -> GroupLoad:
+        """When the numbers of the pages can be read. It closes this. after: as of `GroupLoad`."""
+        group = self._source.groups[0]
+        blocks = Blocks(tuple(self._pages()), 0)
+        end = self._num_pages * group.chunk_tokens
+        return GroupLoad(self._source, group, self._fetch, 0, 0, end, blocks, after=after, confirms=False)
 
-    def plan(self) -> AnyPlan:
-        """After `wait`, and when the numbers of the pages can be read."""
-        return plan_pages(self._source, list(enumerate(self._fetch.done.result())), self._pages())
-
-    def close(self) -> bool:
-        """Whether the records stood all the time: what was copied counts then."""
-        return bool(self._fetch.close())
+    def close(self) -> None:
+        self._fetch.finish()
+        self._fetch.close()
 
 
 class LoadBatch:
@@ -54,13 +56,13 @@ class LoadBatch:
         source: Source,
         loads: Sequence[DeviceLoad],
         ready: StreamEvent | None,
-        mark: Mark | None,
+        marks: Sequence[Mark | None],
     ) -> None:
-        """ready, mark: on a GPU, behind what may still use the pages; numbers of pages can be read after `ready`."""
-        self._source, self._loads = source, loads
-        self._ready, self._mark = ready, mark
-        self._jobs: dict[int, PageCopy] = {}
-        """Of a GPU, by layer: the last copy of it."""
+        """ready, marks: on a GPU, behind what may still use the pages, a mark for each load; numbers of pages can be
+        read after `ready`."""
+        self._source, self._ready = source, ready
+        self._waiting = list(zip(loads, marks, strict=True))
+        self._begun: list[GroupLoad] = []
 
     def run(self, ready: Ready) -> None:
         """Load all layers: when it returns they are in the pages.
@@ -68,61 +70,52 @@ class LoadBatch:
         Raises LookupError for records that did not come or did not stand, TransferFailed for a GPU that has not
         copied. Nothing writes to the pages any more then, but for copies of a GPU that are `lost`.
         """
-        closed = 0
         try:
             if self._ready is not None:
                 self._ready.synchronize()
-            for load in self._loads:
-                load.wait()
-            if self._source.gpu is None:
-                self._copy(ready)
-            else:
-                self._have_copied(ready)
-            stood = True
-            while closed < len(self._loads):
-                closed += 1
-                stood &= self._loads[closed - 1].close()
-            if not stood:
-                raise LookupError("the store has ended while its records were copied")
+            while self._waiting:
+                load, mark = self._waiting[0]
+                self._begun.append(load.begin(mark))
+                del self._waiting[0]
+            num_layers, layer = self._source.groups[0].num_layers, 0
+            while layer < num_layers and self._has_begun(layer):
+                ready(layer)
+                layer += 1
         finally:
-            self._source.unmark(self._mark)
-            for load in self._loads[closed:]:
-                load.close()
+            self._end()
+        if error := next((begun.copy_error for begun in self._begun if begun.copy_error), ""):
+            raise TransferFailed(f"the GPU has not copied: {error}")
+        if not all(begun.is_whole for begun in self._begun):
+            raise LookupError("records that the store has promised did not come, or did not stand")
+
+    def _has_begun(self, layer: int) -> bool:
+        """Wait until a layer is ready; False if it will not be."""
+        waiting = list(self._begun)
+        while waiting:
+            try:
+                waiting[-1].wait_begun(layer, _LOOK_S)
+                waiting.pop()
+            except DeadlineExceeded:
+                if self._source.lost:
+                    return False
+            except TransferFailed:
+                for begun in self._begun:
+                    begun.cancel()
+                return False
+        return True
+
+    def _end(self) -> None:
+        """Wait until nothing writes to the pages any more. Raises TransferFailed if nobody can know that."""
+        for load, mark in self._waiting:
+            self._source.unmark(mark)
+            load.close()
+        for begun in self._begun:
+            self._source.wait(begun.done)
 
     def follow(self, layer: int) -> None:
         """On a GPU: what this thread launches from now on runs behind the copies of a layer that is ready.
 
         Raises CudaFailure.
         """
-        job = self._jobs.get(layer)
-        if job is not None and self._source.gpu is not None:
-            self._source.gpu.precede(job)
-
-    def _copy(self, ready: Ready) -> None:
-        plans = [load.plan() for load in self._loads]
-        for layer in range(self._source.groups[0].num_layers):
-            for plan in plans:
-                assert isinstance(plan, RecordPlan)
-                self._source.copy(plan, layer, loading=True)
-            ready(layer)
-
-    def _have_copied(self, ready: Ready) -> None:
-        plans = self._source.planned(lambda: [load.plan() for load in self._loads])
-        begun = []
-        for layer in range(self._source.groups[0].num_layers):
-            for plan in plans:
-                is_last = plan is plans[-1]
-                after, self._mark = self._mark, None  # all are in one stream
-                tell = partial(self._begun, layer, ready) if is_last else None
-                begun.append(self._source.begin(plan, layer, loading=True, after=after, begun=tell))
-        try:
-            errors = [self._source.wait(one) for one in begun]
-        except BaseException:
-            self._source.quiet()
-            raise
-        if any(errors):
-            raise TransferFailed(f"the GPU has not copied: {next(filter(None, errors))}")
-
-    def _begun(self, layer: int, ready: Ready, job: PageCopy) -> None:
-        self._jobs[layer] = job
-        ready(layer)
+        for begun in self._begun:
+            begun.precede(layer)

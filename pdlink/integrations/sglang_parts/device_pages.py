@@ -138,7 +138,8 @@ class DevicePages:
 
     def batch(self, loads: Sequence[DeviceLoad]) -> LoadBatch:
         """For the pass that computes these prompts. On a GPU it follows what was launched by now."""
-        return LoadBatch(self.source, loads, *self._launched())
+        launched = [self._launched() for _ in loads]
+        return LoadBatch(self.source, loads, launched[-1][0], [mark for _, mark in launched])
 
     def offer(self, hashes: Sequence[str], pages: Pages) -> Callable[[], list[bool]]:
         """To be called by a thread that may wait: stores what is not there yet, once what was launched by now has

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from pdlink.kv.layout import KVLayout
     from pdlink.memory.buffers import AnyBuffer
     from pdlink.store.gpu_pages import Mark
-    from pdlink.store.groups import AnyPlan
     from pdlink.store.slots import Slot
     from pdlink.store.source import Source
 
@@ -205,11 +204,6 @@ def copy_pages(
     blocks = Blocks(tuple(pages), 0)
     if not source.copy_now(source.groups[0], slots, blocks, begin, end, loading=loading, after=after):
         raise TransferFailed("the GPU has not copied")
-
-
-def plan_pages(source: Source, slots: Sequence[tuple[int, Slot]], pages: Sequence[int]) -> AnyPlan:
-    """The same copies as a plan, to load."""
-    return source.plan(source.groups[0], slots, Blocks(tuple(pages), 0), *_tokens_of(source, slots), loading=True)
 
 
 def _tokens_of(source: Source, slots: Sequence[tuple[int, Slot]]) -> tuple[int, int]:
