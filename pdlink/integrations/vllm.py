@@ -113,7 +113,7 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         self._origins = Origins()
         self._counts = stats.Counts()
         """Of the scheduler's half: what no rank knows."""
-        self._failed_blocks: set[int] = set()
+        self._lost_blocks: set[int] = set()
         self._news = PDLinkNews({}, [])
         """That the scheduler's half has not been told."""
         self._rank: Rank | None = None
@@ -236,12 +236,13 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         results = self._results(finished_req_ids)
-        self._failed_blocks |= results.failed_blocks
+        self._lost_blocks |= results.failed_blocks | results.lost_blocks
         return results.sent, results.received
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """From vLLM 0.30 on; it falls back on `get_finished` before."""
         results = self._results(finished_req_ids)
+        self._lost_blocks |= results.lost_blocks
         return versions.transfer_results(results.sent, results.received, results.failed)
 
     def _results(self, over: set[str]) -> Results:
@@ -259,8 +260,8 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         return news if news.reasons or news.looked else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Before 0.30: what `get_finished` has told is not there."""
-        blocks, self._failed_blocks = self._failed_blocks, set()
+        """Asked for after the results: what of them is not there."""
+        blocks, self._lost_blocks = self._lost_blocks, set()
         return blocks
 
     def shutdown(self) -> None:

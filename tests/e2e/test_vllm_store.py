@@ -5,11 +5,13 @@ Prefix caching is off, so what is not computed comes from the store. Run with `m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -21,6 +23,7 @@ from tests.e2e.vllm_servers import COMPUTES, Server  # noqa: E402
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.timeout(600)]
 
 CHUNK = 256
+WRITTEN = "vllm:pdlink_tier_seconds_count", 'call="put"', 'outcome="done"'
 
 
 def tiers_of(place: Path, **more: Any) -> dict[str, Any]:
@@ -34,11 +37,11 @@ def tiers_of(place: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-def server_of(place: Path, name: str, flags: list[str], **tiers: Any) -> Server:
-    """One that computes, keeps and decodes; not started."""
+def server_of(place: Path, name: str, flags: list[str], on_failure: str = "fail", **tiers: Any) -> Server:
+    """One that computes, keeps and decodes; not started. on_failure: "fail" where nothing of a test may fail."""
     connector = {
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "fail",  # nothing of these tests may fail
+        "kv_load_failure_policy": on_failure,
         "kv_connector_extra_config": {"name": name, "tiers": tiers_of(place, **tiers)},
     }
     return Server(name, place / "model", place / f"{name}.log", [*COMPUTES, *flags], connector)
@@ -71,12 +74,43 @@ def test_a_prompt_that_was_computed_once_is_loaded(server: Server, alone: Alone,
 def test_what_was_kept_outlives_sigkill(server: Server, alone: Alone) -> None:
     prompt = prompt_of(4096, 4096)
     assert server.complete(prompt).tokens == [alone[tuple(prompt)]]
-    written = "vllm:pdlink_tier_seconds_count", 'call="put"', 'outcome="done"'
-    until(lambda: server.metric(*written) >= 16, "the disk has it")
+    until(lambda: server.metric(*WRITTEN) >= 16, "the disk has it")
     server.kill()
     server.start().wait_ready()
     assert server.complete(prompt).tokens == [alone[tuple(prompt)]]
     assert loaded(server) == 3840
+
+
+def test_a_prompt_of_which_the_disk_has_lost_a_part_is_loaded_up_to_there(vllm_folder: Path, alone: Alone) -> None:
+    """vLLM is promised all of it and parks the request; what does not come it computes, in the same blocks."""
+    place, prompt = place_of(vllm_folder, "store-lossy"), prompt_of(4096, 4096)
+    server = server_of(place, "lossy", ["--block-size", "128"], "recompute")
+    try:
+        server.start().wait_ready()
+        assert server.complete(prompt).tokens == [alone[tuple(prompt)]]
+        until(lambda: server.metric(*WRITTEN) >= 16, "the disk has it")
+        server.kill()
+        server.start().wait_ready()
+        assert server.complete(prompt).tokens == [alone[tuple(prompt)]]
+        assert "Recovered" not in server.log.read_text(), "all of it came"
+        server.kill()
+        spoil(place / "disk-lossy")
+        server.start().wait_ready()
+        assert server.complete(prompt).tokens == [alone[tuple(prompt)]]
+        (affected,) = re.findall(r"Recovered from KV load failure: 1 .* \((\d+) tokens", server.log.read_text())
+        assert 0 < int(affected) < 3840, "what came before the lost chunk counts"
+        until(server.holds_nothing, "the server holds nothing")
+    finally:
+        server.kill()
+
+
+def spoil(disk: Path) -> None:
+    """Change bytes in the middle of what the records of a disk take."""
+    path = max((one for one in disk.rglob("*") if one.is_file()), key=lambda one: one.stat().st_size)
+    segments = np.memmap(path, np.uint8, "r+")
+    used = np.flatnonzero(segments[: segments.size // 4096 * 4096].reshape(-1, 4096).any(axis=1))[-1] * 4096
+    segments[used // 2 : used // 2 + (1 << 16)] ^= 1
+    segments.flush()
 
 
 def test_prompts_of_another_salt_are_computed(server: Server, alone: Alone) -> None:

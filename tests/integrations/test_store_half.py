@@ -33,7 +33,7 @@ from pdlink.store.store import Store
 from pdlink.store.tiers.base import Tier
 from pdlink.store.worth import COPY, Speed
 from tests.store.process import client, served
-from tests.store.stubs import StubTier
+from tests.store.stubs import GatedTier, StubTier
 
 CHUNK, TOKENS, LAYERS, HEADS, SIZE, BLOCKS = 16, 44, 3, 2, 8, 64
 PROMPT = list(range(500, 500 + TOKENS))
@@ -52,7 +52,10 @@ class Server:
         ratio: int = 1,
         revision: str = "r",
         own_places: Sequence[str] = (),
+        *,
+        recomputes: bool = False,
     ) -> None:
+        """recomputes: the prompts of which a part does not come, from that part on."""
         self.shape = (LAYERS, BLOCKS, HEADS, block_tokens, 2 * SIZE)
         nbytes = int(np.prod(self.shape)) * 4
         self.buffer = Buffer(nbytes)
@@ -75,6 +78,8 @@ class Server:
             news=news,
             adapters=self.adapters,
             load_if_faster=False,
+            recomputes=recomputes,
+            by_blocks=recomputes,
             clock=lambda: self.now_s,
         )
         transfers = WorkerHalf([], groups, preemption_s=5.0, news=news, adapters=self.adapters)
@@ -337,7 +342,7 @@ def test_a_preempted_prompt_keeps_nothing_of_the_blocks_that_others_write_to() -
 
 
 def test_a_record_that_its_tier_has_lost_is_a_shorter_prefix_and_no_failure() -> None:
-    """It is fetched before vLLM is answered."""
+    """It is fetched before a vLLM is answered that would fail the request."""
     tier = StubTier()
     with opened(tiers=[tier]) as store, server(store) as made:
         keep(made, "w", 1)
@@ -350,6 +355,61 @@ def test_a_record_that_its_tier_has_lost_is_a_shorter_prefix_and_no_failure() ->
         assert made.until(lambda results: results.received).failed == set()
         assert made.holds(table(2), 0, 16)
         made.finish("r")
+
+
+@contextmanager
+def reading() -> Iterator[tuple[Server, Store, GatedTier, bytes]]:
+    """A server that loads a prompt, of which the tier does not give the last chunk yet; that chunk's key."""
+    tier = GatedTier()
+    with opened(tiers=[tier]) as store, server(store, recomputes=True) as made:
+        keep(made, "w", 1)
+        assert store.flush(WAIT_S)
+        store.clear(places=["memory"])
+        tier.late = made.store.source.keys(PROMPT).by_group[0][1]
+        made.arrive("r")
+        assert made.find("r") == 32, "vLLM is answered before all of it is read"
+        yield made, store, tier, tier.late
+        tier.gate.set()
+
+
+def test_chunks_are_copied_while_others_are_read() -> None:
+    with reading() as (made, _, tier, _):
+        made.book.allocated("r", table(2), 32)
+        made.until(lambda _: made.holds(table(2), 0, 16))
+        assert made.step().received == set()
+        tier.gate.set()
+        results = made.until(lambda results: results.received)
+        assert (results.received, results.failed, results.lost_blocks) == ({"r"}, set(), set())
+        assert made.holds(table(2), 0, 32)
+        made.finish("r")
+
+
+def test_of_a_prompt_whose_last_chunk_does_not_come_the_first_ones_count() -> None:
+    with reading() as (made, _, tier, key):
+        made.book.allocated("r", table(2), 32)
+        made.until(lambda _: made.holds(table(2), 0, 16))
+        del tier.records[key]
+        tier.gate.set()
+        results = made.until(lambda results: results.received)
+        assert (results.received, results.failed, results.lost_blocks) == ({"r"}, set(), set(table(2)[2:]))
+        made.run("r", table(2), start=16)
+        made.finish("r")
+
+
+@pytest.mark.parametrize("when", ["found", "loading"])
+def test_an_abort_while_chunks_are_read_lets_go_of_everything(when: str) -> None:
+    with reading() as (made, store, tier, _):
+        if when == "loading":
+            made.book.allocated("r", table(2), 32)
+            made.until(lambda _: made.holds(table(2), 0, 16))
+        assert not made.book.ended("r")
+        made.over.add("r")
+        if when == "loading":
+            assert made.until(lambda results: results.received).received == {"r"}, "before the tier has answered"
+        else:
+            made.step()
+        tier.gate.set()
+        _until(lambda: not store._catalog._leases and not store._catalog._writing)
 
 
 def test_a_load_whose_lease_has_ended_fails_and_names_its_blocks() -> None:

@@ -63,6 +63,12 @@ def keeps_all(kv_cache_config: Any) -> bool:
     return not any(hasattr(spec, "shapes") or is_ring(spec) or window_of(spec) for spec in specs_of(kv_cache_config))
 
 
+def is_plain(kv_cache_config: Any) -> bool:
+    """Whether all layers share one list of blocks, in which all tokens are."""
+    parts = transfer_parts(kv_cache_config)
+    return len(parts) == 1 == len(kv_cache_config.kv_cache_groups) and keeps_all(kv_cache_config)
+
+
 def window_of(spec: Any) -> int:
     """Tokens that the manager of a group of this kind keeps for the next one, that one included; 0: all.
 

@@ -152,8 +152,15 @@ class Rank:
         source = self._open_source(caches, buffers)
         if source is not None:
             assert self._settings.tiers is not None
-            faster = self._settings.tiers.load_if_faster
-            store = self._store = StoreHalf(source, whole, news=news, adapters=self._adapters, load_if_faster=faster)
+            store = self._store = StoreHalf(
+                source,
+                whole,
+                news=news,
+                adapters=self._adapters,
+                load_if_faster=self._settings.tiers.load_if_faster,
+                recomputes=versions.recomputes(self._config),
+                by_blocks=cache_groups.is_plain(self._cache_config),
+            )
         host = None
         if through_host:
             mine = [self._contexts.part(cache, 0) for cache in caches] if self._contexts.is_ours else caches

@@ -2,8 +2,9 @@
 
 As `requests.py`, it only decides: the stores are in the workers. A prompt is looked up when vLLM first tries to
 schedule it. The answer comes back with the output of a step, and vLLM is told to ask again until then. It says how
-much of the prompt is in the memory of every rank's store, where it stays for a while; a request is parked for no
-longer than copying takes. What vLLM computes of a prompt is kept, step by step.
+much of the prompt every rank's store has, and vLLM parks the request while that is read and copied. A vLLM that fails
+requests of which a part does not come is answered when all is in memory. What vLLM computes of a prompt is kept, step
+by step.
 
 A prompt that another server computes is looked up, too: what the store has of it is loaded first, and the rest is
 offered for then. With `keeps_answers` what a request has received and generated is kept at its end.
@@ -41,7 +42,7 @@ class BookedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How much of this prompt is there? Bring it into memory from token `begin` on."""
+    """How much of this prompt is there? Begin to bring it into memory from token `begin` on."""
 
     request_id: str
     turn: int
@@ -74,7 +75,7 @@ class Looked(NamedTuple):
     request_id: str
     turn: int
     end: int | None
-    """Tokens before this one are in memory; None: not any more."""
+    """Tokens before this one are in memory, or on their way; None: not any more."""
     chosen: Chosen = NOT_LOOKED
 
 

@@ -102,17 +102,21 @@ class StoreHalf:
         news: threading.Event,
         adapters: LoadedAdapters,
         load_if_faster: bool = True,
+        recomputes: bool = False,
+        by_blocks: bool = False,
         copies_s: float = _COPIES_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """source, cache: of the same groups. news: set when there is a result.
 
-        load_if_faster: False loads all that is found. copies_s: how long a step waits for copies of
-        windows and states.
+        load_if_faster: False loads all that is found. recomputes: vLLM computes what a load has promised and does not
+        bring, where it else fails the request. by_blocks: it takes the first part of a prompt whose last one did not
+        come. copies_s: how long a step waits for copies of windows and states.
         """
         self.source = source
         self.pace = VllmPace()
         self._load_if_faster, self._adapters = load_if_faster, adapters
+        self._recomputes, self._by_blocks = recomputes, by_blocks
         self._cache = cache
         group_of = cache.groups.group_of
         self._planes = [
@@ -276,6 +280,8 @@ class StoreHalf:
             self._answer(look, begin, 0)
             return
         look.fetch = look.stored.fetch(begin, look.chosen.end)
+        if self._recomputes or look.receives:  # chunks are copied while others are read
+            self._answer(look, begin, look.chosen.end)
         look.fetch.done.add_done_callback(partial(self._fetched, look, look.fetch, begin))
 
     def _begun(self, look: _Look, begun: Future[None]) -> None:
@@ -289,10 +295,11 @@ class StoreHalf:
         end = done.result()
         if look.wanted:
             self.source.copier.put(fetch.measure)
-        self._answer(look, begin, end if end > begin else 0)
+        if not look.answered:
+            self._answer(look, begin, end if end > begin else 0)
 
     def _answer(self, look: _Look, begin: int, end: int) -> None:
-        """What is in memory ends there; 0 for nothing that is loaded."""
+        """What is loaded ends there; 0 for nothing."""
         stored, choice = look.stored, look.chosen
         places = tuple(stored.tokens_by_place(begin, end).items())
         found = stored.end
@@ -321,7 +328,6 @@ class StoreHalf:
     def _loaded(self, load: BlocksToLoad, done: Future[int], *, is_right: bool) -> None:
         """In any thread. is_right: what was copied counts; it is of the adapter that vLLM computes with."""
         end = done.result() if is_right else load.begin
-        whole = end >= load.end
         with self._lock:
             del self._loads[load.request_id]
             if load.receives:  # what it did not bring is asked of the other server
@@ -329,10 +335,16 @@ class StoreHalf:
                 self._news.set()
                 return
             self._results.received.add(load.request_id)
-            if not whole:
-                log.warning("request %s: its KV was lost on its way from the store", load.request_id)
-                self._results.failed.add(load.request_id)
-                self._results.failed_blocks.update(self._cache.blocks_from(load.begin, load.blocks))
+            if end < load.end:
+                if load.request_id in self._prompts:  # else it was aborted
+                    what = "request %s: KV of tokens %d to %d was lost on its way from the store"
+                    log.warning(what, load.request_id, end, load.end - 1)
+                lost = self._cache.blocks_from(end, load.blocks)
+                if self._by_blocks:
+                    self._results.lost_blocks.update(lost)
+                else:
+                    self._results.failed.add(load.request_id)
+                    self._results.failed_blocks.update(lost)
             self._news.set()
 
     def _save(self, save: BlocksToSave) -> None:

@@ -373,6 +373,11 @@ def _on_this_host(place: str, revision: str | None, folder: str | None) -> str |
         return None
 
 
+def recomputes(vllm_config: Any) -> bool:
+    """Whether vLLM computes what a load has promised and did not bring; else it fails the request."""
+    return bool(vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute")
+
+
 def watch_adapters(vllm_config: Any, loaded: LoadedAdapters) -> None:
     """Of a server that has adapters."""
     if getattr(vllm_config, "lora_config", None) is not None:

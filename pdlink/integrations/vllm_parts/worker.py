@@ -54,6 +54,8 @@ class Results:
     """Those of `received` whose KV is not there."""
     failed_blocks: set[int] = field(default_factory=set)
     """Blocks of `failed` that hold nothing."""
+    lost_blocks: set[int] = field(default_factory=set)
+    """Blocks that hold nothing of others of `received`, whose first tokens are there."""
     reasons: dict[str, str] = field(default_factory=dict)
     """Why, as a `Reason.label`, for each of `failed` that came from another server."""
     looked: list[Looked] = field(default_factory=list)
