@@ -68,11 +68,14 @@ class PDLinkNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Why loads have failed, by request."""
     looked: list[Looked]
     """What each rank's store has."""
+    short: dict[str, int]
+    """Where loads have ended that brought less than was promised, by request."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PDLinkNews:
         if not isinstance(other, PDLinkNews):
             return self
-        return PDLinkNews(other.reasons | self.reasons, self.looked + other.looked)
+        short = other.short | {name: min(end, other.short.get(name, end)) for name, end in self.short.items()}
+        return PDLinkNews(other.reasons | self.reasons, self.looked + other.looked, short)
 
 
 _NOTHING, _IDLE = PDLinkMetadata(NOTHING), PDLinkMetadata(NOTHING, idle=True)
@@ -114,7 +117,7 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         self._counts = stats.Counts()
         """Of the scheduler's half: what no rank knows."""
         self._lost_blocks: set[int] = set()
-        self._news = PDLinkNews({}, [])
+        self._news = PDLinkNews({}, [], {})
         """That the scheduler's half has not been told."""
         self._rank: Rank | None = None
         if role == KVConnectorRole.WORKER:
@@ -192,9 +195,11 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
 
     def update_connector_output(self, connector_output: Any) -> None:
         told = connector_output.kv_connector_worker_meta
-        news = told if isinstance(told, PDLinkNews) else PDLinkNews({}, [])
+        news = told if isinstance(told, PDLinkNews) else PDLinkNews({}, [], {})
         if self._book.store is not None:
             self._book.store.looked(news.looked)
+        for request_id, end in news.short.items():
+            self._origins.fell_short(request_id, end, receives=self._book.leg(request_id) == "decode")
         self._book.received(connector_output.finished_recving or (), news.reasons)
         self._book.sent(connector_output.finished_sending or ())
 
@@ -251,13 +256,13 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         if isinstance(metadata, PDLinkMetadata) and metadata.idle and results == Results():
             self._worker.steps.pause(_PAUSE_S)
             results = self._worker.steps.results(())
-        self._news = self._news.aggregate(PDLinkNews(results.reasons, results.looked))
+        self._news = self._news.aggregate(PDLinkNews(results.reasons, results.looked, results.short))
         return results
 
     def build_connector_worker_meta(self) -> PDLinkNews | None:
         """Asked for in the step that reports the requests, after their results."""
-        news, self._news = self._news, PDLinkNews({}, [])
-        return news if news.reasons or news.looked else None
+        news, self._news = self._news, PDLinkNews({}, [], {})
+        return None if news == PDLinkNews({}, [], {}) else news
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Asked for after the results: what of them is not there."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdlink.integrations.vllm_parts.origins import NO_TIERS, Origins
 from pdlink.integrations.vllm_parts.stats import Counts
 from pdlink.integrations.vllm_parts.store_book import Chosen
@@ -12,11 +14,12 @@ CHOSEN = Chosen("faster", 512, 0.1, 0.4, (("memory", 256), ("disk", 256)))
 def test_the_tokens_of_a_prompt_have_one_source_each() -> None:
     origins, counts = Origins(), Counts()
     origins.asked("r", 128)
-    told = origins.admitted("r", 600, 471, 384, CHOSEN)
+    assert origins.admitted("r", 600, 471, 384, CHOSEN) is None, "it is loaded first"
+    assert origins.sources("r") == {"P2P": 87, "HOST": 128, "DISK": 256}
+    told = origins.admitted("r", 600, 0, 0, CHOSEN)
     assert told is not None
     assert (told.cached, told.loaded, told.received, told.computed) == (128, 384, 87, 1)
     assert told.places == {"memory": 128, "disk": 256}, "vLLM had the first tokens itself"
-    assert origins.sources("r") == {"P2P": 87, "HOST": 128, "DISK": 256}
     counts(told)
     assert counts.take() == {
         "pdlink_prompt_tokens_total|device": 128,
@@ -32,11 +35,26 @@ def test_a_request_is_told_once_though_vllm_reserves_blocks_again() -> None:
     origins = Origins()
     assert origins.admitted("stranger", 600, 0, 0, NO_TIERS) is None
     origins.asked("r", 0)
-    told = origins.admitted("r", 600, 512, 512, CHOSEN)
+    assert origins.admitted("r", 600, 512, 512, CHOSEN) is None
+    told = origins.admitted("r", 600, 0, 0, CHOSEN)
+    assert told is not None
     origins.asked("r", 512)
     assert origins.admitted("r", 600, 0, 0, CHOSEN) is None
     assert origins.ended("r") == told
     assert origins.ended("r") is None
+
+
+@pytest.mark.parametrize("receives", [False, True])
+def test_what_a_load_did_not_bring_is_computed_or_received(receives: bool) -> None:
+    origins = Origins()
+    origins.asked("r", 128)
+    origins.admitted("r", 600, 384, 384, CHOSEN)
+    origins.fell_short("r", 384, receives=receives)
+    told = origins.admitted("r", 600, 0, 0, CHOSEN)
+    assert told is not None
+    assert (told.cached, told.loaded, told.received + told.computed) == (128, 256, 216)
+    assert told.received == (128 if receives else 0)
+    assert told.places == {"memory": 128, "disk": 128}
 
 
 def test_a_server_without_a_store_computes_what_it_has_not() -> None:

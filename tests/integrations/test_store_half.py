@@ -392,6 +392,7 @@ def test_of_a_prompt_whose_last_chunk_does_not_come_the_first_ones_count() -> No
         tier.gate.set()
         results = made.until(lambda results: results.received)
         assert (results.received, results.failed, results.lost_blocks) == ({"r"}, set(), set(table(2)[2:]))
+        assert results.short == {"r": 16}
         made.run("r", table(2), start=16)
         made.finish("r")
 

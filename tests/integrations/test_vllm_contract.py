@@ -110,9 +110,10 @@ def test_a_plan_survives_the_way_to_the_workers() -> None:
 
 
 def test_what_ranks_tell_the_scheduler_is_told_together() -> None:
-    told = PDLinkNews({"a": "aborted"}, [Looked("r", 1, 256)]).aggregate(PDLinkNews({}, [Looked("r", 1, 512)]))
+    one = PDLinkNews({"a": "aborted"}, [Looked("r", 1, 256)], {"s": 512, "t": 0})
+    told = one.aggregate(PDLinkNews({}, [Looked("r", 1, 512)], {"s": 256, "u": 128}))
     assert pickle.loads(pickle.dumps(told)) == PDLinkNews(
-        {"a": "aborted"}, [Looked("r", 1, 256), Looked("r", 1, 512)]
+        {"a": "aborted"}, [Looked("r", 1, 256), Looked("r", 1, 512)], {"s": 256, "t": 0, "u": 128}
     )
 
 

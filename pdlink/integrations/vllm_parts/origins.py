@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from pdlink.events import PromptSourced
 from pdlink.integrations.vllm_parts.store_book import Chosen
 
@@ -26,6 +28,8 @@ class _Origin:
     cached: int
     """Tokens that vLLM had when it last asked."""
     told: PromptSourced | None = None
+    loading: bool = False
+    """It may yet come short of what was told."""
 
 
 class Origins:
@@ -42,11 +46,16 @@ class Origins:
     ) -> PromptSourced | None:
         """vLLM has reserved blocks. `loaded` of the `num_external` tokens from elsewhere come from the store.
 
-        None for a request of which it was told before: after its load, or a preemption.
+        None for a request that is to be loaded, which is told when vLLM reserves the other blocks, and for one of
+        which it was told before: a preempted one.
         """
         origin = self._requests.get(request_id)
         if origin is None or origin.told is not None:
-            return None
+            told = origin.told if origin is not None and origin.loading else None
+            if origin is not None:
+                origin.loading = False
+            return told
+        origin.loading = loaded > 0
         received = num_external - loaded
         origin.told = PromptSourced(
             request_id=request_id,
@@ -61,7 +70,23 @@ class Origins:
             began_s=time.monotonic(),
             places=_cut(dict(chosen.places), loaded),
         )
-        return origin.told
+        return None if origin.loading else origin.told
+
+    def fell_short(self, request_id: str, end: int, *, receives: bool) -> None:
+        """The load has brought tokens before `end` alone. receives: another server is asked for the others."""
+        origin = self._requests.get(request_id)
+        if origin is None or origin.told is None:
+            return
+        told = origin.told
+        loaded = max(0, end - told.cached)
+        lost = told.loaded - loaded
+        origin.told = replace(
+            told,
+            loaded=loaded,
+            received=told.received + (lost if receives else 0),
+            computed=told.computed + (0 if receives else lost),
+            places=dict(reversed(_cut(dict(reversed(told.places.items())), loaded).items())),
+        )
 
     def sources(self, request_id: str) -> dict[str, int]:
         """What vLLM calls the places of tokens that came from elsewhere, and how many each."""

@@ -330,6 +330,8 @@ class StoreHalf:
         end = done.result() if is_right else load.begin
         with self._lock:
             del self._loads[load.request_id]
+            if end < load.end:
+                self._results.short[load.request_id] = end
             if load.receives:  # what it did not bring is asked of the other server
                 self._results.loaded.append((load.request_id, max(load.begin, end)))
                 self._news.set()

@@ -60,6 +60,8 @@ class Results:
     """Why, as a `Reason.label`, for each of `failed` that came from another server."""
     looked: list[Looked] = field(default_factory=list)
     """What the store has."""
+    short: dict[str, int] = field(default_factory=dict)
+    """Loads that have brought less than was promised: the request, and where what came ends."""
     loaded: list[tuple[str, int]] = field(default_factory=list)
     """Loads that an offer waits for: the request, and where what is in its blocks ends."""
 
