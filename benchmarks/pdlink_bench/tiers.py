@@ -4,7 +4,8 @@ Lanes take turns; in its turn each puts its records and reads them again. The ba
 nothing: memcpy and non-temporal stores by one core; one unbuffered call for each record, or parts of 8 MiB by two
 threads, as our disk tier reads, in a preallocated file that was written before. Our tier on a Valkey or Redis server
 has redis-py with hiredis beside it. Then keys are made of a long prompt, it is looked up, a disk tier of a million
-entries opens, and a store of more memory than most machines have starts; what is cold is in `tier_cold.py`.
+entries opens, and a store of more memory than most machines have starts; what is cold is in `tier_cold.py`, and
+the first token of a long prompt after a start in `tier_first.py`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from pdlink.store.tiers.direct import PAGE_NBYTES
 from pdlink.store.tiers.disk import SEGMENT_NBYTES, Disk
 from pdlink.store.tiers.journal import Journal, pack
 
-from . import harness, plot, tier_cold, tier_lookup, tier_peers, tier_start, tier_valkey
+from . import harness, plot, tier_cold, tier_first, tier_lookup, tier_peers, tier_start, tier_valkey
 from .harness import BenchReport, TextTable, in_turns
-from .measure import Measured, gb_per_s
+from .measure import Measured, gb_per_s, median_ratio
 from .tier_lanes import MEMCPY_RUNS, PART_NBYTES, Bare, Copied, DiskLane, Remote, memory_lanes
 from .workers import WorkerFailed
 
@@ -53,10 +54,11 @@ BAR_NBYTES = 32 << 20
 """Size of the records that the bars are of: 256 tokens of an 8B model."""
 NUM_SEGMENTS = 3
 COLD_SIZES = tier_cold.ColdSizes()
+FIRST_SIZES = tier_first.FirstSizes()
 _PAGES_PER_ENTRY = 64
 """Of the records in the restart, which has no bytes of theirs."""
 _BARE = {"memory": "memcpy", "disk": "bare", "valkey": "redis-py"}
-_LOOKUP, _START, _COLD = "lookup", "start", "cold"
+_LOOKUP, _START, _COLD, _FIRST = "lookup", "start", "cold", "first"
 
 Found = dict[int, dict[str, Measured]]
 """By bytes of a record, then by lane."""
@@ -121,7 +123,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turn", type=positive, default=128, metavar="MIB", help="moved in each turn (%(default)s)")
     parser.add_argument("--entries", type=positive, default=1_000_000, help="of the restart (%(default)s)")
     parser.add_argument(
-        "--places", nargs="+", choices=[*_BARE, _LOOKUP, _START, _COLD], default=[*_BARE, _LOOKUP, _START, _COLD],
+        "--places", nargs="+", choices=[*_BARE, _LOOKUP, _START, _COLD, _FIRST],
+        default=[*_BARE, _LOOKUP, _START, _COLD, _FIRST],
         help="what to measure (all); valkey needs a valkey-server or redis-server in PATH or PREFIX/servers/bin",
     )  # fmt: skip
     parser.add_argument("--restarts", type=positive, default=5, help="of what is cold (%(default)s)")
@@ -184,6 +187,8 @@ def _report(args: argparse.Namespace, progress: Progress) -> BenchReport:
             task = progress.add_task("restarts", total=2 * args.restarts)
             kept["cold"] = tier_cold.measure(directory, COLD_SIZES, args.restarts, lambda: progress.advance(task))
             _tell_cold(report, args, kept["cold"])
+        if _FIRST in args.places:
+            kept["first"] = _first(report, args, directory, progress)
     return report
 
 
@@ -345,6 +350,32 @@ def _tell_cold(report: BenchReport, args: argparse.Namespace, found: Mapping[str
         f"medians of {args.restarts} restarts; {COLD_SIZES.of('store') >> 20} MiB, all kept and found",
         rows,
     ]
+
+
+def _first(report: BenchReport, args: argparse.Namespace, directory: Path, progress: Progress) -> dict[str, Measured]:
+    task = progress.add_task("first tokens", total=len(tier_first.MOST) * (args.restarts + 1))
+    table = TextTable(("from", "first ms", "out of blocks ms", "bare reads ms", "to both", "at most"), "first token")
+    found = {}
+    for place, most in tier_first.MOST.items():
+        try:
+            measured = tier_first.measure(
+                directory, place, FIRST_SIZES, args.restarts, lambda: progress.advance(task)
+            )
+        except WorkerFailed as error:
+            report.shown.append(f"first token from {place} is left out: {error}")
+            continue
+        found[place] = measured
+        floors = [sum(both) for both in zip(measured.samples["blocks"], measured.samples["bare"], strict=True)]
+        ratio = median_ratio(measured.samples["first"], floors)
+        report.ok &= ratio <= most
+        times = (f"{measured.median(what) * 1e3:,.0f}" for what in ("first", "blocks", "bare"))
+        table.add(place, *times, f"{ratio:.2f}", f"{most}: {_word(ratio <= most)}")
+    report.shown += [
+        f"{FIRST_SIZES.tokens + 1:,} tokens, {FIRST_SIZES.nbytes >> 20} MiB of KV; a worker's first request after "
+        f"SIGKILL; medians of {args.restarts} restarts",
+        table,
+    ]
+    return found
 
 
 def _word(met: bool) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from pdlink.cli import main
 from pdlink.store.tiers.disk import Disk
-from pdlink_bench import tier_cold, tier_lanes, tier_lookup, tier_valkey, tiers
+from pdlink_bench import tier_cold, tier_first, tier_lanes, tier_lookup, tier_valkey, tiers
 
 WORDS = ["--sizes", "64", "--turn", "1", "--rounds", "2", "--entries", "2000", "--restarts", "1"]
 
@@ -21,6 +21,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "SEGMENT_NBYTES", 40 << 20)
     monkeypatch.setattr(tiers, "COLD_SIZES", tier_cold.ColdSizes(8 << 20, 24 << 20, 64 << 20))
     monkeypatch.setattr(tier_cold, "BARS", {})
+    monkeypatch.setattr(tiers, "FIRST_SIZES", tier_first.FirstSizes(1024, 1))
+    monkeypatch.setattr(tier_first, "MOST", {"disk": 1000.0})
     monkeypatch.setattr(tiers, "MOST_LOOKUP_S", 60.0)
     monkeypatch.setattr(tiers, "MOST_RESTART_S", 60.0)
     monkeypatch.setattr(tiers, "MOST_START_S", 60.0)
@@ -50,6 +52,8 @@ def test_every_lane_has_figures_and_nothing_is_left_on_the_disk(tmp_path: Path) 
             assert {name: len(one["samples"]) for name, one in lane["measured"].items()} == dict.fromkeys(measured, 2)
     times = {"store, first", "store, tenth", "burst, first", "load, first", "load, tenth"}
     assert {lane: set(one["measured"]) for lane, one in found["cold"].items()} == {"ours": times, "bare": times}
+    times = {"first", "blocks", "bare"}
+    assert {place: set(one["samples"]) for place, one in found["first"].items()} == {"disk": times}
     assert list(directory.iterdir()) == []
 
 
