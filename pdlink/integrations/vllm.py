@@ -231,7 +231,11 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         """Nothing: what is to come was asked for before the step, and comes without a call."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request that waits for KV is in no step."""
+        """Nothing: a request that waits for KV is in no step.
+
+        If its load were in a step (`has_sync_kv_loads`), the whole batch would wait for a tier. And where it fails,
+        vLLM's AsyncScheduler has scheduled the next step, whose token it takes for the answer's first one (0.32).
+        """
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         self._worker.steps.layer_saved(layer_name)
