@@ -125,9 +125,9 @@ class AnyFetch(Protocol):
     def done(self) -> Future[tuple[Slot, ...]]:
         """The leading chunks that are in the arena, once no more will come. Set in any thread."""
 
-    @property
-    def leading(self) -> tuple[Slot, ...]:
-        """Records that are in the arena by now, while others are read. They stay until the fetch is closed."""
+    def leading(self, first: int = 0) -> tuple[Slot, ...]:
+        """Records that are in the arena by now, while others are read: from chunk `first` on, if those before it are.
+        They stay until the fetch is closed."""
 
     def when_more(self, call: Callable[[], None]) -> None:
         """Call it, in any thread, when further leading chunks have come, until it is done."""

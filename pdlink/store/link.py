@@ -195,17 +195,16 @@ class RemoteFetch:
         self._link, self._keys, self._nbytes = link, keys, nbytes
         self.unchecked: frozenset[bytes] = frozenset()
         """As `AnyFetch.unchecked`."""
-        self._leading: tuple[Slot, ...] = ()
+        self._leading: list[Slot] = []
         """That came before it was done."""
         self._more = _nothing
         self._lock = threading.Lock()
         self._stood: bool | None = None
         """Whether the leases stood; None until they are given back."""
 
-    @property
-    def leading(self) -> tuple[Slot, ...]:
+    def leading(self, first: int = 0) -> tuple[Slot, ...]:
         """As `AnyFetch.leading`."""
-        return self.done.result() if self.done.done() else self._leading
+        return tuple((self.done.result() if self.done.done() else self._leading)[first:])
 
     def when_more(self, call: Callable[[], None]) -> None:
         """As `AnyFetch.when_more`, in the link's thread."""
@@ -227,7 +226,8 @@ class RemoteFetch:
 
     def _mine(self, first: int, slots: Sequence[tuple[int, int, int]]) -> tuple[Slot, ...]:
         """A record of another shape is none of ours, so the prefix ends there."""
-        mine = takewhile(lambda slot: slot[1][2] == self._nbytes, zip(self._keys[first:], slots, strict=False))
+        keys = self._keys[first : first + len(slots)]
+        mine = takewhile(lambda slot: slot[1][2] == self._nbytes, zip(keys, slots, strict=False))
         return tuple(Slot(serial, key, offset, nbytes) for key, (serial, offset, nbytes) in mine)
 
     def _keys_at(self, indices: Sequence[int]) -> frozenset[bytes]:

@@ -123,7 +123,7 @@ class GroupLoad:
         self._wrong: list[Slot] = []
         source.pool.share(blocks.numbers)
         fetch.when_more(self._come)
-        if not fetch.done.done() and fetch.leading:
+        if not fetch.done.done() and fetch.leading():
             self._come()
         fetch.done.add_done_callback(self._fetched)
 
@@ -178,8 +178,10 @@ class GroupLoad:
         """In the copier's thread, while chunks are read: copy the chunks that have come, but for the last one."""
         if self._cancelled or self._wrong or self._fetch.done.done():
             return
-        began_s, last = time.monotonic(), self.group.chunks_of(self._begin, self._end).stop - 1
-        came = [one for one in self._numbered(self._fetch.leading)[self._num_early :] if one[0] < last]
+        began_s, chunks = time.monotonic(), self.group.chunks_of(self._begin, self._end)
+        first = max(0, chunks.start - self._first) + self._num_early
+        further = enumerate(self._fetch.leading(first), self._first + first)
+        came = [(chunk, slot) for chunk, slot in further if chunk < chunks.stop - 1]
         came = self._until(came, [self._holds(*one) for one in came])
         if came:
             plan = self._source.plan(self.group, came, self._blocks, self._begin, self._end, loading=True)

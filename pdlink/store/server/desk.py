@@ -263,7 +263,7 @@ class _Coming:
     def tell(self) -> None:
         with self._lock:  # each chunk once; `Fetched` may overtake
             first = self._num_told
-            further = self._fetch.leading[first:]
+            further = self._fetch.leading(first)
             self._num_told += len(further)
             if further:
                 unchecked = _unchecked(further, first, self._fetch)
