@@ -242,7 +242,8 @@ class Worker:
             return stream.leg
         recompute = self.config.on_transfer_failure == "recompute"
         try:
-            source = params.prefill.addresses[0]
+            control = params.prefill.control
+            source = control if isinstance(control, str) else control[0]  # the handshake refuses several shards
             return DecodeLeg(stream, params.transfer_id, source, self.engine, self.port, recompute=recompute)
         except TransferFailed as error:
             if not recompute:
