@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdlink._http import usage_of
 from pdlink.errors import ConfigError
 
 from .decisions import Considered  # noqa: TC001  (msgspec reads the annotation at run time)
@@ -35,9 +36,7 @@ MAX_PENDING_NBYTES = 32 * 2**20
 _HASH_NBYTES = 6
 """Of a key: as a number it is exact in every JSON reader, and two of a million prompts are equal by chance once in
 300 such logs."""
-_PROMPT_TOKENS = re.compile(rb'"prompt_tokens": ?(\d{1,12})')
 _TOKEN_IDS = re.compile(rb'"token_ids":\[([0-9, ]+)\]')
-_ANSWER_TOKENS = re.compile(rb'"completion_tokens": ?(\d{1,12})')
 
 
 class LoggedLeg(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -133,11 +132,9 @@ class Tally:
 
     def whole(self, data: bytes) -> None:
         """An answer in one piece."""
-        if b'"completion_tokens":' in data:
-            if found := _ANSWER_TOKENS.findall(data):
-                self._said = int(found[-1])
-            if found := _PROMPT_TOKENS.findall(data):
-                self.prompt_tokens = int(found[-1])
+        prompt_tokens, answer_tokens = usage_of(data)
+        self.prompt_tokens = prompt_tokens or self.prompt_tokens
+        self._said = answer_tokens or self._said
 
     @property
     def answer_tokens(self) -> int:

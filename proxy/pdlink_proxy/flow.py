@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pdlink._http import ANYTHING, CACHED, DONE, ERROR, FINISH, NAMED, marks_of
+from pdlink._http import ANYTHING, CACHED, DONE, ERROR, FAILED, FINISH, NAMED, marks_of
 from pdlink.api.answers import read_answer
 from pdlink.api.errors import error_code, excerpt, is_rejection
 from pdlink.api.sse import (
@@ -29,7 +29,6 @@ from pdlink.api.sse import (
     EventTooLong,
     before_end,
     before_finish_error,
-    fails,
     has_named,
     is_done,
     problem_of,
@@ -84,7 +83,7 @@ if TYPE_CHECKING:
 
     from .recovery import Recovery
 
-_LOOK = ERROR | FINISH | DONE
+_LOOK = ERROR | FINISH | FAILED | DONE
 """Marks of events that are more than tokens."""
 _NO_FINISH = "the stream ended without a finish_reason"
 _THEN = {
@@ -359,7 +358,7 @@ class Flow:
                 return blames
             marks = marks_of(forward, self.look)
         if marks & FINISH and not self._last_events:
-            if fails(forward):
+            if marks & FAILED:
                 before, event = before_finish_error(forward)
                 return self._failed_by(
                     leg, before, Loss.ERROR, "its answer ended with finish_reason error", event, now
