@@ -23,7 +23,7 @@ from .client_answer import ClientAnswer
 from .fleet import wanted
 from .membership import from_settings
 from .page.reports import WorkerReports
-from .page.routes import add_page
+from .page.routes import add_page, remember
 from .passthrough import PATHS, PassThrough, own_headers
 from .probe import add_probe
 from .queue import Queue
@@ -113,6 +113,8 @@ class Router:
             if services.siblings is not None:
                 services.membership.keep(services.siblings.directory / MEMBERS_FILE)
                 await stack.enter_async_context(services.siblings)
+            if config.page:
+                shared.spawn(remember(services))
             if config.summary_s:
                 summary = ProxySummary(services.records, lambda: (services.num_running, services.num_queued))
                 shared.spawn(tell(summary.take, config.summary_s))

@@ -26,6 +26,7 @@ from .discovery.register import JoinRules
 from .entry import Entry
 from .membership import Membership, from_settings
 from .metrics import Metrics
+from .page.memory import PageMemory
 from .placement import Alone, Placer
 from .pools import Pools
 from .records import Records
@@ -99,6 +100,7 @@ class Services:
         self.decisions = Decisions()
         self.decision_log = DecisionLog(config.decision_log) if config.decision_log is not None else None
         self.records = Records()
+        self.memory = PageMemory()
         self.spans: SpanSender | None = None
         """To the collector, if there is one."""
         if config.tracing.endpoint is not None:
@@ -250,7 +252,8 @@ class Services:
 
         def doing(records: Any) -> object:
             in_flight = {f"{worker.side.value} {worker.id}": worker.in_flight for worker in self.pools.all}
-            return Doing(self.num_running, self.num_queued, in_flight, list(self.records) if records else [])
+            kept = list(self.records) if records else []
+            return Doing(self.num_running, self.num_queued, in_flight, kept, self.records.num_ended)
 
         def members(_: Any) -> object:
             self.membership.read_kept()

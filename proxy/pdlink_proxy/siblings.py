@@ -49,6 +49,8 @@ class Doing(msgspec.Struct, frozen=True):
     in_flight: dict[str, int]
     """Legs, by side and id of the worker."""
     records: list[RequestRecord] = []
+    num_ended: int = 0
+    """Requests since its start."""
 
 
 class Siblings:

@@ -22,6 +22,8 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 PATIENCE_MS = 60_000
+_PICTURED_STEPS = 12
+"""Of 10 s each, in the charts of the pictures."""
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2")
 LENGTHS = (700, 1500, 90, 400, 1000, 1200)
 """Tokens of prompts that have ended when somebody looks."""
@@ -58,7 +60,7 @@ class Load:
 def looked_at(browser: Browser, url: str, scheme: Any, looks: int) -> tuple[bytes, list[list[str]]]:
     """The page down to its requests, in this scheme and while a transfer runs, and the cells of all tables.
 
-    looks: of the page at the proxy before that; figures of rates need two, lines in the charts some more.
+    looks: of the page at the proxy before that; figures of rates need two.
     """
     window = browser.new_context(viewport={"width": 1160, "height": 1000}, color_scheme=scheme)
     try:
@@ -69,6 +71,7 @@ def looked_at(browser: Browser, url: str, scheme: Any, looks: int) -> tuple[byte
         page.on("console", lambda line: troubles.append(line.text) if line.type == "error" else None)
         page.goto(url + "/pdlink/")
         expect(page.locator("#verdict")).to_contain_text("1 of 5 workers is away, decode-2", timeout=PATIENCE_MS)
+        expect(page.locator("#happened")).to_contain_text("decode-2 is away", timeout=PATIENCE_MS)
         page.locator("#requests button").last.click()
         expect(page.locator("#requests pre")).to_contain_text("placed, prefill on prefill-", timeout=PATIENCE_MS)
         for _ in range(looks):
@@ -119,10 +122,12 @@ def test_page_of_real_workers_shows_lanes_layers_on_their_way_and_who_is_gone(
             executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"], env={"HOME": str(tmp_path)}
         )
         with Load(deployment):
-            shot, cells = looked_at(chromium, url, "light", 2 if keep is None else 20)
+            if keep is not None:
+                until(lambda: len(request(url + "/pdlink/state").body["history"]) > _PICTURED_STEPS, "a past", 180)
+            shot, cells = looked_at(chromium, url, "light", 2)
             if keep is not None:
                 Path(keep, NAMES[0]).write_bytes(stamped(shot))
-                Path(keep, NAMES[1]).write_bytes(stamped(looked_at(chromium, url, "dark", 20)[0]))
+                Path(keep, NAMES[1]).write_bytes(stamped(looked_at(chromium, url, "dark", 2)[0]))
         chromium.close()
         state = request(url + "/pdlink/state").body
     pairs = {row[0]: row[1:] for row in cells if row[0].startswith("prefill-") and len(row) == 4}

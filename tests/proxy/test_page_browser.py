@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
+from pdlink_proxy.page import routes
 from pdlink_proxy.worker import State
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
 
@@ -155,6 +156,23 @@ async def test_page_shows_what_the_state_says_also_with_a_dead_worker(browser: B
     newest = state["requests"][0]
     assert requests[0][1:5] == [newest["outcome"], newest["kv"], str(newest["prompt_tokens"]), newest["prefill"]]
     assert any("lease_expired" in row for row in rows)
+
+
+async def test_page_shows_what_happened_before_it_was_opened(
+    browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "STEP_S", 0.1)
+    async with fleet(1, 2) as (prefill, decode), proxy_of(prefill, decode, health_interval_s=0.1) as proxy:
+        memory = proxy.router.services.memory
+        await until(lambda: len(memory.steps) > 0)
+        await proxy.stream(prompt="x")
+        await decode[1].stop()
+        await until(lambda: len(memory.happenings) > 0 and any(step.requests_per_s for step in memory.steps))
+        async with shown(browser, f"{proxy.url}/pdlink/") as page:
+            await expect(page.locator("#happened li")).to_contain_text("decode-1 is away")
+            await expect(page.locator("#happened li")).to_have_attribute("data-level", "bad")
+            if (routes.FILES / "vendor/uPlot.esm.js").exists():
+                await expect(page.locator("#charts canvas").first).to_be_visible()
 
 
 @asynccontextmanager

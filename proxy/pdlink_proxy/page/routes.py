@@ -1,7 +1,10 @@
-"""The page's files and its state over HTTP."""
+"""The page's files and its state over HTTP, and what fills its memory."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +12,10 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
+from pdlink.events import Event, PeerChanged, listen
+
 from ..steps import Leg
+from .memory import STEP_S
 from .view import view
 
 if TYPE_CHECKING:
@@ -20,8 +26,11 @@ if TYPE_CHECKING:
     Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 PREFIX = "/pdlink/"
-_FILES = Path(__file__).parent / "static"
+FILES = Path(__file__).parent / "static"
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+_MAX_ASKED = 64
+"""Of more workers, nobody asks every step: while nobody looks, their KV is not in the charts."""
+_MAX_MISFITS = 8
 _HEADERS = {
     # Everything comes from this proxy, and nothing is written into the page as code.
     "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'; "
@@ -51,8 +60,8 @@ def add_page(app: web.Application, services: Services) -> None:
 
     app.router.add_get(PREFIX.rstrip("/"), moved)
     app.router.add_get(PREFIX + "state", state)
-    for path in sorted(path for path in _FILES.rglob("*") if path.suffix in _TYPES):
-        name = path.relative_to(_FILES).as_posix()
+    for path in sorted(path for path in FILES.rglob("*") if path.suffix in _TYPES):
+        name = path.relative_to(FILES).as_posix()
         app.router.add_get(PREFIX + ("" if name == "index.html" else name), _file(path))
 
 
@@ -70,8 +79,10 @@ async def state_of(services: Services) -> dict[str, object]:
     status, reason = services.standing()
     reports = await services.reports.now()
     pools, beside = services.pools, await services.beside(records=True)
+    now_s = time.time()
+    remembered = services.memory.said(now_s)
     shown = view(
-        now_s=time.time(),
+        now_s=now_s,
         status=status,
         reason=reason,
         workers=[{**worker, "side": side.value} for side in Leg for worker in services.described(side, beside)],
@@ -81,7 +92,40 @@ async def state_of(services: Services) -> dict[str, object]:
         reported_s=services.reports.at_s,
         running=services.num_running + sum(each.running for each in beside.values()),
         queued=services.num_queued + sum(each.queued for each in beside.values()),
+        happened=remembered["happened"],
     )
+    shown |= remembered
     if services.siblings is not None:
         shown["processes"] = services.siblings.said(beside)
     return shown
+
+
+async def remember(services: Services) -> None:
+    """Fill `PageMemory`, until cancelled."""
+    pools, memory = services.pools, services.memory
+
+    def heard(event: Event) -> None:
+        if isinstance(event, PeerChanged):
+            for worker in pools.all:
+                if worker.id == event.peer:
+                    memory.worker_changed(time.time(), worker.label, event.state, event.reason)
+                    break
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(listen(heard))
+        while True:
+            await asyncio.sleep(STEP_S)
+            beside = await services.beside(records=True)
+            reports = await services.reports.now() if len(pools.all) <= _MAX_ASKED else {}
+            healths = [(worker.label, worker.health) for worker in pools.all if worker.health is not None]
+            refused = [pair.describe() for pair in itertools.islice(pools.refusals, _MAX_MISFITS)]
+            memory.step(
+                time.time(),
+                services.recorded(beside),
+                services.records.num_ended + sum(each.num_ended for each in beside.values()),
+                services.num_running + sum(each.running for each in beside.values()),
+                services.num_queued + sum(each.queued for each in beside.values()),
+                reports,
+                {f"{place} of {label}": why for label, health in healths for place, why in health.problems.items()},
+                [(f"{pair['prefill']} and {pair['decode']}", f"{pair['factor']} differs") for pair in refused],
+            )

@@ -26,6 +26,8 @@ _EXPOSED_SHARE = 0.25
 """Of the time in which KV moved: from there on the link, and not prefill, makes requests wait."""
 _ENOUGH_TRANSFERS = 10
 """Fewer say nothing of the link: the first ones shake hands and compile."""
+_TOLD = 2
+"""Of what happened, in the sentence; the strip below it has all."""
 _NOTICED_SHARE = 0.05
 """Of the time to the first token: what is less than that of a transfer no client notices."""
 
@@ -42,11 +44,12 @@ def view(
     reported_s: float,
     running: int,
     queued: int,
+    happened: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """The body of GET /pdlink/state.
+    """The body of GET /pdlink/state, without what `PageMemory` adds.
 
     now_s: unix time. workers: of `Worker.describe`, with `side`. records: oldest first. reports: by URL, made at
-    `reported_s`.
+    `reported_s`. happened: newest first, of `PageMemory`.
     """
     recent = [record for record in records if now_s - record.at_s <= _WINDOW_S]
     ended = [(url, each) for url, report in reports.items() for each in report.ended if each.side == "sender"]
@@ -54,6 +57,8 @@ def view(
     names = {worker["label"]: _name(worker, reports) for worker in workers}
     of_url = {worker["url"]: names[worker["label"]] for worker in workers}
     level, text = verdict(status, reason, workers, refused_pairs, recent, summary)
+    if level in ("ok", "idle"):  # else the sentence is about what is wrong now
+        text += before(happened)
     return {
         "at_s": now_s,
         "reported_s": reported_s,
@@ -111,7 +116,9 @@ def verdict(
         return "idle", "All workers are ready. No request in the last five minutes."
     recomputed = summary["kv"].get("recomputed", 0)
     if recomputed > _MANY_RECOMPUTED * len(recent):
-        why = Counter(_why(record.kv) for record in recent if record.kv.startswith("recomputed")).most_common(1)[0][0]
+        why = Counter(why_of(record.kv) for record in recent if record.kv.startswith("recomputed")).most_common(1)[0][
+            0
+        ]
         return "warn", (
             f"{recomputed / len(recent):.0%} of {_many(len(recent), 'request')} computed their prompt on decode, "
             f"most of them for {why}. Answers are right, but prefill gains nothing there."
@@ -123,6 +130,15 @@ def verdict(
         )
     what = _many(len(recent), "request")
     return "ok", f"All is well: {what} in five minutes, KV of {_percent(summary)} was transferred."
+
+
+def before(happened: Sequence[Mapping[str, Any]]) -> str:
+    """What else happened lately, the worst and newest first: the end of the sentence."""
+    told = sorted((each for each in happened if each["level"] != "ok"), key=lambda each: each["level"] != "bad")
+    if not told:
+        return ""
+    more = f" and {len(told) - _TOLD} more" if len(told) > _TOLD else ""
+    return f" In the last 15 minutes: {'; '.join(each['text'] for each in told[:_TOLD])}{more}."
 
 
 def _many(number: int, what: str) -> str:
@@ -165,7 +181,7 @@ def quantile_ms(ordered: Sequence[float], share: float) -> float | None:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1000 if ordered else None
 
 
-def _why(kv: str) -> str:
+def why_of(kv: str) -> str:
     """The reason in X-Pdlink-KV: `recomputed;reason=peer_lost`."""
     return kv.partition("reason=")[2].partition(";")[0] or "no stated reason"
 
@@ -252,7 +268,7 @@ def _errors(recent: Sequence[RequestRecord]) -> list[dict[str, Any]]:
         if record.outcome != "ok":
             cause = ("request", record.outcome)
         elif record.kv.startswith("recomputed"):
-            cause = ("recomputed", _why(record.kv))
+            cause = ("recomputed", why_of(record.kv))
         else:
             continue
         causes[cause] += 1

@@ -3,7 +3,6 @@ import { el, patch, table } from "./draw.js";
 
 const $ = (id) => document.getElementById(id);
 const GLYPHS = { l: "█", f: "▓", w: "▒", ".": "░" };
-const HISTORY = 300;
 let before = null, charts = null, opened = null, story = null;
 
 const ms = (value) => (value == null ? "–" : value < 10 ? `${value.toFixed(1)} ms` : value < 1000 ? `${Math.round(value)} ms` : `${(value / 1000).toFixed(2)} s`);
@@ -11,7 +10,7 @@ const seconds = (value) => (value == null ? "–" : ms(value * 1000));
 const percent = (value) => (value == null ? "–" : `${(value * 100).toFixed(value < 0.1 ? 1 : 0)} %`);
 const bytes = (n) => (n >= 1e9 ? `${(n / 1e9).toFixed(2)} GB` : n >= 1e6 ? `${(n / 1e6).toFixed(1)} MB` : `${Math.round(n / 1e3)} kB`);
 const sum = (values) => values.reduce((a, b) => a + b, 0);
-const LONGEST = 20;
+const LONGEST = 20, HAPPENED = 8;
 const short = (id) => (id.length > 16 ? `${id.slice(0, 14)}…` : id);
 
 async function ask(path) {
@@ -158,13 +157,21 @@ function tiers(state) {
   return table("Tiers", ["tier", "n:chunks found", "n:read", "n:written", "n:evicted"], [...rows, [{ head: true, text: "in none of them" }, n(chunks("missed")), n(""), n(""), n("")]]);
 }
 
-async function drawCharts(state, speeds) {
+async function drawCharts(state) {
+  if (state.history.length < 2) return;  // no line yet
   if (charts === null) {
     charts = false;
     $("charts").hidden = false;  // its width counts
-    try { charts = (await import("./charts.js")).open($("charts"), HISTORY); } catch { $("charts").hidden = true; }  // tables only
+    try { charts = (await import("./charts.js")).open($("charts")); } catch { $("charts").hidden = true; }  // tables only
   }
-  if (charts) charts.add(state.at_s, state.summary.ttft_p50_ms, state.summary.ttft_p95_ms, sum(speeds.lanes.map(([, rate]) => rate)) / 1e9);
+  if (charts) charts(state.history, state.happened);
+}
+
+function happened(state) {
+  const ago = (s) => { const past = Math.max(0, state.at_s - s); return past < 60 ? `${Math.round(past)} s ago` : `${Math.round(past / 60)} min ago`; };
+  const until = (each) => (state.at_s - each.until_s < 15 ? "now" : ago(each.until_s));
+  const went = (each) => (each.until_s - each.at_s > 20 ? `${ago(each.at_s)} until ${until(each)}` : ago(each.at_s));
+  patch($("happened"), state.happened.slice(0, HAPPENED).map((each) => el("li", { "data-level": each.level }, el("time", {}, went(each)), ` ${each.text}`)));
 }
 
 function judge(text, level) {
@@ -177,7 +184,7 @@ function show(state) {
   judge(state.verdict.text, state.verdict.level);
   $("age").textContent = new Date(state.at_s * 1000).toLocaleTimeString();
   figures(state, speeds); workers(state); pairs(state); transfers(state); before = state; requests(state); rest(state);
-  drawCharts(state, speeds);
+  happened(state); drawCharts(state);
 }
 
 async function round() {
