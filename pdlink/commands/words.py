@@ -51,7 +51,7 @@ LABORATORY: dict[str, str] = {
 DESCRIPTIONS: dict[str, str] = {
     "up": """\
 Start a proxy and its prefill and decode workers on this machine, print a URL and a curl line, and start again what
-ends, until Ctrl-C. Without --model a small model with random weights is made: no download, no GPU.
+ends, until Ctrl-C. Without --model a tiny one is used: no download, no GPU.
 
   pdlink up                                  one prefill and one decode worker
   pdlink up --prefill 2 --decode 3 --model DIR_OR_HUB_ID

@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 
 from pdlink.config.section import Section
 
+SMALL_MODEL = {"path": str(Path(__file__).parents[1] / "engine" / "small"), "name": "pdlink-tiny"}
+"""Comes with pdlink: less than a million weights, trained on its pages (`tools/small_model/`)."""
+
 
 class ModelConfig(Section):
     """Which model a worker holds."""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from pdlink.config.log import LogConfig
+from pdlink.config.model import SMALL_MODEL
 from pdlink.config.proxy import ProxyConfig
 from pdlink.config.section import Section, no_use
 from pdlink.config.sglang_servers import SglangServersConfig
@@ -29,7 +30,8 @@ class UpConfig(Section):
     `sglang` says."""
     model: str | None = None
     """Local directory or hub id of the model of every worker, in place of `prefill.model.path` and
-    `decode.model.path`, or of `vllm.model` or `sglang.model`."""
+    `decode.model.path`, or of `vllm.model` or `sglang.model`. None: a small one
+    comes with pdlink."""
     vllm: VllmConfig = VllmConfig()
     """vLLM's servers."""
     sglang: SglangServersConfig = SglangServersConfig()
@@ -82,9 +84,12 @@ class UpConfig(Section):
                 below = data.get(part, {"role": part} if part in SIDES else {})
                 if isinstance(below, dict):
                     data[part] = {name: data[name], **below}
-        if model is None:
-            return data
         engine = data.get("engine")
+        if model is None:
+            workers = [data.get(side, {"role": side}) for side in SIDES]
+            if engine not in ENGINES and all(isinstance(each, dict) and "model" not in each for each in workers):
+                data |= {side: {**each, "model": SMALL_MODEL} for side, each in zip(SIDES, workers, strict=True)}
+            return data
         if engine in ENGINES:
             return {**data, engine: _with_model(data.get(engine, {}), "model", f"{engine}.", model)}
         for side in SIDES:

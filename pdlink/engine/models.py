@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
+from transformers.utils.logging import disable_progress_bar
 
 from pdlink.content import digest_of
 from pdlink.engine import forward, tiny
@@ -52,6 +53,7 @@ _MAX_REASON_CHARS = 400
 def _from_pretrained(config: ModelConfig, dtype: torch.dtype) -> tuple[Any, Any]:
     # No code and no pickles from the hub. Missing weights would be made up at random, so they are an error.
     options = {"revision": config.revision, "trust_remote_code": False, "local_files_only": find_model(config)}
+    disable_progress_bar()  # it would stand in the middle of the log
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.path, **options)
         model, report = AutoModelForCausalLM.from_pretrained(

@@ -96,7 +96,7 @@ def picture(posts: Sequence[Post], model: str, head: str, note: str = "") -> str
         lines.append(f"  {post.plan.label:<12}{post.url:<28}{more}".rstrip())
     if note:
         lines += ["", note]
-    body = json.dumps({"model": model, "prompt": "The KV cache crosses over", "max_tokens": 32, "stream": True})
+    body = json.dumps({"model": model, "prompt": "The KV cache crosses over", "max_tokens": 48, "stream": True})
     lines += [
         "",
         "try it:",

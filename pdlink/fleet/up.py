@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pdlink.config.listen import ListenConfig
+from pdlink.config.model import SMALL_MODEL
 from pdlink.fleet import engines
 from pdlink.fleet.child import START_TIMEOUT_S, start, stop
 from pdlink.fleet.keeping import await_all, keep, log, picture, until_stopped
@@ -147,6 +148,6 @@ def _picture(config: UpConfig, workers: Sequence[Post], others: Sequence[Post], 
         assert workers[0].report is not None
         facts = workers[0].report.facts
         model, how = facts["model"], f"KV over {' or '.join(facts['transports'])}"
-        if config.model is None:
-            note = "The model has random weights, so its text is noise; what counts is that its KV crosses."
+        if config.prefill.model.path == SMALL_MODEL["path"]:
+            note = "The model is tiny and knows a few sentences about pdlink; `--model` takes yours."
     return picture([*workers, *others], model, f"ready in {took_s:.1f} s: model {model}, {how}", note)

@@ -49,7 +49,7 @@ def test_a_port_in_use_is_found_before_any_process_is_started(
     assert f"pdlink: {setting}: cannot bind 127.0.0.1:{port}: Address already in use; port 0 takes a free port" in err
 
 
-def test_what_up_prints_says_that_the_text_is_noise_and_where_to_look() -> None:
+def test_what_up_prints_says_which_model_answers_and_where_to_look() -> None:
     facts: list[dict[str, Any]] = [
         {"url": "http://h:1", "model": "m", "transports": ["tcp"], "control": "tcp://h:3"},
         {"url": "http://h:2"},
@@ -61,10 +61,10 @@ def test_what_up_prints_says_that_the_text_is_noise_and_where_to_look() -> None:
     text = up._picture(UpConfig(), posts[:1], posts[1:], 1.0)
     assert "ready in 1.0 s: model m, KV over tcp\n" in text
     assert "http://h:1                  control tcp://h:3\n" in text
-    assert "random weights, so its text is noise; what counts is that its KV crosses" in text
+    assert "knows a few sentences about pdlink" in text
     assert "http://h:2/pdlink/ " in text
     assert "top http://h:2 " in text
-    assert "noise" not in up._picture(UpConfig(model="some/model"), posts[:1], posts[1:], 1.0)
+    assert "a few sentences" not in up._picture(UpConfig(model="some/model"), posts[:1], posts[1:], 1.0)
 
 
 @pytest.mark.parametrize("model", ["/nonexistent", "configs/up.yaml", "configs"])
