@@ -65,15 +65,13 @@ class Table:
             state.table, state.row = self, row
 
     def put(self, row: int, state: WorkerState) -> None:
-        """The row is this state's from now on: its worker begins another life."""
+        """The row is this state's from now on: its worker, at the same URL, begins another life."""
         old = self.states[row]
         old.table = None
         if self.rows.get(old.key) == row:
             del self.rows[old.key]
         self.states[row], self.labels[row], self.rows[state.key] = state, state.label, row
         state.table, state.row = self, row
-        if self._names is not None:
-            self._names[row] = _name(state.key)
         self.tell(state, row)
         self.tell_group(state, row)
 

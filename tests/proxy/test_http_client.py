@@ -23,6 +23,7 @@ from pdlink_proxy.http_connection import (
     WorkerGone,
 )
 from pdlink_proxy.upstream import answer_of
+from tests.proxy.fakes import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -291,6 +292,15 @@ async def test_idle_connections_are_closed_before_the_server_closes_them(monkeyp
         await ask(http, url + "/").ended()
         await asyncio.wait_for(closed.wait(), 10)
         assert not http._resting, "nothing is kept of workers that come and go"
+
+
+async def test_a_look_at_idle_connections_leaves_young_ones() -> None:
+    async with server(saying(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", close=False)) as url, client() as http:
+        await ask(http, url + "/").ended()
+        await until(lambda: bool(http._resting), "the idle connection")
+        http._drop_old()
+        (host,) = http._resting
+        assert len(host.idle) == 1
 
 
 async def test_leaving_early_closes_the_connection() -> None:

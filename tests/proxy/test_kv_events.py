@@ -106,6 +106,17 @@ async def test_what_was_published_before_anybody_listened_is_asked_for(publisher
     events.close()
 
 
+async def test_nothing_is_asked_for_again_while_no_batch_is_missed(publisher: FakePublisher) -> None:
+    events = KVEvents()
+    events.heard("http://w", WorkerState("http://w#1"), "m", [f"{publisher.endpoint}, {publisher.replay}"])
+    await publisher.subscribed()
+    for number, data in enumerate((FIRST, SECOND)):
+        await publisher.publish(number, data)
+        await has(events, 2 + 2 * number)
+    assert publisher.asked == [0], "what was published before anybody listened"
+    events.close()
+
+
 async def test_missed_batches_are_asked_for_again(publisher: FakePublisher) -> None:
     events = KVEvents()
     events.heard("http://w", WorkerState("http://w#1"), "m", [f"{publisher.endpoint}, {publisher.replay}"])

@@ -107,7 +107,7 @@ SUITES = (
                 "placement", "pools", "probe", "queue", "recovery", "refusals", "relaying", "reloading", "request"
             ),
             *_proxy("retries", "rolling", "route", "stream_ends", "summary", "table", "tenants", "timeline"),
-            *_proxy("tokenizing", "tracing", "usage", "waiting"),
+            *_proxy("told", "tokenizing", "tracing", "usage", "waiting"),
         ),
     ),
     Suite("pdlink/integrations/vllm_parts", ("tests/integrations",)),
