@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cuda": BASE | {"kv", "memory", "_cuda"},
     "transport": BASE | {"kv", "memory", "cuda", "_copy", "_cuda", "_ucx", "_tcp"},
     "protocol": BASE | {"kv"},
-    "api": BASE,
+    "api": BASE | {"_http"},  # reads streams
     "endpoint": BASE | {"kv", "memory", "transport", "protocol"},
     "node": BASE | {"kv", "memory", "transport", "protocol", "endpoint"},
     "engine": BASE | {"kv", "memory", "cuda"},

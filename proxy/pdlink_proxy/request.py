@@ -695,7 +695,7 @@ _DO: dict[type, Callable[[Request, Any], None]] = {
     BlameLeg: Request._blame,
     TellToStop: Request._tell,
 }
-"""By action, of those that stand for themselves; a match asks for one type after the other."""
+"""By type of action, where that says all; a match would ask for one type after the other."""
 
 
 def _nothing() -> None:

@@ -282,7 +282,7 @@ def test_what_is_left_of_names_is_bounded_by_the_lives() -> None:
         hall.beat(f"n{number}")
         hall.beat(f"n{number}", leaves=True)
     hall.after(COMINGS_S + 1)
-    assert (len(hall.roll), hall.roll.num_names) == (0, 0)
+    assert (len(hall.roll), len(hall.roll._names)) == (0, 0)
 
 
 @pytest.mark.parametrize(

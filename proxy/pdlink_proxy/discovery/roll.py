@@ -114,11 +114,6 @@ class Roll:
     def __len__(self) -> int:
         return len(self._lives)
 
-    @property
-    def num_names(self) -> int:
-        """Also those of which no life is here."""
-        return len(self._names)
-
     def room(self, name: str, epoch: str, key: str, now_s: float) -> str:
         """Why a new life of this name may not come; empty if it may, and then there is room for it."""
         if (name, epoch) in self._lives:
