@@ -79,7 +79,7 @@ class Fetch:
         return len(self.slots) - 1
 
     def leading(self, first: int = 0) -> tuple[Slot, ...]:
-        """As `AnyFetch.leading`. Cost: of those that it gives, also where thousands have come before."""
+        """As `AnyFetch.leading`. Cost: of the slots that it gives, also where thousands have come before."""
         found, end = [], len(self.slots)  # more may come meanwhile
         while first < end and (slot := self.slots[first]) is not None:
             found.append(slot)

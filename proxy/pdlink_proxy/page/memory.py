@@ -38,7 +38,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     at_s: float
     """Unix time of its end."""
     requests_per_s: float
-    """That ended, with those that failed."""
+    """That ended, failed ones too."""
     failed_per_s: float
     ttft_p50_ms: float | None
     ttft_p95_ms: float | None
@@ -136,7 +136,7 @@ class PageMemory:
         took_s = now_s - self._last_s if self._last_s else STEP_S
         since = [record for record in records if self._last_s < record.at_s <= now_s] if self._last_s else []
         ended = max(len(since), num_ended - self._num_ended) if self._last_s else 0
-        share = ended / len(since) if since else 0.0  # of records that are kept to those that were
+        share = ended / len(since) if since else 0.0  # requests that ended, for each record that is kept
         ttft = sorted(record.ttft_s for record in since if record.ttft_s is not None)
         failed = [record for record in since if record.outcome in ("failed", "broken")]
         kv, sources = self._moved(reports, took_s)
