@@ -58,6 +58,12 @@ class Attempt:
         self.legs: dict[Leg, WorkerLeg] = {}
         self.kv = admission.recomputed
         """How its KV came, once known."""
+        prefill = self.chosen.get(Leg.PREFILL)
+        of_prefill = f"X-Pdlink-Prefill: {prefill.label}\r\n" if prefill is not None else ""
+        decode = self.chosen[Leg.DECODE].label
+        self.lines = f"X-Pdlink-Transfer: {self.transfer_id}\r\n{of_prefill}X-Pdlink-Decode: {decode}\r\n"
+        """Headers of the client's answer: which transfer, and which workers, by their labels: names may contain host
+        names."""
 
     def start(self, hears: Hears, seed: int, *, at_once: bool) -> None:
         """Send both legs, or only prefill's if decode's follows it. seed: of a client that gave none."""
@@ -94,15 +100,6 @@ class Attempt:
         running.cancel()
         if (abort := self._shared.dialect.abort) is not None:
             self._shared.spawn(abort(self._shared.control, running.worker.url, self.transfer_id, self._call))
-
-    @property
-    def lines(self) -> str:
-        """Headers of the client's answer: which transfer, and which workers, by their labels: names may contain host
-        names."""
-        prefill = self.chosen.get(Leg.PREFILL)
-        of_prefill = f"X-Pdlink-Prefill: {prefill.label}\r\n" if prefill is not None else ""
-        decode = self.chosen[Leg.DECODE].label
-        return f"X-Pdlink-Transfer: {self.transfer_id}\r\n{of_prefill}X-Pdlink-Decode: {decode}\r\n"
 
     def logged(self) -> LoggedAttempt:
         """For the decision log."""

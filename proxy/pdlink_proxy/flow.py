@@ -67,7 +67,6 @@ from .steps import (
     Respond,
     ShuttingDown,
     StartDecode,
-    Started,
     StartLegs,
     TellToStop,
     Tick,
@@ -107,9 +106,6 @@ class Limits:
     """Decode may compute a prompt itself if prefill was lost (`on_no_prefill`)."""
 
 
-_FIRST = Place(Why.FIRST, frozenset())
-
-
 class LegState(msgspec.Struct):
     """What the flow knows of a leg."""
 
@@ -132,7 +128,7 @@ class LegState(msgspec.Struct):
 
 
 class Flow:
-    """One client request from Started to over."""
+    """One client request from the answer to `FIRST` to over."""
 
     attempts = 0
     """Their number, which is that of the newest one."""
@@ -146,6 +142,8 @@ class Flow:
     """Marks of decode's events that are judged here. Others go to the client as they are."""
     usage: Usage | None = None
     """Of decode's answer in one piece."""
+    hastened = False
+    """`deadline_s` may be earlier than it was; the caller sets it back."""
     _begun = False
     """The client has a part of the answer."""
     _waits: Waits | None = None
@@ -246,9 +244,6 @@ class Flow:
 
     # ---- events
 
-    def _of_started(self, _event: Started, _now: float) -> list[Action]:
-        return [_FIRST]
-
     def _of_chunk(self, event: Chunk, now: float) -> list[Action]:
         state = self._legs.get(event.leg) if event.attempt == self.attempts else None
         if state is None or not state.running or (self._rules.awaits_prefill and self._keeps(event)):
@@ -267,7 +262,7 @@ class Flow:
         return self._on_lost(event.leg, event.loss, event.detail, now)
 
     def _of_waits(self, event: Waits, _now: float) -> list[Action]:
-        self._waits = event
+        self._waits, self.hastened = event, True
         return []
 
     def _of_client_left(self, _event: ClientLeft, _now: float) -> list[Action]:
@@ -283,7 +278,7 @@ class Flow:
 
     def _on_placed(self, event: Placed, now: float) -> list[Action]:
         self.attempts += 1
-        self._waits = None
+        self._waits, self.hastened = None, True
         self._legs, self._decode = {}, event.decode
         self._prefill_answer, self.tries[-1].placed_s = b"", now
         at_once = self._rules.handover is None
@@ -316,7 +311,7 @@ class Flow:
                 problem = problem_of(event)
                 if problem is not None:
                     return self._malformed(leg, *problem, now)
-                state.spoke, state.since_s = True, now
+                state.spoke, state.since_s, self.hastened = True, now, True
                 if leg is Leg.PREFILL:
                     self.tries[-1].prefill_s = now
                 else:
@@ -332,8 +327,10 @@ class Flow:
             return self._malformed(leg, str(error), b"", now)
         if not forward:
             return []
-        blames: list[Action] = []
         marks = marks_of(forward, self.look)
+        if not marks:
+            return self._to_client(forward)
+        blames: list[Action] = []
         if leg is Leg.DECODE and Leg.PREFILL in self._legs:
             if marks & self._rules.marks:
                 self.said = forward if self._rules.says_kv else b""
@@ -655,7 +652,6 @@ class Flow:
 
 
 _REACTIONS: dict[type[Event], Callable[[Flow, Any, float], list[Action]]] = {
-    Started: Flow._of_started,
     Placed: Flow._on_placed,
     Unplaced: Flow._on_unplaced,
     Waits: Flow._of_waits,

@@ -29,6 +29,9 @@ LET_GO_S = 1.0
 
 MIN_PACE_NBYTES = 2048
 """Of a stream for its pace to count."""
+MIN_PACE_S = 0.1
+"""That it must have taken: what came at once tells of the connection, and a worker whose streams are paced would be
+slow beside it, however well it is."""
 
 MIN_PACE_TOKENS = 512
 """To compute for the pace of a leg to count: shorter ones measure the connection."""
@@ -65,9 +68,9 @@ class LegAccount:
             self._call = self._breaker.begin(now_s)
             self._probe = self._outlier.begin()
 
-    def end(self, now_s: float, *, well: bool | None, pace: float | None = None) -> None:
+    def end(self, now_s: float, *, well: bool | None) -> None:
         """The worker has nothing to do for it any more. well: None if the end says nothing of the worker, as of a leg
-        that was given up. pace: seconds for a unit of its work, at least so many if it was given up.
+        that was given up.
 
         Of several calls the first counts. A failure that shows after it counts as one, too.
         """
@@ -75,7 +78,7 @@ class LegAccount:
         if well and first:  # nearly every end
             if self._call or self._breaker.failures:
                 self._breaker.end(self._call, now_s, failed=False)
-            self._outlier.end(now_s, probe=self._probe, failed=False, pace=pace)
+            self._outlier.end(now_s, probe=self._probe, failed=False, pace=self.pace(now_s, well=True))
         elif well is False:
             if self.failed:
                 return
@@ -87,7 +90,7 @@ class LegAccount:
             return
         else:
             self._breaker.drop(self._call)
-            self._outlier.drop(now_s, probe=self._probe, at_least=pace)
+            self._outlier.drop(now_s, probe=self._probe, at_least=self.pace(now_s, well=None))
         if self.worker.on_trial and well is not False:  # nothing else can change
             self.worker.judged()
         if first:
@@ -95,9 +98,10 @@ class LegAccount:
             self._work.finished(self._tokens, now_s, served=well is True)
             self._freed()
 
-    def pace(self, now_s: float) -> float | None:
-        """Of a prompt: seconds for each token that was ahead; None if they are too few to say."""
-        return (now_s - self.sent_s) / self._ahead if self._ahead >= MIN_PACE_TOKENS else None
+    def pace(self, now_s: float, *, well: bool | None) -> float | None:
+        """Seconds for a unit of its work, at least so many if it was given up; None if it says nothing of the
+        worker, as here."""
+        return None
 
 
 class Hears(Protocol):
@@ -184,9 +188,19 @@ class WorkerLeg(LegAccount, AnswerListener):
         if not self.fate:
             self.fate = "served" if well else "cancelled"
         if not self.ended:
-            self.end(now_s, well=well, pace=self._pace(now_s, well=well))
+            self.end(now_s, well=well)
         if self._let_go is not None:
             self._let_go.clear(self.cancel)
+
+    def pace(self, now_s: float, *, well: bool | None) -> float | None:
+        """Of a prompt for each token that was ahead, of a stream for each byte."""
+        if self.leg is Leg.PREFILL:
+            return (now_s - self.sent_s) / self._ahead if self._ahead >= MIN_PACE_TOKENS else None
+        # Given up, a stream says nothing: it may have waited for prefill.
+        if not well or not self._streams or self._paused or self.nbytes < MIN_PACE_NBYTES:
+            return None
+        took_s = now_s - self.answered_s if self.answered_s is not None else 0.0
+        return took_s / self.nbytes if took_s >= MIN_PACE_S else None
 
     def blame(self) -> None:
         """It failed by its worker's own fault, which may show after its end."""
@@ -234,16 +248,6 @@ class WorkerLeg(LegAccount, AnswerListener):
             span_id=self.span_id,
         )
 
-    def _pace(self, now_s: float, *, well: bool | None) -> float | None:
-        """Seconds for a unit of its work, which is a byte of a stream; of a prompt see `LegAccount.pace`. None where
-        it says nothing about the worker."""
-        if self.leg is Leg.PREFILL:
-            return self.pace(now_s)
-        if not self._streams or self._paused or self.nbytes < MIN_PACE_NBYTES or self.answered_s is None:
-            return None
-        # Given up, it says nothing: it may have waited for prefill.
-        return (now_s - self.answered_s) / self.nbytes if well else None
-
     def _leave(self) -> None:
         if self.connection is not None:
             self.connection.leave()
@@ -276,8 +280,7 @@ class WorkerLeg(LegAccount, AnswerListener):
             if self._hears is not None:
                 self._hears.sent(self, data)
             if self.leg is Leg.PREFILL and not self.ended:  # it has nothing to do after its first token
-                now_s = time.monotonic()
-                self.end(now_s, well=True, pace=self.pace(now_s))
+                self.end(time.monotonic(), well=True)
                 self.fate = self.fate or "served"
         except Exception as error:  # noqa: BLE001
             self._broke(error)

@@ -35,7 +35,7 @@ from .metrics import exemplar_of
 from .records import TIMING_HEADER, RequestRecord, stages, timing_comment, until_first
 from .recovery import PATHS, Recovery
 from .steps import (
-    Action,
+    FIRST,
     Answered,
     BlameLeg,
     CancelLeg,
@@ -54,7 +54,6 @@ from .steps import (
     Respond,
     ShuttingDown,
     StartDecode,
-    Started,
     StartLegs,
     TellToStop,
     Tick,
@@ -82,13 +81,10 @@ _OWN_FAULTS = frozenset({Loss.CONNECT, Loss.RESET, Loss.TIMEOUT, Loss.MALFORMED,
 
 _INTERNAL = error_body("the proxy failed unexpectedly; see its log", kind="server_error", code=PdlinkError.code)
 
-_STARTED = Started()
 _NO_HEADERS: Mapping[str, str] = {}
 _NO_STAGES: Mapping[str, float] = {}
 _STREAM = "Cache-Control: no-cache\r\nX-Accel-Buffering: no\r\n"
 """The latter, or nginx in front would collect tokens."""
-_KEEP_DEADLINES = frozenset((Answered, Ended))
-"""Usual events after which the next deadline is not earlier than before."""
 
 
 class Request:
@@ -179,7 +175,7 @@ class Request:
             if tokenizing is not None and (waits := tokenizing.prepare(asked, self._call)) is not None:
                 self._preparing = self._shared.spawn(self._prepare(waits))
                 return
-            self.happen(_STARTED)
+            self.happen(self._admission.place(FIRST))
         except Exception as error:  # noqa: BLE001 -- of any policy or dialect
             self.fail(error)
 
@@ -188,7 +184,7 @@ class Request:
             await prepared
             self._preparing = None
             if not self._closed:
-                self.happen(_STARTED)
+                self.happen(self._admission.place(FIRST))
         except Exception as error:  # noqa: BLE001 -- of any tokenizer, policy or dialect
             self._preparing = None
             self.fail(error)
@@ -225,13 +221,13 @@ class Request:
             self._catching_up.cancel()
         if self._last is not None:
             self._last.cancel()
-        self._keep(self._flow.outcome or Outcome.FAILED)
+        self._keep(self._record(self._flow.outcome or Outcome.FAILED))
         over, self._tell_over = self._tell_over, _nothing
         over()
 
-    def _keep(self, outcome: Outcome) -> None:
+    def _keep(self, record: RequestRecord) -> None:
         """What is known of it when it has ended: its record, its last decision, and what the metrics count."""
-        shared, admission, record = self._shared, self._admission, self._record(outcome)
+        shared, admission = self._shared, self._admission
         shared.records.append(record)
         shared.decisions.append(
             Decision(
@@ -313,41 +309,38 @@ class Request:
     def happen(self, event: Event) -> None:
         """Report an event to the flow and do its actions."""
         flow = self._flow
+        follows: Event | None = None
         if self._lent is not None and self._relays is not None:
             self._relays.take_back(self._lent)
-        while True:
-            actions = flow.on(event, time.monotonic())
-            if flow.said:
-                self._note_said()
-            if not actions or (follows := self._do(actions)) is None:
-                break
-            event = follows
-        if flow.outcome is not None:
-            self._end()
-        elif type(event) not in _KEEP_DEADLINES and (due_s := flow.deadline_s) < self._armed_s:
-            self._armed_s = due_s if self._behind_since_s is None else self._due_s()
-            self._shared.alarms.set(self.tick, self._armed_s)
-
-    def _do(self, actions: list[Action]) -> Event | None:
-        """Returns what follows from them at once."""
-        forward, follows = b"", None
-        for action in actions:
-            if (do := _DO.get(type(action))) is not None:
-                do(self, action)
-            elif isinstance(action, Forward):
-                forward = action.data
-            elif isinstance(action, EndStream):
-                self._end_stream(forward + action.data)
-                forward = b""
-            elif isinstance(action, Place):  # the last one, if there is one
-                if forward:  # what follows may end the stream
-                    self._forward(forward)
+        actions = flow.on(event, time.monotonic())
+        if flow.said:
+            self._note_said()
+        if actions:
+            forward = b""
+            for action in actions:
+                if (do := _DO.get(type(action))) is not None:
+                    do(self, action)
+                elif isinstance(action, Forward):
+                    forward = action.data
+                elif isinstance(action, EndStream):
+                    self._end_stream(forward + action.data)
                     forward = b""
-                num_behind = self._recovery.num_behind if self._recovery is not None else 0
-                follows = self._admission.place(action, num_behind)
-        if forward:
-            self._forward(forward)
-        return follows
+                elif isinstance(action, Place):  # the last one, if there is one
+                    if forward:  # what follows may end the stream
+                        self._forward(forward)
+                        forward = b""
+                    num_behind = self._recovery.num_behind if self._recovery is not None else 0
+                    follows = self._admission.place(action, num_behind)
+            if forward:
+                self._forward(forward)
+        if follows is not None:
+            self.happen(follows)
+        elif flow.outcome is not None:
+            self._end()
+        elif flow.hastened:
+            flow.hastened = False
+            if (due_s := flow.deadline_s) < self._armed_s:
+                self._arm(due_s if self._behind_since_s is None else self._due_s())
 
     def _let_go(self, action: LetGo) -> None:
         self._attempts[action.attempt].legs[action.leg].let_go(self._shared.alarms)

@@ -28,7 +28,7 @@ from .admission import Admission
 from .decision_log import Logged, hash_ids, logged_attempt
 from .dialects import TransferTerms
 from .fleet import wanted
-from .steps import Leg, Place, Placed, Unplaced, Waits, Why
+from .steps import FIRST, Leg, Placed, Unplaced, Waits
 
 if TYPE_CHECKING:
     from .fleet import PlacementRequest, WorkerState
@@ -146,7 +146,7 @@ class Decider:
         )
         if shared.tokenizing is not None and (waits := shared.tokenizing.prepare(asked, call)) is not None:
             await waits
-        found = admission.place(Place(Why.FIRST, frozenset()))
+        found = admission.place(FIRST)
         if not isinstance(found, Waits):
             return found, admission
         try:

@@ -50,10 +50,6 @@ class Loss(Word):
     """This process is out of sockets or ports; the worker is not to blame."""
 
 
-class Started(msgspec.Struct, frozen=True):
-    """The client's request is here."""
-
-
 class Placed(msgspec.Struct, frozen=True):
     """Workers for the attempt; no prefill means that decode works alone."""
 
@@ -126,9 +122,7 @@ class ShuttingDown(msgspec.Struct, frozen=True):
     """The drain time is over."""
 
 
-Event: TypeAlias = (
-    Started | Placed | Unplaced | Waits | Chunk | Ended | Answered | Lost | ClientLeft | Tick | ShuttingDown
-)
+Event: TypeAlias = Placed | Unplaced | Waits | Chunk | Ended | Answered | Lost | ClientLeft | Tick | ShuttingDown
 
 
 class Why(Word):
@@ -150,6 +144,10 @@ class Place(msgspec.Struct, frozen=True):
     avoid: frozenset[str]
     alone: bool = False
     """Decode must serve it alone."""
+
+
+FIRST = Place(Why.FIRST, frozenset())
+"""With its answer the flow of a request begins."""
 
 
 class StartLegs(msgspec.Struct, frozen=True):

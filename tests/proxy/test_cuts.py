@@ -11,7 +11,7 @@ from pdlink._http import END, Answers
 from pdlink.api.openai import LAST_EVENTS, parse
 from pdlink_proxy.dialects import DIALECTS
 from pdlink_proxy.flow import Flow, Limits
-from pdlink_proxy.steps import Answered, Chunk, Ended, EndStream, Forward, Leg, Outcome, Placed, Started
+from pdlink_proxy.steps import Answered, Chunk, Ended, EndStream, Forward, Leg, Outcome, Placed
 from tests.proxy.test_joining import _INPUTS, events_of, path_of
 
 if TYPE_CHECKING:
@@ -60,7 +60,6 @@ class Client:
             rules = rules_of(parse(path, body, "m")) or rules
         limits = Limits(retries=0, first_byte_s=10, idle_s=5, request_s=100)
         self.flow = Flow(limits, 0.0, rules, last_events=LAST_EVENTS.get(path, ()))
-        self.flow.on(Started(), 0.0)
         self.flow.on(Placed("p", "d"), 0.0)
         self.flow.on(Answered(1, Leg.PREFILL, 200, PREFILLED), 0.0)
         self.data, self.passed = b"", 0

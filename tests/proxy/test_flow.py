@@ -14,6 +14,7 @@ from pdlink_proxy.flow import Flow, Limits
 from pdlink_proxy.records import phases, until_first
 from pdlink_proxy.rules import REACTIONS, News, Reaction, Rules
 from pdlink_proxy.steps import (
+    FIRST,
     Action,
     Answered,
     BlameLeg,
@@ -34,7 +35,6 @@ from pdlink_proxy.steps import (
     Respond,
     ShuttingDown,
     StartDecode,
-    Started,
     StartLegs,
     TellToStop,
     Tick,
@@ -65,7 +65,6 @@ KINDS = {
 def running(*, sent: Leg | None = None, prefill: str | None = "p", limits: Limits = LIMITS) -> Flow:
     """A flow whose first attempt has started at 0 s; sent: the leg that delivered token 0."""
     flow = Flow(limits, 0.0)
-    assert flow.on(Started(), 0.0) == [Place(Why.FIRST, frozenset())]
     assert flow.on(Placed(prefill, "d"), 0.0) == [StartLegs(1, prefill, "d")]
     if sent is not None:
         assert flow.on(Chunk(1, sent, ZERO), 0.0) == [Forward(ZERO)]
@@ -147,7 +146,6 @@ def test_the_table_has_a_row_for_every_news_of_every_leg(rules: Rules) -> None:
 )
 def test_decode_that_cannot_be_told_is_not_left_waiting(kind: str, bad: Event, retried: bool) -> None:
     flow = Flow(LIMITS, 0.0, KINDS[kind])
-    flow.on(Started(), 0.0)
     assert flow.on(Placed("p", "d"), 0.0) == [StartLegs(1, "p", "d", at_once=kind == "beside")]
     _, *cancels, last = flow.on(bad, 1.0)
     assert cancels == ([CancelLeg(1, D)] if kind == "beside" else [])
@@ -161,7 +159,6 @@ def test_decode_that_cannot_be_told_is_not_left_waiting(kind: str, bad: Event, r
 
 def test_decode_that_follows_has_its_own_time_from_its_start() -> None:
     flow = Flow(LIMITS, 0.0, KINDS["before"])
-    flow.on(Started(), 0.0)
     flow.on(Placed("p", "d"), 0.0)
     assert flow.deadline_s == 10
     assert flow.on(Answered(1, P, 200, _ANSWER), 9.0) == [StartDecode(1, _ANSWER)]
@@ -220,7 +217,6 @@ def test_error_that_was_passed_is_told_once_where_the_last_line_is_cut() -> None
 
 def test_no_worker_is_unavailable_and_after_a_failure_the_failure() -> None:
     flow = Flow(LIMITS, 0.0)
-    flow.on(Started(), 0.0)
     (answer,) = flow.on(Unplaced("none"), 0.0)
     assert isinstance(answer, Respond)
     assert (answer.status, flow.outcome) == (503, Outcome.UNAVAILABLE)
@@ -308,7 +304,10 @@ class World:
         self.left = False
 
     def happen(self, news: Event, placed: Event | None = None) -> None:
-        for action in self.flow.on(news, self.now):
+        before_s, self.flow.hastened = self.flow.deadline_s, False
+        actions = self.flow.on(news, self.now)
+        assert self.flow.hastened or self.flow.deadline_s >= before_s, "the tick that is set would be late"
+        for action in actions:
             assert not self.finals, "nothing follows the final answer"
             self.check(action, placed)
 
@@ -379,7 +378,7 @@ def test_in_any_order_the_client_gets_one_answer_and_no_leg_is_left(
     world = World(kind, streaming, retries, waits_s)
     placements: list[Event] = [Placed("p", "d"), Placed(None, "d"), Unplaced("none")]
     first = data.draw(st.sampled_from(placements))
-    world.happen(Started(), first)
+    world.check(FIRST, first)
     for _ in range(data.draw(st.integers(0, 25))):
         legs = sorted(
             (key for key in world.unsaid if key not in world.finished), key=lambda key: (key[0], key[1].value)
@@ -459,7 +458,6 @@ def _leg_says(data: st.DataObject, world: World, attempt: int, leg: Leg) -> None
 def test_a_request_without_a_worker_waits_until_its_time_or_the_clients_end() -> None:
     for last, outcome in ((Tick(), Outcome.UNAVAILABLE), (ClientLeft(), Outcome.CLIENT_LEFT)):
         flow = Flow(LIMITS, 0.0)
-        flow.on(Started(), 0.0)
         assert flow.on(Waits("nobody", 3.0), 1.0) == []
         assert flow.deadline_s == 3
         assert flow.on(Tick(), 2.9) == []
@@ -469,7 +467,6 @@ def test_a_request_without_a_worker_waits_until_its_time_or_the_clients_end() ->
 
 def test_a_request_that_waited_is_placed_as_any_other() -> None:
     flow = Flow(LIMITS, 0.0)
-    flow.on(Started(), 0.0)
     flow.on(Waits("nobody", 3.0), 0.0)
     assert flow.on(Placed("p", "d"), 2.0) == [StartLegs(1, "p", "d")]
     assert flow.deadline_s == 12
@@ -486,7 +483,6 @@ def test_a_retry_that_finds_nobody_ends_with_what_was_lost() -> None:
 
 def test_a_full_queue_is_said_by_the_status_of_its_error() -> None:
     flow = Flow(LIMITS, 0.0)
-    flow.on(Started(), 0.0)
     (final,) = flow.on(Unplaced("full", full=True), 0.0)
     assert isinstance(final, Respond)
     assert final.status == Overloaded.http_status

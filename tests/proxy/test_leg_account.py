@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdlink.breaker import Breaker
-from pdlink_proxy.leg import MIN_PACE_TOKENS, LegAccount
-from pdlink_proxy.outliers import Outlier
+from pdlink_proxy.http_connection import Headers
+from pdlink_proxy.leg import MIN_PACE_NBYTES, MIN_PACE_TOKENS, LegAccount, WorkerLeg
+from pdlink_proxy.outliers import MIN_LEGS, Outlier, leave_out
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.worker import FAILURES, Worker
 
@@ -66,9 +69,41 @@ def test_a_leg_that_finds_out_about_a_worker_makes_room_for_the_next_one(well: b
     assert worker.outlier.allows(2 * late_s)
 
 
+def leg_of(worker: Worker, tokens: int) -> WorkerLeg:
+    worker.work.sent(tokens, 0.0)
+    leg = WorkerLeg(worker, worker.work, tokens, 0.0, lambda: None)
+    hears = SimpleNamespace(began=lambda *_: None, sent=lambda *_: None)
+    client = SimpleNamespace(send=lambda *_: None)
+    more = {"leg": worker.side, "attempt": 1, "transfer_id": "x", "max_nbytes": 1, "streams": True}
+    leg.send(cast("Any", client), "/", b"", b"", cast("Any", hears), **cast("Any", more))
+    return leg
+
+
 def test_the_pace_of_a_short_prompt_is_not_known() -> None:
     worker = Worker("http://w", Leg.PREFILL)
-    short, _ = sent(worker, MIN_PACE_TOKENS - 1)
-    assert short.pace(2.0) is None
-    long, _ = sent(worker, 1)
-    assert long.pace(2.0) == 2.0 / MIN_PACE_TOKENS
+    assert leg_of(worker, MIN_PACE_TOKENS - 1).pace(2.0, well=True) is None
+    assert leg_of(worker, 1).pace(2.0, well=True) == 2.0 / MIN_PACE_TOKENS
+
+
+def stream(worker: Worker, took_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream of the worker's takes so long from its head to its end."""
+    clock = SimpleNamespace(monotonic=lambda: 0.0)
+    monkeypatch.setattr("pdlink_proxy.leg.time", clock)
+    leg = leg_of(worker, 100)
+    leg.on_head(200, Headers([]))
+    leg.on_data(bytes(MIN_PACE_NBYTES))
+    clock.monotonic = lambda: took_s
+    leg.close(well=True)
+
+
+@pytest.mark.parametrize(("usual_s", "out"), [(0.001, False), (0.5, True)])
+def test_a_worker_of_slow_streams_is_compared_with_those_whose_streams_took_their_time(
+    usual_s: float, out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams that come at once tell of the connection: beside them every worker that computes would be left out."""
+    workers = [Worker(f"http://w{number}", Leg.DECODE) for number in range(2)]
+    for _ in range(2 * MIN_LEGS):
+        stream(workers[0], 5.0, monkeypatch)
+        stream(workers[1], usual_s, monkeypatch)
+    leave_out([worker.outlier for worker in workers], 10.0, 0.5)
+    assert [worker.outlier.out for worker in workers] == [out, False]

@@ -26,7 +26,6 @@ from pdlink_proxy.steps import (
     Place,
     Placed,
     Respond,
-    Started,
     StartLegs,
     Why,
 )
@@ -143,7 +142,7 @@ class _Client:
         self.recovered = 0
         self.passed = 0
         self._prefill = "p" if prefill else None
-        self.tell(Started())
+        self.tell(Placed(self._prefill, "d"))
 
     def tell(self, event: Event) -> None:
         for action in self.flow.on(event, 1.0):
