@@ -82,7 +82,7 @@ if TYPE_CHECKING:
 
     from .recovery import Recovery
 
-_LOOK = ERROR | FINISH | FAILED | DONE
+_LOOK = ERROR | FAILED | DONE
 """Marks of events that are more than tokens."""
 _NO_FINISH = "the stream ended without a finish_reason"
 _THEN = {
@@ -234,6 +234,8 @@ class Flow:
     def passed(self, data: bytes, now: float) -> None:
         """Decode's events went to the client, as `passes` said they may."""
         self._legs[Leg.DECODE].since_s = now
+        if not self._finished:
+            self._finished = marks_of(data, FINISH) != 0
         if self._recovery is not None:
             self._recovery.sent(data)
 
@@ -327,7 +329,8 @@ class Flow:
             return self._malformed(leg, str(error), b"", now)
         if not forward:
             return []
-        marks = marks_of(forward, self.look)
+        look = self.look | FINISH
+        marks = marks_of(forward, look)
         if not marks:
             return self._to_client(forward)
         blames: list[Action] = []
@@ -335,14 +338,14 @@ class Flow:
             if marks & self._rules.marks:
                 self.said = forward if self._rules.says_kv else b""
                 forward = self._rules.merge_events(self._prefill_answer, forward)
-                marks = marks_of(forward, self.look)
+                marks = marks_of(forward, look)
             if marks & CACHED:
                 forward = usage.merged_events(self._prefill_answer, forward)
         if leg is Leg.DECODE and (marks & ERROR or (marks & NAMED and has_named(forward, FAILURES))):
             if self._recovery is not None and (cut := until_error(forward)) and not is_rejection(cut[1]):
                 return self._broken_by(*cut, now)
             forward, errors = self._words.in_our_words(forward)
-            marks = marks_of(forward, self.look)
+            marks = marks_of(forward, look)
             self._error_passed = self._error_passed or bool(errors)
             then = _THEN[Reaction.ANSWER]
             blames += [BlameLeg(self.attempts, Leg.DECODE, reason, text, then) for reason, text in errors]
@@ -353,7 +356,7 @@ class Flow:
                 return self._malformed(leg, str(error), b"", now, Loss.DIVERGED)
             if not forward:
                 return blames
-            marks = marks_of(forward, self.look)
+            marks = marks_of(forward, look)
         if marks & FINISH and not self._last_events:
             if marks & FAILED:
                 before, event = before_finish_error(forward)
