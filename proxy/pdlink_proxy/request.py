@@ -310,8 +310,8 @@ class Request:
         """Report an event to the flow and do its actions."""
         flow = self._flow
         follows: Event | None = None
-        if self._lent is not None and self._relays is not None:
-            self._relays.take_back(self._lent)
+        if self._lent is not None:
+            self._take_back()
         actions = flow.on(event, time.monotonic())
         if flow.said:
             self._note_said()
@@ -586,6 +586,13 @@ class Request:
             self.client.write_chunks(unsent)
             connection.give_back(b"")
         return True
+
+    def _take_back(self) -> None:
+        """What it brings may let it be lent again at once, so once is not enough."""
+        last: int | None = None
+        while self._relays is not None and self._lent not in (None, last):
+            last = self._lent
+            self._relays.take_back(last)
 
     def on_passed(self, data: bytes) -> None:
         """Of `Lends`."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdlink_proxy.relaying import Relays
+from pdlink_proxy.request import Request
 from tests.proxy.fakes import END, FakeWorker, Proxy, event, proxy_of, tokens_of, until
 from tests.proxy.test_client_answer import connected, request
 
@@ -79,6 +80,23 @@ async def test_a_stream_in_random_chunks_is_the_same_for_its_client(prefill: Fak
             async with proxy.post(prompt="hello", stream=True) as response:
                 got = await response.read()
             assert tokens_of(got) == b"".join(map(event, decode.tokens)) + END
+
+
+@pytest.mark.parametrize(("returns", "asked"), [({1: 2, 2: 3, 3: None}, [1, 2, 3]), ({1: 1}, [1])])
+def test_a_stream_that_is_lent_again_by_what_returns_is_taken_back_again(
+    returns: dict[int, int | None], asked: list[int]
+) -> None:
+    """returns: by key, whose key the request has then: one of closed relays stays."""
+    made, told = object.__new__(Request), []
+
+    class Returning:
+        def take_back(self, key: int) -> None:
+            told.append(key)
+            made._lent = returns[key]
+
+    made._relays, made._lent = Returning(), 1  # type: ignore[assignment]
+    made._take_back()
+    assert told == asked
 
 
 async def test_the_worker_of_a_lent_stream_hears_that_the_client_left(
