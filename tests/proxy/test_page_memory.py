@@ -39,6 +39,7 @@ class Told:
             reports=known.get("reports", {}),  # type: ignore[arg-type]
             problems=known.get("problems", {}),  # type: ignore[arg-type]
             misfits=known.get("misfits", ()),  # type: ignore[arg-type]
+            labels=known.get("labels", {"prefill-0", "decode-0"}),  # type: ignore[arg-type]
         )
 
     @property
@@ -85,6 +86,21 @@ def test_a_worker_that_was_away_is_told_with_how_long_and_why() -> None:
     told.memory.worker_changed(told.now_s + 6, "decode-0", "ok", "")
     told.step()
     assert told.texts == ["decode-0 was away for 16 s: connection refused"]
+
+
+def test_a_worker_that_is_not_listed_any_more_is_away_no_longer() -> None:
+    told = Told()
+    told.memory.worker_changed(told.now_s, "decode-0", "unreachable", "connection refused")
+    for _ in range(3):
+        told.step(labels={"prefill-0"})
+    assert told.texts == ["decode-0 was away for 10 s: connection refused"]
+
+
+def test_what_goes_on_stays_one_happening_when_another_one_has_ended() -> None:
+    told = Told()
+    for number in range(10):
+        told.step(*[record(told.now_s + 5, "failed")] * (number == 1), problems={"disk of decode-0": "it is full"})
+    assert told.texts == ["1 request failed (failed)", "disk of decode-0 keeps nothing: it is full"]
 
 
 def test_what_goes_on_is_one_happening_and_what_comes_again_is_another() -> None:

@@ -16,7 +16,7 @@ from pdlink.api import kv_path
 from .view import quantile_ms, why_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence, Set
 
     from ..records import RequestRecord
     from .reports import Report
@@ -65,7 +65,7 @@ class Happening(msgspec.Struct):
     """Requests that it was about."""
     detail: str = ""
     over: bool = False
-    """Of a worker that was away: it is back."""
+    """Of a worker that was away: it is back, or is not listed any more."""
 
     @property
     def level(self) -> str:
@@ -127,11 +127,13 @@ class PageMemory:
         reports: Mapping[str, Report],
         problems: Mapping[str, str],
         misfits: Iterable[tuple[str, str]],
+        labels: Set[str],
     ) -> None:
         """A step ends.
 
         records: oldest first, at least the newest ones of it. num_ended: requests since the start, which may be more.
         problems: by place of a tier, why it keeps nothing. misfits: names of two workers, and what differs.
+        labels: of the workers that are listed.
         """
         took_s = now_s - self._last_s if self._last_s else STEP_S
         since = [record for record in records if self._last_s < record.at_s <= now_s] if self._last_s else []
@@ -154,8 +156,10 @@ class PageMemory:
             )
         )
         self._last_s, self._num_ended = now_s, num_ended
-        for away in self._away.values():
-            away.until_s = now_s
+        for label, away in list(self._away.items()):
+            away.until_s, away.over = now_s, label not in labels
+            if away.over:
+                del self._away[label]
         self._note_requests(now_s, since, failed)
         for place, why in problems.items():
             self._note(now_s, "tier", place, detail=why)
@@ -187,9 +191,7 @@ class PageMemory:
 
     def _note(self, now_s: float, kind: str, what: str, count: int = 0, detail: str = "") -> None:
         for each in reversed(self.happenings):
-            if each.until_s < now_s - _SAME_S:
-                break
-            if (each.kind, each.what) == (kind, what):
+            if (each.kind, each.what) == (kind, what) and each.until_s >= now_s - _SAME_S:
                 each.until_s, each.count = now_s, each.count + count
                 return
         self.happenings.append(Happening(now_s, now_s, kind, what, count, detail[:MAX_CHARS]))

@@ -128,4 +128,5 @@ async def remember(services: Services) -> None:
                 reports,
                 {f"{place} of {label}": why for label, health in healths for place, why in health.problems.items()},
                 [(f"{pair['prefill']} and {pair['decode']}", f"{pair['factor']} differs") for pair in refused],
+                {worker.label for worker in pools.all},
             )
