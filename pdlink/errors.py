@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from pdlink.reasons import Code, Reason
 
-_CREDENTIALS = re.compile(r"(?<=://)[^\s/@'\"]+@")
+_CREDENTIALS = re.compile(r"(?<=://)[^\s/'\"]+@")
 
 
 def without_credentials(text: str) -> str:
