@@ -133,15 +133,18 @@ class Wire:
             self._line()
             part = into[begin : begin + PART_NBYTES]
             while part:
-                part = part[self._socket.recv_into(part) :]
+                if not (num := self._socket.recv_into(part)):
+                    raise OSError("the server has ended")
+                part = part[num:]
             self._line()
 
     def close(self) -> None:
         self._socket.close()
 
     def _line(self) -> None:
-        while self._socket.recv(1) != b"\n":
-            pass
+        while (byte := self._socket.recv(1)) != b"\n":
+            if not byte:
+                raise OSError("the server has ended")
 
 
 def _bulk(value: bytes) -> bytes:
