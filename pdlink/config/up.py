@@ -30,8 +30,7 @@ class UpConfig(Section):
     `sglang` says."""
     model: str | None = None
     """Local directory or hub id of the model of every worker, in place of `prefill.model.path` and
-    `decode.model.path`, or of `vllm.model` or `sglang.model`. None: a small one
-    comes with pdlink."""
+    `decode.model.path`, or of `vllm.model` or `sglang.model`. None: a small one comes with pdlink."""
     vllm: VllmConfig = VllmConfig()
     """vLLM's servers."""
     sglang: SglangServersConfig = SglangServersConfig()

@@ -205,7 +205,7 @@ def speed_of(probe: Mapping[str, Any]) -> float | None:
 
 
 def slow_pairs(probes: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Indices of workers that moved KV much slower than the median of all. One transfer may be slow because the host
+    """Indices of pairs that moved KV much slower than the median of all. One transfer may be slow because the host
     was busy: measure these again before they are told of."""
     speeds = _speeds(probes)
     if len(speeds) < 2:

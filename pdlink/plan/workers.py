@@ -95,7 +95,7 @@ class Decode:
         self.line: deque[SimulatedRequest] = deque()
         """Requests that wait for blocks or a slot."""
         self.load = self.requests = self.held = self.slots = 0
-        """load: tokens of prompts and answers. held: the share that has blocks, which take so many slots."""
+        """load: tokens of prompts and answers. held: of requests with blocks, which take so many slots."""
         self.running: list[tuple[int, int, SimulatedRequest]] = []
         """A heap, by the step after which a sequence ends."""
         self.tokens = 0

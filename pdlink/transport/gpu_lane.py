@@ -226,10 +226,10 @@ class GpuLane(ABC, Generic[AnyPeer]):
         return not self._is_busy() and not any(peer.unfinished for peer in self._peers.values())
 
     def _on_end(self) -> None:
-        """The thread has ended."""
+        """The thread has been joined. Without the lock."""
 
     def _on_death(self) -> None:
-        """The thread has died: nobody may wait for it any more."""
+        """The thread ends, or has died: nobody may wait for it any more. With the lock held."""
 
     def _run(self) -> None:
         try:
