@@ -97,7 +97,7 @@ class Server:
         )
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
-            kv_transfer_config=SimpleNamespace(engine_id=name),
+            kv_transfer_config=SimpleNamespace(engine_id=name, kv_load_failure_policy="fail"),
             model_config=model,
             cache_config=SimpleNamespace(cache_dtype="auto"),
             compilation_config=SimpleNamespace(static_forward_context={}),

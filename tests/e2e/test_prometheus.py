@@ -155,7 +155,7 @@ def test_every_panel_answers_and_every_rule_is_evaluated(tmp_path: Path) -> None
                 "all rules are evaluated",
                 ANSWER_S,
             )
-            assert len(rules) == 18
+            assert len(rules) == 19
         total = 'sum(pdlink_proxy_requests_total{outcome="ok"})'
         until(lambda: prometheus.values(total) == [float(len(ids))], "the last request is scraped", ANSWER_S)
         assert prometheus.values("sum(up)") == [5.0]

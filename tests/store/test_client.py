@@ -758,7 +758,7 @@ def test_a_path_is_one_stores_and_no_other_users(tmp_path: Path) -> None:
     with served(tmp_path):
         pass
     (tmp_path / "socket").chmod(0o755)
-    with pytest.raises(ConfigError, match="listen: .*mode 0700"):
+    with pytest.raises(ConfigError, match="socket: .*mode 0700"):
         Listener(store, tmp_path / "socket" / "store").open()
     for path in ("relative", "/" + "x" * 200):
         with pytest.raises(ConfigError, match="tiers.store: .*expected an absolute path of 107 bytes"):
