@@ -100,7 +100,10 @@ def test_what_goes_on_stays_one_happening_when_another_one_has_ended() -> None:
     told = Told()
     for number in range(10):
         told.step(*[record(told.now_s + 5, "failed")] * (number == 1), problems={"disk of decode-0": "it is full"})
-    assert told.texts == ["1 request failed (failed)", "disk of decode-0 keeps nothing: it is full"]
+    assert told.texts == [
+        "1 request failed (failed)",
+        "disk of decode-0 keeps less than its settings say: it is full",
+    ]
 
 
 def test_what_goes_on_is_one_happening_and_what_comes_again_is_another() -> None:
@@ -132,7 +135,7 @@ def test_failures_moved_requests_tiers_and_misfits_are_told(outcome: str) -> Non
     assert sorted(told.texts) == [
         "1 request failed (" + outcome + ")",
         "1 request went on at another worker",
-        "disk of decode-0 keeps nothing: no space left",
+        "disk of decode-0 keeps less than its settings say: no space left",
         "prefill-0 and decode-1 do not fit together: dtype differs",
     ]
     levels = {each["text"]: each["level"] for each in told.memory.said(told.now_s)["happened"]}

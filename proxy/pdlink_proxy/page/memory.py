@@ -90,7 +90,7 @@ class Happening(msgspec.Struct):
             case "failed":
                 return f"{requests} failed ({self.what})"
             case "tier":
-                return f"{self.what} keeps nothing{more}"
+                return f"{self.what} keeps less than its settings say{more}"
             case _:
                 return f"{self.what} do not fit together{more}"
 
@@ -132,7 +132,8 @@ class PageMemory:
         """A step ends.
 
         records: oldest first, at least the newest ones of it. num_ended: requests since the start, which may be more.
-        problems: by place of a tier, why it keeps nothing. misfits: names of two workers, and what differs.
+        problems: by place of a tier, why it keeps less than its settings say. misfits: names of two workers, and what
+        differs.
         labels: of the workers that are listed.
         """
         took_s = now_s - self._last_s if self._last_s else STEP_S
