@@ -347,33 +347,25 @@ class Source:
     ) -> bool:
         marks: list[CudaEvent | None] = [after, *[None] * (num_layers - 1)]  # they are in one stream
         try:
-            plan = self.planned(make_plan)
-            copies = [self.begin(plan, layer, loading=loading, after=marks[layer]) for layer in range(len(marks))]
+            plan = self._planned(make_plan)
+            copies = [self._begin(plan, layer, loading=loading, after=marks[layer]) for layer in range(len(marks))]
             errors = [self.wait(copy) for copy in copies]
         except BaseException:
             self.quiet()  # others may be under way
             raise
         return not any(errors)
 
-    def planned(self, plan: Callable[[], _T]) -> _T:
+    def _planned(self, plan: Callable[[], _T]) -> _T:
         """What `plan` returns, called by the copier's thread, which pins the arena."""
         return self.copier.submit(plan).result()
 
-    def begin(
-        self,
-        plan: AnyPlan,
-        layer: int,
-        *,
-        loading: bool,
-        after: CudaEvent | None,
-        begun: Callable[[PageCopy], None] | None = None,
-    ) -> Future[str]:
-        """`move` a layer: "" when it is over, or why it is not copied. begun: told in any thread."""
+    def _begin(self, plan: AnyPlan, layer: int, *, loading: bool, after: CudaEvent | None) -> Future[str]:
+        """`move` a layer: "" when it is over, or why it is not copied."""
         over: Future[str] = Future()
 
         def move() -> None:
             try:
-                self.move(plan, layer, loading=loading, after=after, then=over.set_result, begun=begun)
+                self.move(plan, layer, loading=loading, after=after, then=over.set_result)
             except Exception as error:  # noqa: BLE001 - raised where the future is read
                 over.set_exception(error)
 
