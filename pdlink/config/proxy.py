@@ -185,7 +185,8 @@ class ProxyConfig(Section):
     """Seconds between two lines of the log that sum up requests; none is written while nothing
     happens. 0 writes none."""
     page: bool = True
-    """Serve a page for people at /pdlink/, and its data. Workers are asked for more only while somebody looks."""
+    """Serve a page for people at /pdlink/, and its data. Up to 64 workers are asked for more every 10 s; of a larger
+    fleet nobody is while nobody looks."""
     drain_s: Seconds = 10.0
     """How long a proxy that was told to stop lets running requests finish."""
 

@@ -1,4 +1,4 @@
-"""What workers say of themselves at GET /pdlink/state, asked only while somebody looks."""
+"""What workers say of themselves at GET /pdlink/state, asked while somebody looks, and for the memory of the page."""
 
 from __future__ import annotations
 
