@@ -116,9 +116,9 @@ _FURTHER = frozenset(name for name in vars(PlacementRequest) if not name.startsw
 
 
 def _text_keys(parent: bytes, prompt: bytes) -> list[bytes]:
-    """Each the hash of all before it. Nobody but proxies compares them, so the hash is a quick one: XXH3 takes 2 us
-    for 16 KB, keyed BLAKE3 18. Who looks for equal keys of unequal texts gets one of his own prompts sent where it
-    has no KV."""
+    """Each the hash of all before it: the same in every router, so without a secret. A quick one: XXH3 takes 2 us for
+    16 KB, keyed BLAKE3 18. Unequal texts of equal keys, which a stranger may look for, send a prompt where it has no
+    KV, or count its tokens wrongly; no answer depends on them."""
     hashed, text, found = xxh3_128(parent), memoryview(prompt), []
     add, digest = hashed.update, hashed.digest
     for at in range(0, len(text) - _KEY_NBYTES + 1, _KEY_NBYTES):

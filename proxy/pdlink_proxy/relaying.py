@@ -47,6 +47,7 @@ class Relays:
         if self._native is not None:
             self._loop.remove_reader(self._native.fd)
             self._lent.clear()
+            self._reports.clear()
             self._native = None
 
     def __len__(self) -> int:
@@ -85,10 +86,12 @@ class Relays:
     def _tell(self, report: Report) -> None:
         key, passed, over, unsent, unread = report
         lends = self._lent.pop(key) if over else self._lent[key]
-        if passed:
-            lends.on_passed(passed)
-        if over:
-            lends.on_returned(unsent, unread)
+        try:
+            if passed:
+                lends.on_passed(passed)
+        finally:
+            if over:  # also if that raised: or its connection would wait for ever
+                lends.on_returned(unsent, unread)
 
 
 def opened_relays() -> Relays | None:

@@ -168,3 +168,14 @@ def test_the_sentence_ends_with_the_worst_of_what_happened() -> None:
         " In the last 15 minutes: 1 request failed (failed); 1 request recomputed on decode: peer_lost and 1 more."
     )
     assert before([]) == ""
+
+
+def test_a_worker_that_says_nothing_once_loses_nothing_of_the_charts() -> None:
+    def said(nbytes: float) -> dict[str, Report]:
+        return {"http://a": Report("a", totals={"transfer_bytes": {"mapped": nbytes}})}
+
+    told = Told()
+    told.step(reports=said(1e9))
+    told.step(reports={})
+    told.step(reports=said(3e9))
+    assert told.memory.steps[-1].kv_bytes_per_s == 2e8

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -97,6 +99,28 @@ def test_a_stream_that_is_lent_again_by_what_returns_is_taken_back_again(
     made._relays, made._lent = Returning(), 1  # type: ignore[assignment]
     made._take_back()
     assert told == asked
+
+
+async def test_a_stream_returns_although_our_own_code_fails_at_what_passed() -> None:
+    told: list[str] = []
+
+    class Failing:
+        def on_passed(self, data: bytes) -> None:
+            raise RuntimeError("of our own")
+
+        def on_returned(self, unsent: bytes, unread: bytes) -> None:
+            told.append("returned")
+
+    fd = os.eventfd(0)
+    native: Any = SimpleNamespace(fd=fd, reports=lambda: [(1, b"data: 1\n\n", True, b"", b"")])
+    native.lend = lambda *_: (1, b"")
+    relays = Relays(native)
+    relays.lend(5, 6, b"", 0, Failing())
+    with pytest.raises(RuntimeError):
+        relays._turn()
+    relays.close()
+    os.close(fd)
+    assert told == ["returned"]
 
 
 async def test_the_worker_of_a_lent_stream_hears_that_the_client_left(

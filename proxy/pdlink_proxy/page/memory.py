@@ -108,6 +108,8 @@ class PageMemory:
         self._num_ended = 0
         self._totals: dict[str, Mapping[str, Mapping[str, float]]] = {}
         """By URL, those of the last step: a worker that came or restarted since adds nothing."""
+        self._late: frozenset[str] = frozenset()
+        """Who said nothing in the last step: of them `_totals` has those of the step before."""
 
     def worker_changed(self, now_s: float, label: str, state: str, reason: str) -> None:
         """A worker came or went. Its first coming is no news."""
@@ -208,7 +210,8 @@ class PageMemory:
             moved = _grown(report.totals, before, "transfer_bytes")
             nbytes = (nbytes or 0.0) + sum(moved.values())
             sources.update(_grown(report.totals, before, "prompt_tokens"))
-        self._totals = {url: report.totals for url, report in reports.items()}
+        late = {url: totals for url, totals in self._totals.items() if url not in reports and url not in self._late}
+        self._late, self._totals = frozenset(late), late | {url: report.totals for url, report in reports.items()}
         rates = {source: tokens / took_s for source, tokens in sources.items() if tokens}
         return None if nbytes is None else nbytes / took_s, rates
 
