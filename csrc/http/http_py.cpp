@@ -25,7 +25,7 @@ nb::bytes bytes_of(std::string_view text) { return nb::bytes(text.data(), text.s
 
 std::string_view part(const nb::bytes& data, std::size_t start, std::size_t end) {
     const std::string_view all = view(data);
-    if (start > end || end > all.size()) throw std::out_of_range("start, end: limit the bytes that are there");
+    if (start > end || end > all.size()) throw std::out_of_range("start, end: expected a range of the bytes");
     return all.substr(start, end - start);
 }
 

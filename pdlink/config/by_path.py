@@ -8,8 +8,8 @@ from typing import Any
 from pdlink.errors import ConfigError
 
 
-def make_by_path(setting: str, path: str, limit: str, *arguments: object) -> Any:
-    """What the callable at `path` returns for these arguments. limit: what `setting` takes, for the error.
+def make_by_path(setting: str, path: str, takes: str, *arguments: object) -> Any:
+    """What the callable at `path` returns for these arguments. takes: what `setting` does, for the error.
 
     Raises ConfigError if there is no such callable, or it does not take the arguments.
     """
@@ -18,5 +18,5 @@ def make_by_path(setting: str, path: str, limit: str, *arguments: object) -> Any
         return getattr(importlib.import_module(module), name)(*arguments)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{setting}: got {path!r}, which cannot be made ({error}); {limit}; put its module on PYTHONPATH"
+            f"{setting}: got {path!r}, which cannot be made ({error}); {takes}; put its module on PYTHONPATH"
         ) from error

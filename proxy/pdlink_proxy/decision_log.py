@@ -94,13 +94,22 @@ def logged_attempt(placed: Decision, transfer_id: str, ends: Mapping[str, str]) 
     """placed: its decision. ends: by leg."""
 
     def leg(name: str, label: str, load: float | None, cached_tokens: int = 0) -> LoggedLeg:
-        return LoggedLeg(label, ends.get(name, "not begun"), load, cached_tokens, placed.considered.get(name))
+        considered = placed.considered.get(name)
+        end = ends.get(name, "not begun")
+        return LoggedLeg(worker=label, end=end, load=load, cached_tokens=cached_tokens, considered=considered)
 
     decode = leg("decode", placed.decode or "", placed.decode_load)
     prefill = None
     if placed.prefill is not None:
         prefill = leg("prefill", placed.prefill, placed.prefill_load, placed.cached_tokens)
-    return LoggedAttempt(placed.why, transfer_id, placed.waited_s, decode, prefill, placed.reason)
+    return LoggedAttempt(
+        why=placed.why,
+        transfer_id=transfer_id,
+        after_s=placed.waited_s,
+        decode=decode,
+        prefill=prefill,
+        reason=placed.reason,
+    )
 
 
 def hash_ids(keys: Iterable[Hashable]) -> list[int]:

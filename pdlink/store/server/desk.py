@@ -49,13 +49,20 @@ class Desk:
     """For one thread, but for messages that `may_wait`: they touch nothing of it."""
 
     def __init__(
-        self, store: Store, holder: str, tell: Callable[[wire.Reply], None], *, publishes: bool = False
+        self,
+        store: Store,
+        holder: str,
+        tell: Callable[[wire.Reply], None],
+        in_line: Callable[[Callable[[], None]], None] = lambda job: job(),
+        *,
+        publishes: bool = False,
     ) -> None:
-        """holder: unique among clients. tell: takes the answers, in any thread, also when nobody hears them.
+        """holder: unique among clients. tell: takes the answers, in any thread, also when nobody hears them. in_line:
+        does something behind the answers that are told already.
 
         publishes: whether listeners of the store want to know what keys are the hashes of.
         """
-        self.holder, self.tell, self._publishes = holder, tell, publishes
+        self.holder, self.tell, self.in_line, self._publishes = holder, tell, in_line, publishes
         self._store = store
         self._writing: dict[int, tuple[Slot, RecordShape]] = {}
         """By serial."""
@@ -162,7 +169,7 @@ class Desk:
         if not fetch.done.done():
             coming = _Coming(self, message.call, fetch)
             coming.tell()
-            fetch.when_more(coming.tell)
+            fetch.when_more(coming.more)
         fetch.done.add_done_callback(partial(self._fetched, message.call, fetch))
 
     def _fetched(self, call: int, fetch: AnyFetch, done: Future[tuple[Slot, ...]]) -> None:
@@ -258,10 +265,19 @@ class _Coming:
     def __init__(self, desk: Desk, call: int, fetch: AnyFetch) -> None:
         self._desk, self._call, self._fetch = desk, call, fetch
         self._lock = threading.Lock()
-        self._num_told = 0
+        self._num_told, self._waits = 0, False
+
+    def more(self) -> None:
+        """Tell it in line, once for all that has come by then: a client that does not read must not fill the line."""
+        with self._lock:
+            if self._waits:
+                return
+            self._waits = True
+        self._desk.in_line(self.tell)
 
     def tell(self) -> None:
         with self._lock:  # each chunk once; `Fetched` may overtake
+            self._waits = False
             first = self._num_told
             further = self._fetch.leading(first)
             self._num_told += len(further)

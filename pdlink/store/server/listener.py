@@ -26,6 +26,7 @@ from pdlink.store.server.desk import Desk
 from pdlink.store.socket_path import listen, peer_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from pdlink.store.store import Store
@@ -155,7 +156,7 @@ class Listener:
             client = self._clients.get(hello.client)
             if client is None:
                 holder = f"{hello.name}-{hello.client.hex()[:8]}"
-                desk = Desk(self._store, holder, session.tell, publishes=bool(self.events))
+                desk = Desk(self._store, holder, session.tell, session.in_line, publishes=bool(self.events))
                 client = _Client(hello.client, hello.name, pid, os.pidfd_open(pid), desk, time.monotonic(), session)
                 self._clients[hello.client] = client
                 return client
@@ -202,8 +203,13 @@ class _Session(threading.Thread):
         """Send it; in line, if another thread says it, which a client that does not read must not keep waiting."""
         if threading.get_ident() == self.ident:
             self._send(wire.frame(reply))
-        elif len(self._sender) < _MAX_BACKLOG:
-            self._sender.put(partial(self._send, wire.frame(reply)))
+        else:
+            self.in_line(partial(self._send, wire.frame(reply)))
+
+    def in_line(self, job: Callable[[], None]) -> None:
+        """Do it in the thread that tells, behind what it has to send."""
+        if len(self._sender) < _MAX_BACKLOG:
+            self._sender.put(job)
         else:
             self._disconnect()
 
