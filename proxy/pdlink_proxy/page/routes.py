@@ -15,6 +15,7 @@ from aiohttp import web
 from pdlink.events import Event, PeerChanged, listen
 
 from ..steps import Leg
+from ..worker import State
 from .memory import STEP_S
 from .view import view
 
@@ -107,7 +108,9 @@ async def remember(services: Services) -> None:
     def heard(event: Event) -> None:
         if isinstance(event, PeerChanged):
             for worker in pools.all:
-                if worker.id == event.peer:
+                # One of both sides has a label on each; who is restarted on purpose is not missed.
+                quiet = worker.state is not State.OK and time.monotonic() < worker.quiet_until_s
+                if worker.id == event.peer and worker.state.value == event.state and not quiet:
                     memory.worker_changed(time.time(), worker.label, event.state, event.reason)
                     break
 
