@@ -10,9 +10,11 @@ first turn. A turn counts only if each answer has all its tokens and each reques
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -33,6 +35,7 @@ from . import harness
 from .harness import BenchReport, TextTable, in_turns
 from .measure import Measured, spread, version_of
 from .proxy_stub import CHUNKS, DIALECTS, MODEL, WORD
+from .workers import PR_SET_PDEATHSIG
 
 if TYPE_CHECKING:
     import argparse
@@ -237,7 +240,10 @@ class BenchProcess:
     ) -> None:
         """stdout: read by the caller, or a talkative process waits for ever."""
 
+        libc = ctypes.CDLL(None)
+
         def pin() -> None:
+            libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))  # a benchmark that is killed leaves no router behind
             if core is not None:
                 os.sched_setaffinity(0, {core})
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EXPECTED_ERRORS = (PdlinkError, OSError, ValueError, RuntimeError, MemoryError, ImportError)
 """Reported to the parent as the answer. Anything else is a mistake of ours and ends the worker with a traceback."""
 
-_PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1
 """linux/prctl.h"""
 
 
@@ -134,7 +134,7 @@ def _serve(pipe: connection.Connection[Any, Any], make_role: Callable[..., Role]
     """The worker's main loop: ends when the parent hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent closes the pipe
     # A suspended process cannot see that the pipe is closed: the kernel ends it when the parent is killed.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     role: Role | None = None
     try:
         while True:
