@@ -82,7 +82,7 @@ class About:
         if not self._services.entry.may_look(request):
             return _json(http_status, {"status": status})
         beside = await self._services.beside()
-        running = self._services.num_running + sum(each.running for each in beside.values())
+        running, _ = self._services.num_doing(beside)
         body: dict[str, Any] = {"status": status, "reason": reason, "active_requests": running}
         for side in Leg:
             body[side.value] = self._services.described(side, beside)

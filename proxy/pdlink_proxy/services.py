@@ -202,6 +202,11 @@ class Services:
         found = await self.siblings.ask_all("doing", records)
         return {number: msgspec.convert(each, Doing) for number, each in found.items()}
 
+    def num_doing(self, beside: Mapping[int, Doing]) -> tuple[int, int]:
+        """How many requests run, and wait, in all processes."""
+        running = self.num_running + sum(each.running for each in beside.values())
+        return running, self.num_queued + sum(each.queued for each in beside.values())
+
     def recorded(self, beside: Mapping[int, Doing]) -> Sequence[RequestRecord]:
         """The last requests of all processes, oldest first. beside: with records."""
         if not beside:

@@ -13,7 +13,8 @@ import msgspec
 
 from pdlink.api import kv_path
 
-from .view import quantile_ms, why_of
+from ..worker import State
+from .view import many, quantile_ms, why_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence, Set
@@ -29,7 +30,8 @@ _SAME_S = 3 * STEP_S
 """What goes on is one happening as long as it is seen again within this time."""
 _CHOSEN = frozenset({"short_prompt", "cached_prompt", "decode_idle", "prompt_only_decode", "no_pair", "plain_sooner"})
 """Reasons for which the proxy lets decode compute a prompt because that is better."""
-_AWAY = frozenset({"unreachable", "failed", "refuses our key", "wrong role", "invalid"})
+_LOST = (State.UNREACHABLE, State.FAILED, State.BARRED, State.WRONG_ROLE, State.INVALID)
+_AWAY = frozenset(state.value for state in _LOST)
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -77,7 +79,7 @@ class Happening(msgspec.Struct):
     @property
     def text(self) -> str:
         """A sentence without its time."""
-        requests = f"{self.count} request{'' if self.count == 1 else 's'}"
+        requests = many(self.count, "request")
         more = f": {self.detail}" if self.detail else ""
         match self.kind:
             case "away":
@@ -116,7 +118,7 @@ class PageMemory:
         if state in _AWAY and label not in self._away:
             self._away[label] = away = Happening(now_s, now_s, "away", label, detail=reason[:MAX_CHARS])
             self.happenings.append(away)
-        elif state == "ok" and (left := self._away.pop(label, None)) is not None:
+        elif state == State.OK.value and (left := self._away.pop(label, None)) is not None:
             left.until_s, left.over = now_s, True
 
     def step(

@@ -80,7 +80,7 @@ async def state_of(services: Services) -> dict[str, object]:
     status, reason = services.standing()
     reports = await services.reports.now()
     pools, beside = services.pools, await services.beside(records=True)
-    now_s = time.time()
+    now_s, (running, queued) = time.time(), services.num_doing(beside)
     remembered = services.memory.said(now_s)
     shown = view(
         now_s=now_s,
@@ -91,8 +91,8 @@ async def state_of(services: Services) -> dict[str, object]:
         records=services.recorded(beside),
         reports=reports,
         reported_s=services.reports.at_s,
-        running=services.num_running + sum(each.running for each in beside.values()),
-        queued=services.num_queued + sum(each.queued for each in beside.values()),
+        running=running,
+        queued=queued,
         happened=remembered["happened"],
     )
     shown |= remembered
@@ -126,8 +126,7 @@ async def remember(services: Services) -> None:
                 time.time(),
                 services.recorded(beside),
                 services.records.num_ended + sum(each.num_ended for each in beside.values()),
-                services.num_running + sum(each.running for each in beside.values()),
-                services.num_queued + sum(each.queued for each in beside.values()),
+                *services.num_doing(beside),
                 reports,
                 {f"{place} of {label}": why for label, health in healths for place, why in health.problems.items()},
                 [(f"{pair['prefill']} and {pair['decode']}", f"{pair['factor']} differs") for pair in refused],

@@ -93,13 +93,13 @@ def verdict(
     failed = [record for record in recent if record.outcome in ("failed", "broken")]
     if failed:
         share = len(failed) / len(recent)
-        text = f"{share:.0%} of {_many(len(recent), 'request')} failed; see Failures and fallbacks, and "
+        text = f"{share:.0%} of {many(len(recent), 'request')} failed; see Failures and fallbacks, and "
         text += "ask `pdlink explain ID`."
         return "bad", text
     if refused_pairs:
         pair = refused_pairs[0]
         return "warn", (
-            f"Workers that do not fit together: {_many(len(refused_pairs), 'pair')}, first {pair['prefill']} and "
+            f"Workers that do not fit together: {many(len(refused_pairs), 'pair')}, first {pair['prefill']} and "
             f"{pair['decode']}: {pair['factor']} differs. Answers are right, but decode computes prompts; start "
             "both alike."
         )
@@ -109,7 +109,7 @@ def verdict(
     if away:
         worker = away[0]
         return "warn", (
-            f"{len(away)} of {_many(len(workers), 'worker')} {'is' if len(away) == 1 else 'are'} away, "
+            f"{len(away)} of {many(len(workers), 'worker')} {'is' if len(away) == 1 else 'are'} away, "
             f"{'first ' if len(away) > 1 else ''}{worker['label']}: {worker['reason'] or worker['state']}."
         )
     if not recent:
@@ -120,7 +120,7 @@ def verdict(
             0
         ]
         return "warn", (
-            f"{recomputed / len(recent):.0%} of {_many(len(recent), 'request')} computed their prompt on decode, "
+            f"{recomputed / len(recent):.0%} of {many(len(recent), 'request')} computed their prompt on decode, "
             f"most of them for {why}. Answers are right, but prefill gains nothing there."
         )
     if _waits_for_the_link(summary):
@@ -128,7 +128,7 @@ def verdict(
             f"Requests wait for the link: {summary['exposed_share']:.0%} of the time in which KV moves comes after "
             f"prefill ({summary['exposed_ms']:.1f} ms a transfer). Look at the lanes in Pairs."
         )
-    what = _many(len(recent), "request")
+    what = many(len(recent), "request")
     return "ok", f"All is well: {what} in five minutes, KV of {_percent(summary)} was transferred."
 
 
@@ -141,7 +141,7 @@ def before(happened: Sequence[Mapping[str, Any]]) -> str:
     return f" In the last 15 minutes: {'; '.join(each['text'] for each in told[:_TOLD])}{more}."
 
 
-def _many(number: int, what: str) -> str:
+def many(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
