@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+from itertools import dropwhile
 from typing import TYPE_CHECKING
 
 import pytest
@@ -45,13 +46,22 @@ def all_reported(writer: Side, tickets: list[int]) -> list[str]:
     return statuses
 
 
+def assert_cut_off(statuses: list[str]) -> None:
+    """The last batch was cut off, and none after the first that was.
+
+    Not all: a slow tester may close after the first batches have ended.
+    """
+    assert statuses[-1] != "ok", statuses
+    assert "ok" not in dropwhile("ok".__eq__, statuses), statuses
+
+
 def test_nothing_changes_after_the_owner_closed_the_writer(busy_pair: tuple[Side, Side, list[int]]) -> None:
     """nixl#2067: cancelled was not quiesced."""
     writer, owner, tickets = busy_pair
     owner.close_peer("writer")
     owner.wait_closed("writer")
     at_the_end = owner.snapshot()
-    assert "ok" not in all_reported(writer, tickets)
+    assert_cut_off(all_reported(writer, tickets))
     writer.wait_failed("owner")
     writer.close_peer("owner")
     writer.wait_closed("owner")
@@ -63,7 +73,7 @@ def test_nothing_changes_after_the_writer_closed_the_owner(busy_pair: tuple[Side
     writer.close_peer("owner")
     writer.wait_closed("owner")
     at_the_end = owner.snapshot()
-    assert "ok" not in all_reported(writer, tickets)
+    assert_cut_off(all_reported(writer, tickets))
     with pytest.raises(TransportFailure):
         writer.submit_block("owner", 0, 100)
     owner.close_peer("writer")
@@ -102,9 +112,9 @@ def test_a_deadline_that_was_met_does_not_count_any_more(make_side: Callable[[],
 
 
 def test_a_long_batch_to_one_peer_does_not_hold_up_another(busy_pair: tuple[Side, Side, list[int]]) -> None:
-    """The small batch is there before the long one, which was submitted first."""
+    """The small batch is there before the last of the long ones, which were submitted first."""
     writer, owner, tickets = busy_pair
     join(writer, owner, "writer#2", "owner#2")
     small = writer.submit_block("owner#2", 0, 100)
     assert writer.wait_batch(small) == "ok"
-    assert not writer.done(tickets[0])
+    assert not writer.done(tickets[-1])
