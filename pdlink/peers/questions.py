@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import replace
@@ -34,6 +35,11 @@ log = logging.getLogger(__name__)
 
 _TURN_S = 0.005
 """For which a turn reads frames, then commands get theirs."""
+_AGAIN_S = 0.001
+"""After which a connection that had no room is tried again."""
+_MAX_WAITING = 256
+"""Frames that wait for room on one connection. Own ones are as many as threads of tiers; the answers to a peer that
+asks and does not read take 1 MiB."""
 
 
 class Questions:
@@ -52,6 +58,8 @@ class Questions:
         """Of dialed connections, by address."""
         self._pending: dict[int, tuple[str, Future[PeerAnswer]]] = {}
         """Route and answer of each question under way."""
+        self._waiting: dict[str, deque[bytes]] = {}
+        """By route: frames that its connection had no room for, in order."""
 
     def open(self, host: str, port: int, credentials: Credentials | None) -> int:
         """Listen, and start the thread; returns the port. Raises ConfigError."""
@@ -98,7 +106,7 @@ class Questions:
         return given
 
     def tell(self, address: str, body: Pull) -> None:
-        """Send it, if the connection takes it."""
+        """Send it. A connection that ends before loses it."""
         self._work.call(partial(self._send, address, body, None))
 
     # --- The thread
@@ -114,7 +122,7 @@ class Questions:
         while not self._closed:
             with self._work.lock:
                 self._work.asleep = not self._work.commands
-                wait_s = LOOK_S if self._work.asleep else 0.0
+                wait_s = (_AGAIN_S if self._waiting else LOOK_S) if self._work.asleep else 0.0
             arrived, ready = self._channel.poll(wait_s)
             self._work.asleep = False
             if self._work.wake_fd in ready:
@@ -130,6 +138,7 @@ class Questions:
                     break
             while self._work.commands:
                 self._work.commands.popleft()[0]()
+            self._send_waiting()
 
     def _end(self) -> None:
         self._closed = True
@@ -137,21 +146,39 @@ class Questions:
             _fail(answer, "this store is closed")
 
     def _send(self, address: str, body: PeerAsk | Pull, answer: Future[PeerAnswer] | None) -> None:
-        problem = "the connection is gone"
+        problem = "the connection is gone, or it does not read"
         try:
             route = self._routes.get(address)
             if route is None:
                 route = self._routes[address] = self._channel.dial(address)
-            if self._channel.send(route, encode(body)):
+            if self._put(route, encode(body)):
                 if isinstance(body, PeerAsk) and answer is not None:
                     self._pending[body.number] = route, answer
                 return
-        except QueueFull:
-            problem = "it does not read"
         except PdlinkError as error:
             problem = str(error)
         if answer is not None:
             _fail(answer, f"{address}: {problem}")
+
+    def _put(self, route: str, frame: bytes) -> bool:
+        """Send it now, or as soon as the connection has room. False if it is gone, or too many wait for it."""
+        waiting = self._waiting.get(route)
+        if waiting is not None:
+            if len(waiting) < _MAX_WAITING:
+                waiting.append(frame)
+            return waiting[-1] is frame
+        try:
+            return self._channel.send(route, frame)
+        except QueueFull:
+            self._waiting[route] = deque((frame,))
+            return True
+
+    def _send_waiting(self) -> None:
+        for route, waiting in list(self._waiting.items()):
+            with suppress(QueueFull):
+                while waiting and self._channel.send(route, waiting[0]):
+                    waiting.popleft()
+                del self._waiting[route]
 
     def _on_frame(self, item: Received) -> None:
         credentials = self._channel.credentials
@@ -168,8 +195,7 @@ class Questions:
     def _on_body(self, route: str, body: Body) -> None:
         match body:
             case PeerAsk():
-                with suppress(QueueFull):  # it asks, and does not read
-                    self._channel.send(route, encode(self._answer(body)))
+                self._put(route, encode(self._answer(body)))
             case Pull():
                 self._pull(body)
             case PeerAnswer(number=number):
@@ -180,6 +206,7 @@ class Questions:
 
     def _on_disconnected(self, item: Disconnected) -> None:
         self._channel.drop(item.route)
+        self._waiting.pop(item.route, None)
         for address in [address for address, route in self._routes.items() if route == item.route]:
             del self._routes[address]
         for route, answer in self._pending.values():

@@ -1,0 +1,61 @@
+"""Questions between two stores in this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from pdlink.peers.messages import MAX_KEYS, PeerAnswer, PeerAsk, Pull
+from pdlink.peers.questions import Questions
+
+WAIT_S = 20.0
+NUM_ASKS, NUM_PULLS = 120, 120
+"""16 MiB of keys: more than the sockets of a connection on loopback take."""
+KEYS = tuple(b"%032d" % number for number in range(MAX_KEYS))
+
+
+class Busy:
+    """A store whose thread does not read until it is let go."""
+
+    def __init__(self) -> None:
+        self.go_on, self.pulled = threading.Event(), threading.Semaphore(0)
+        self.pulls: list[str] = []
+
+    def answer(self, ask: PeerAsk) -> PeerAnswer:
+        assert self.go_on.wait(WAIT_S)
+        return PeerAnswer(ask.number, bytes(len(ask.keys)), 1)
+
+    def pull(self, pull: Pull) -> None:
+        self.pulls.append(pull.transfer_id)
+        self.pulled.release()
+
+
+@pytest.fixture
+def ends() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_all_that_a_busy_store_is_asked_reaches_it_in_order(ends: ExitStack) -> None:
+    busy = Busy()
+    asked = Questions("asked", busy.answer, busy.pull)
+    asks = Questions("asks", busy.answer, busy.pull)
+    for questions in (asked, asks):
+        ends.callback(questions.close)
+    address = f"tcp://127.0.0.1:{asked.open('127.0.0.1', 0, None)}"
+    asks.open("127.0.0.1", 0, None)
+    pool = ends.enter_context(ThreadPoolExecutor(NUM_ASKS))
+    answers = [pool.submit(asks.ask, address, KEYS, WAIT_S) for _ in range(NUM_ASKS)]
+    ends.callback(busy.go_on.set)
+    names = [f"record-{number}" for number in range(NUM_PULLS)]
+    for name in names:
+        asks.tell(address, Pull(KEYS[0], name, 1))
+    busy.go_on.set()
+    assert [len(answer.result(WAIT_S).held) for answer in answers] == [MAX_KEYS] * NUM_ASKS
+    for _ in names:
+        assert busy.pulled.acquire(timeout=WAIT_S), f"{len(busy.pulls)} of {len(names)} pulls came"
+    assert busy.pulls == names
