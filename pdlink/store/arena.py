@@ -122,15 +122,19 @@ class Arena:
                     self._changed.notify_all()
 
     def wants_more(self, used_nbytes: int) -> bool:
-        """Whether less than half a step beyond what is used has memory, and more may be had now."""
-        is_full = min(self.nbytes, used_nbytes + self._step_nbytes // 2) <= self._granted_nbytes
+        """Whether less than half a step below what is needed ahead has memory, and more may be had now."""
+        is_full = min(self.nbytes, self._ahead(used_nbytes) - self._step_nbytes // 2) <= self._granted_nbytes
         return not is_full and self._clock() - self._refused_s > _TRY_AGAIN_S
 
     def run_ahead(self, used_nbytes: int) -> None:
         """Fill what will be needed next, in this thread; a step at most."""
         with self._changed:
-            granted = self._grant(min(used_nbytes, self._granted_nbytes) + self._step_nbytes)
+            granted = self._grant(min(self._ahead(used_nbytes), self._granted_nbytes + self._step_nbytes))
         self.fill(granted)
+
+    def _ahead(self, used_nbytes: int) -> int:
+        """What is to have memory: twice what is used, so that the next prompt as long as all before waits for none."""
+        return used_nbytes + max(used_nbytes, self._step_nbytes)
 
     def _grant(self, end: int) -> int:
         """Whole steps up to the one that `end` lies in, as far as the system has memory for them. Under the lock."""

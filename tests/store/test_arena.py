@@ -97,3 +97,14 @@ def test_memory_runs_ahead_of_what_is_used(arena: Arena) -> None:
     arena.run_ahead(STEP)
     assert arena.committed_nbytes == 2 * STEP
     assert not arena.wants_more(STEP)
+
+
+def test_as_much_again_as_is_used_has_memory_a_step_at_a_time(arena: Arena) -> None:
+    used = 3 * STEP
+    assert arena.commit(used) == used < arena.nbytes
+    steps = 0
+    while arena.wants_more(used):
+        arena.run_ahead(used)
+        steps += 1
+        assert arena.committed_nbytes == min(arena.nbytes, used + steps * STEP)
+    assert arena.committed_nbytes == min(arena.nbytes, 2 * used)
