@@ -133,7 +133,7 @@ class Arena:
         self.fill(granted)
 
     def _ahead(self, used_nbytes: int) -> int:
-        """What is to have memory: twice what is used, so that the next prompt as long as all before waits for none."""
+        """What is to have memory: twice what is used. A next prompt as long as all before it waits for none then."""
         return used_nbytes + max(used_nbytes, self._step_nbytes)
 
     def _grant(self, end: int) -> int:
