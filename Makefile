@@ -61,11 +61,11 @@ sglang: $(SGLANG_STAMP)  ## SGLang with pdlink in an environment of its own, .ve
 test-sglang: $(SGLANG_STAMP)  ## SGLang's own managers, caches and servers in processes of their own; a quarter of an hour
 	PYTHONPATH=tests/sglang_cpu $(SGLANG_BIN)/python -m pytest -m sglang tests/integrations tests/e2e tests/proxy/test_engine_events.py $(PYTEST_ARGS)
 
-ray: $(RAY_STAMP)  ## Ray with pdlink and its built-in engine in an environment of its own, .venv-ray (2 GB)
+ray: $(RAY_STAMP)  ## Ray Serve with pdlink in an environment of its own, .venv-ray (2 GB)
 
 # Ray's own processes and files are ended by the collector, which pytest would report.
-test-ray: $(RAY_STAMP)  ## `pdlink ray up` on a cluster of several nodes on this machine, and what dies there; three minutes
-	$(RAY_BIN)/python -m pytest -o filterwarnings=default -m ray tests/integrations tests/e2e $(PYTEST_ARGS)
+test-ray: $(RAY_STAMP)  ## our backend of Ray Serve LLM against Ray's own classes; a minute
+	$(RAY_BIN)/python -m pytest -o filterwarnings=default -m ray tests/integrations $(PYTEST_ARGS)
 
 test-slurm: $(STAMP)  ## the batch scripts of deploy/slurm with a real Slurm of three nodes; root, and a host for itself
 	$(BIN)/python -m pytest -m slurm tests/e2e $(PYTEST_ARGS)

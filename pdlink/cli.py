@@ -80,14 +80,11 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
     parser.set_defaults(run=lambda _: no_command(parser), lacking="")
     commands = parser.add_subparsers(metavar="COMMAND")
 
-    def add(
-        name: str, text: str, run: Callable[[argparse.Namespace], int | None], flags: Sequence[str], below: Any = None
-    ) -> Parser:
-        """below: the list of another command's actions that it belongs to; else it is a command."""
-        command = (below or commands).add_parser(
+    def add(name: str, text: str, run: Callable[[argparse.Namespace], int | None], flags: Sequence[str]) -> Parser:
+        command = commands.add_parser(
             name,
             help=text,
-            description=DESCRIPTIONS[name if below is None else f"ray {name}"],
+            description=DESCRIPTIONS[name],
             epilog=settings_help(name),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -102,8 +99,7 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
             command.add_argument(flag, dest=FLAGS[flag][0], metavar="VALUE", help=FLAGS[flag][1])
         return command
 
-    of_up = ("--listen", "--model", "--transport")
-    up = add("up", "prefill, decode and proxy on this machine", runs.up, of_up)
+    up = add("up", "prefill, decode and proxy on this machine", runs.up, ("--listen", "--model", "--transport"))
     _add_numbers(up)
     up.add_argument(
         "--store",
@@ -112,14 +108,6 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
         help="one store process that all workers share, instead of one in each",
     )
     up.add_argument("--engine", choices=["builtin", *ENGINES], help="what the workers run (builtin)")
-    ray = commands.add_parser("ray", help="a deployment whose workers run on a Ray cluster")
-    ray.set_defaults(run=lambda _: no_command(ray))
-    add_log_behind(ray)
-    ray.commands = ["up"]
-    on_ray = ray.add_subparsers(metavar="ACTION")
-    ray_up = add("up", "workers on the cluster, and a proxy here", runs.ray_up, of_up, on_ray)
-    _add_numbers(ray_up)
-    ray_up.add_argument("--address", metavar="HOST:PORT", help="of the cluster's head (auto: the one of this host)")
     for role in ("prefill", "decode", "both"):
         text = {
             "prefill": "a worker that computes prompts and sends their KV",

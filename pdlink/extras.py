@@ -23,7 +23,6 @@ EXTRA_OF = {
     "lz4": "store",
     "zstandard": "store",
     "opentelemetry": "otel",
-    "ray": "ray",
 }
 """Name that is imported to the extra of pyproject.toml."""
 

@@ -33,7 +33,6 @@ PROGRAMS = re.compile(r"(pdlink|make|curl|pip|python3?|vllm|docker|kubectl|syste
 
 NOT_RUN = {
     r"pdlink up\b": "serves until Ctrl-C: tests/e2e/test_up.py and tests/e2e/test_up_engines.py",
-    r"(pdlink ray up|ray start)\b": "needs a Ray cluster: tests/e2e/test_ray.py",
     r"pdlink (prefill|decode|both|proxy)\b": "serves until Ctrl-C: tests/test_deploy.py and others",
     r"pdlink store\b": "serves until Ctrl-C: tests/e2e/test_store.py",
     r"pdlink keygen\b": "tests/serve/test_keys.py",

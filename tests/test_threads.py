@@ -23,8 +23,6 @@ import zmq
 from pdlink import threads
 from pdlink.config.tracing import TracingConfig
 from pdlink.events import MessageDropped, emit
-from pdlink.fleet import launcher
-from pdlink.fleet.post import PostPlan
 from pdlink.integrations import trace_file
 from pdlink.integrations.sglang_parts.gpu import GpuOrder
 from pdlink.observe import otlp, traces
@@ -295,27 +293,8 @@ def handles(patch: pytest.MonkeyPatch, __: Path) -> None:
         door.close()
 
 
-def launching(patch: pytest.MonkeyPatch, _: Path) -> None:
-    """Its report says it: nobody waits for a worker that nobody keeps."""
-
-    class Post:
-        actor = None
-
-        def __init__(self, *_: Any, **__: Any) -> None:
-            self.plan = PostPlan("p", "prefill")
-
-        look = end = bug
-
-    patch.setattr(launcher, "Post", Post)
-    patch.setattr(launcher.Launcher, "_completed", lambda self, settings, token, host: settings)
-    made = launcher.Launcher("p", "prefill", {}, "token", "127.0.0.1", "node")
-    until(lambda: bool(made.report().failed), "it is told")
-    assert made.report().failed == "its keeper has died: ZeroDivisionError: a bug"
-    made.stop(0.1)
-
-
 SCENARIOS = [
-    publisher, spans, timeline, gpu_order, gpu_acts, accepting, connecting, hearing, keeping, handles, launching,
+    publisher, spans, timeline, gpu_order, gpu_acts, accepting, connecting, hearing, keeping, handles,
 ]  # fmt: skip
 
 

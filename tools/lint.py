@@ -23,7 +23,7 @@ import yaml
 
 from pdlink.cli import whole_parser
 from pdlink.commands.engine import split
-from pdlink.config import ProxyConfig, RayUpConfig, StoreConfig, UpConfig, WorkerConfig, settings_of
+from pdlink.config import ProxyConfig, StoreConfig, UpConfig, WorkerConfig, settings_of
 from pdlink.integrations.vllm_parts.settings import ConnectorSettings
 from pdlink.observe.metrics import StoreProcessMetrics, WorkerMetrics
 from pdlink.observe.series import Histogram, Metric
@@ -181,7 +181,7 @@ def options_on_pages() -> Iterator[str]:
 
 def settings_on_pages() -> Iterator[str]:
     """Behind --set, and what stands in code type and begins with the name of a section."""
-    kinds = (WorkerConfig, ProxyConfig, StoreConfig, UpConfig, RayUpConfig, ConnectorSettings)
+    kinds = (WorkerConfig, ProxyConfig, StoreConfig, UpConfig, ConnectorSettings)
     keys = {key for kind in kinds for key in settings_of(kind)}
     known = keys | {".".join(key.split(".")[:count]) for key in keys for count in range(1, key.count(".") + 1)}
     sections = {key.partition(".")[0] for key in keys if "." in key}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pdlink
 from pdlink.cli import whole_parser
-from pdlink.config import ProxyConfig, RayUpConfig, StoreConfig, UpConfig, WorkerConfig, settings_of
+from pdlink.config import ProxyConfig, StoreConfig, UpConfig, WorkerConfig, settings_of
 from pdlink.errors import LocalError, PdlinkError, RemoteError
 from pdlink.integrations.vllm_parts.settings import ConnectorSettings
 from pdlink.integrations.vllm_parts.stats import declared
@@ -45,7 +45,6 @@ _KINDS: dict[str, tuple[type[BaseModel], str]] = {
     "The proxy": (ProxyConfig, "`pdlink proxy`; also `proxy.` of `pdlink up`"),
     "A store process": (StoreConfig, "`pdlink store`; also `store.` of `pdlink up`"),
     "A whole deployment": (UpConfig, "`pdlink up`; beside these it has the sections above"),
-    "On a Ray cluster": (RayUpConfig, "`pdlink ray up`; beside these it has the settings of `pdlink up`"),
     "vLLM's connector": (ConnectorSettings, "in `kv_connector_extra_config`, not from a file or the environment"),
 }
 _OF_OTHERS = ("prefill.", "decode.", "proxy.", "store.")
@@ -91,7 +90,7 @@ def _sections(title: str, kind: type[BaseModel]) -> dict[str, dict[str, FieldInf
     """By heading: the part's own title for keys without a section, else `TITLE: SECTION`."""
     found: dict[str, dict[str, FieldInfo]] = {}
     for key, field in settings_of(kind).items():
-        if kind is UpConfig and key.startswith(_OF_OTHERS) or kind is RayUpConfig and not key.startswith("ray."):
+        if kind is UpConfig and key.startswith(_OF_OTHERS):
             continue
         above = key.rpartition(".")[0].partition(".")[0]
         found.setdefault(f"{title}: {above}" if above else title, {})[key] = field

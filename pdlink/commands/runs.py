@@ -12,7 +12,6 @@ from pdlink import logs
 from pdlink.commands.words import FLAGS
 from pdlink.config import (
     ProxyConfig,
-    RayUpConfig,
     StoreConfig,
     UpConfig,
     WorkerConfig,
@@ -80,30 +79,14 @@ def silence_stdout() -> None:
 def up(args: argparse.Namespace) -> None:
     from pdlink.fleet import keeping, up
 
-    flags = _flags_of_up(args) | _given({"engine": args.engine, "share_store": args.store})
-    config = load(UpConfig, args.config, flags=flags | parse_assignments(args.set))
-    _log_as(config.log, args)
-    keeping.log.setLevel((config.log.level or "info").upper())  # a deployment that starts and changes is not silent
-    up.up(config, mention)
-
-
-def ray_up(args: argparse.Namespace) -> None:
-    from pdlink.fleet import keeping, ray_up
-
-    flags = _flags_of_up(args) | _given({"ray.address": args.address})
-    config = load(RayUpConfig, args.config, flags=flags | parse_assignments(args.set))
-    _log_as(config.log, args)
-    keeping.log.setLevel((config.log.level or "info").upper())
-    ray_up.up(config, mention)
-
-
-def _flags_of_up(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags that every deployment of several processes has."""
-    flags = {"proxy.listen": args.listen}
+    flags = {"proxy.listen": args.listen, "engine": args.engine, "share_store": args.store}
     flags |= {"num_prefill": args.prefill, "num_decode": args.decode}
     model, transport = getattr(args, "model.path"), getattr(args, "transport.kind")
     flags |= {"model": model, "prefill.transport.kind": transport, "decode.transport.kind": transport}
-    return _given(flags) | _log_flags(args)
+    config = load(UpConfig, args.config, flags=_given(flags) | _log_flags(args) | parse_assignments(args.set))
+    _log_as(config.log, args)
+    keeping.log.setLevel((config.log.level or "info").upper())  # a deployment that starts and changes is not silent
+    up.up(config, mention)
 
 
 def worker(args: argparse.Namespace) -> int | None:

@@ -57,15 +57,6 @@ ends, until Ctrl-C. Without --model a tiny one is used: no download, no GPU.
   pdlink up --prefill 2 --decode 3 --model DIR_OR_HUB_ID
   pdlink up --engine vllm --model DIR_OR_HUB_ID         or --engine sglang
 """,
-    "ray up": """\
-Start prefill and decode workers on the nodes of a Ray cluster, each as a process that an actor keeps, and beside this
-process a proxy, which they dial. A worker that is lost with its node is started on another one, until Ctrl-C. Every
-node needs this version of pdlink. docs/deploy.md#ray says what happens when.
-
-  pdlink ray up                              on the cluster that this host is a node of
-  pdlink ray up --address 10.0.0.1:6379 --prefill 2 --decode 3 --model DIR_OR_HUB_ID
-  pdlink ray up --set 'ray.decode_resources={CPU: 4, GPU: 1}'
-""",
     "prefill": """\
 Serve the prefill leg of requests: compute a prompt's KV and write it into the memory of the decode worker that the
 proxy names. Needs decode workers and a proxy.

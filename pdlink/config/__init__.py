@@ -23,7 +23,6 @@ from pdlink.config.loading import (
 )
 from pdlink.config.model import ModelConfig
 from pdlink.config.proxy import ProxyConfig
-from pdlink.config.ray import RayUpConfig
 from pdlink.config.section import Port, Role, Seconds, Section, is_loopback
 from pdlink.config.security import SecurityConfig, check_private, read_key, read_private, read_secrets, read_token
 from pdlink.config.sglang import SglangConfig
@@ -46,7 +45,6 @@ __all__ = [
     "PatientTimeouts",
     "Port",
     "ProxyConfig",
-    "RayUpConfig",
     "Role",
     "Seconds",
     "Section",

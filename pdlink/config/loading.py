@@ -18,7 +18,6 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from pdlink.config.proxy import ProxyConfig
-from pdlink.config.ray import RayUpConfig
 from pdlink.config.section import Section
 from pdlink.config.sglang import SglangConfig
 from pdlink.config.store import StoreConfig
@@ -32,14 +31,13 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 ENVIRONMENT_PREFIX = "PDLINK_"
-_Config = TypeVar("_Config", WorkerConfig, ProxyConfig, StoreConfig, UpConfig, RayUpConfig, SglangConfig)
+_Config = TypeVar("_Config", WorkerConfig, ProxyConfig, StoreConfig, UpConfig, SglangConfig)
 
 _KINDS: dict[type[BaseModel], str] = {
     WorkerConfig: "a worker's settings",
     ProxyConfig: "the proxy's settings",
     StoreConfig: "a store's settings",
     UpConfig: "the settings of `pdlink up`",
-    RayUpConfig: "the settings of `pdlink ray up`",
     SglangConfig: "the settings of an SGLang server",
 }
 

@@ -1,1 +1,1 @@
-"""Processes that are started and kept running: on this host, or on the nodes of a Ray cluster."""
+"""Processes of this host that are started and kept running."""

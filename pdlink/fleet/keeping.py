@@ -53,21 +53,21 @@ def until_stopped() -> Iterator[None]:
 
 
 def await_all(posts: Sequence[Post], timeout_s: float) -> None:
-    """Return when all are ready, and log their progress. Raises ChildFailed, and PlacementFailed."""
+    """Return when all are ready, and log their progress. Raises ChildFailed."""
     began_s = said_s = time.monotonic()
     told = set[str]()
     try:
         for post in posts:
             post.look()
-        log.info("starting %s", ", ".join(post.plan.label for post in posts))
+        log.info("starting %s", ", ".join(post.label for post in posts))
         while waiting := [post for post in posts if not post.ready]:
             for post in posts:  # ready ones, too: one may end before the others are ready
                 post.look()
-                if post.ready and post.plan.label not in told:
-                    told.add(post.plan.label)
-                    log.info("%s is ready after %.1f s", post.plan.label, time.monotonic() - began_s)
+                if post.ready and post.label not in told:
+                    told.add(post.label)
+                    log.info("%s is ready after %.1f s", post.label, time.monotonic() - began_s)
             now_s = time.monotonic()
-            doing = [f"{post.plan.label} ({post.doing})" for post in waiting]
+            doing = [f"{post.label} ({post.doing})" for post in waiting]
             if now_s - began_s > timeout_s:
                 raise ChildFailed(f"not ready within {timeout_s:.0f} s: {', '.join(doing)}")
             if now_s - said_s > _WORD_S:
@@ -75,7 +75,7 @@ def await_all(posts: Sequence[Post], timeout_s: float) -> None:
                 log.info("%.0f s: %s", now_s - began_s, ", ".join(doing))
             time.sleep(_START_LOOK_S)
     finally:
-        warn_once([(post.plan.label, post.report.warnings) for post in posts if post.report is not None])
+        warn_once([(post.label, post.warnings) for post in posts])
 
 
 def keep(posts: Sequence[Post], ended: Callable[[], bool] = lambda: False) -> None:
@@ -90,10 +90,9 @@ def picture(posts: Sequence[Post], model: str, head: str, note: str = "") -> str
     """All processes with their addresses, the proxy last, and a line to try it with."""
     lines, proxy = [head, ""], posts[-1].url
     for post in posts:
-        assert post.report is not None
-        control, node = post.report.facts.get("control", ""), post.report.node[:8]
-        more = f"node {node}" if node else f"control {control}" if control else ""
-        lines.append(f"  {post.plan.label:<12}{post.url:<28}{more}".rstrip())
+        control = post.facts.get("control", "")
+        more = f"control {control}" if control else ""
+        lines.append(f"  {post.label:<12}{post.url:<28}{more}".rstrip())
     if note:
         lines += ["", note]
     body = json.dumps({"model": model, "prompt": "The KV cache crosses over", "max_tokens": 48, "stream": True})

@@ -21,7 +21,7 @@ from pdlink.config.proxy import RateLimit
 from pdlink.errors import ConfigError
 from pdlink.fleet.child import START_TIMEOUT_S, Child, start, stop
 from pdlink.fleet.keeping import await_all, keep, until_stopped
-from pdlink.fleet.post import Here, Post, PostPlan
+from pdlink.fleet.post import Post
 from pdlink.serve import roles
 from pdlink.serve.process import bind
 
@@ -60,14 +60,13 @@ def _run_processes(
     """Run them until SIGTERM, SIGINT or the end of the parent. reread: loads the settings again, on SIGHUP. Raises
     ConfigError and ChildFailed before all are ready."""
     posts: list[Post] = []
-    places: list[Here] = []
     is_ready = is_asked = False
 
     def reload(*_: object) -> None:
         nonlocal is_asked
         is_asked = not is_ready
         if is_ready:
-            _reload(places, directory, reread)
+            _reload(posts, directory, reread)
 
     signal.signal(signal.SIGHUP, reload)  # before any start: by default it ends a process
     with contextlib.ExitStack() as held:
@@ -78,13 +77,12 @@ def _run_processes(
             label = f"proxy-{index}"
             place = {"directory": str(directory), "number": index, "processes": config.processes}
             settings = {**_share(config, config.processes).model_dump(mode="json"), "listen": listen, PLACE: place}
-            places.append(Here(partial(start, label, "proxy", settings)))
-            posts.append(Post(places[-1], PostPlan(label, "proxy"), start_timeout_s=START_TIMEOUT_S))
+            begin = partial(start, label, "proxy", settings)
+            posts.append(Post(label, "proxy", begin, start_timeout_s=START_TIMEOUT_S))
         try:
             with until_stopped():
                 await_all(posts, START_TIMEOUT_S)
-                assert posts[0].report is not None
-                facts = {**posts[0].report.facts, "name": "proxy"}
+                facts = {**posts[0].facts, "name": "proxy"}
                 facts["line"] = f"{facts['line']}, {config.processes} processes"
                 say(facts["line"])
                 is_ready = True
@@ -94,7 +92,7 @@ def _run_processes(
                     parent.ready(facts)
                 keep(posts, parent.ended if parent is not None else lambda: False)
         finally:
-            stop([post.actor for post in posts if post.actor is not None], config.drain_s + 5)
+            stop([post.child for post in posts if post.child is not None and not post.away], config.drain_s + 5)
 
 
 def _share(config: ProxyConfig, processes: int) -> ProxyConfig:
@@ -120,16 +118,16 @@ def _share(config: ProxyConfig, processes: int) -> ProxyConfig:
     )
 
 
-def _reload(places: list[Here], directory: Path, reread: Callable[[], ProxyConfig] | None) -> None:
+def _reload(posts: list[Post], directory: Path, reread: Callable[[], ProxyConfig] | None) -> None:
     from pdlink_proxy.siblings import tell
 
     settings = None
     try:
-        settings = _share(reread(), len(places)).model_dump(mode="json") if reread is not None else None
+        settings = _share(reread(), len(posts)).model_dump(mode="json") if reread is not None else None
     except ConfigError as error:
         log.error("the settings are unchanged: %s", error)
-    for number, place in enumerate(places):
-        child = place.child
+    for number, post in enumerate(posts):
+        child = post.child
         assert isinstance(child, Child), "it has been ready"
         if settings is not None:  # also for one that is started again
             kept = {name: child.settings[name] for name in ("listen", PLACE)}

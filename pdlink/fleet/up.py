@@ -18,7 +18,7 @@ from pdlink.config.model import SMALL_MODEL
 from pdlink.fleet import engines
 from pdlink.fleet.child import START_TIMEOUT_S, start, stop
 from pdlink.fleet.keeping import await_all, keep, log, picture, until_stopped
-from pdlink.fleet.post import Here, Post, PostPlan
+from pdlink.fleet.post import Post
 from pdlink.serve.process import bind
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def up(config: UpConfig, say: Callable[[str], None]) -> None:
                     timeout_s = START_TIMEOUT_S
                     _start_own(config, stores, workers, held)
                 await_all([*stores, *workers], timeout_s)
-                settings |= {role: [post.url for post in workers if post.plan.role == role] for role in _ROLES}
+                settings |= {role: [post.url for post in workers if post.role == role] for role in _ROLES}
                 proxies.append(_own(config, "proxy", "proxy", settings))
                 await_all(proxies, START_TIMEOUT_S)
                 say(_picture(config, workers, [*stores, *proxies], time.monotonic() - began_s))
@@ -84,8 +84,7 @@ def worker_settings(side: str, worker: WorkerConfig, count: int) -> dict[str, di
 
 
 def _post(config: UpConfig, label: str, role: str, start: Callable[[], Any], timeout_s: float) -> Post:
-    plan = PostPlan(label, role)
-    return Post(Here(start), plan, start_timeout_s=timeout_s, max_failures=config.max_failed_starts)
+    return Post(label, role, start, start_timeout_s=timeout_s, max_failures=config.max_failed_starts)
 
 
 def _own(config: UpConfig, label: str, role: str, settings: dict[str, Any]) -> Post:
@@ -94,7 +93,7 @@ def _own(config: UpConfig, label: str, role: str, settings: dict[str, Any]) -> P
 
 
 def _stop(posts: Sequence[Post], timeout_s: float) -> None:
-    stop([post.actor for post in posts if post.actor is not None], timeout_s)
+    stop([post.child for post in posts if post.child is not None and not post.away], timeout_s)
 
 
 def _hold(held: contextlib.ExitStack, host: str, port: int, setting: str) -> int:
@@ -145,8 +144,7 @@ def _picture(config: UpConfig, workers: Sequence[Post], others: Sequence[Post], 
     if servers is not None:
         model, how = servers.model_name, engines.describe(servers)
     else:
-        assert workers[0].report is not None
-        facts = workers[0].report.facts
+        facts = workers[0].facts
         model, how = facts["model"], f"KV over {' or '.join(facts['transports'])}"
         if config.prefill.model.path == SMALL_MODEL["path"]:
             note = "The model is tiny and knows a few sentences about pdlink; `--model` takes yours."

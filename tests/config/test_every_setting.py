@@ -23,14 +23,13 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from pdlink import cli
-from pdlink.config import ProxyConfig, RayUpConfig, StoreConfig, UpConfig, WorkerConfig, settings_of
+from pdlink.config import ProxyConfig, StoreConfig, UpConfig, WorkerConfig, settings_of
 from pdlink.config.proxy import OF_JOINING
-from pdlink.config.security import MADE_OF_A_TOKEN
 from pdlink.config.store import OF_PEERS
 from pdlink.config.tiers import OF_A_WORKER
 from pdlink.config.up import ENGINES
 from pdlink.engine import places
-from pdlink.fleet import engines, processes, ray_up, sglang, up, vllm
+from pdlink.fleet import engines, processes, sglang, up, vllm
 from pdlink.serve import check, checkpoint, roles
 
 ROOT = Path(__file__).parents[2]
@@ -76,8 +75,6 @@ VALUES: dict[str, Any] = {
     "both": ["http://other"],
     "tracing.endpoint": "http://127.0.0.1:4318/v1/spans",
     "tracing.share": 0.5,
-    "ray.prefill_resources": {"GPU": 2.0},
-    "ray.decode_resources": {"GPU": 2.0},
 }
 TOGETHER: dict[str, dict[str, Any]] = {
     # What a setting is of no use without.
@@ -232,9 +229,9 @@ class Started:
             self.servers.append((asdict(plan), log_dir))
             return SimpleNamespace(label=plan.label, role=plan.role, facts={"url": plan.url})
 
-        def post(here: Any, plan: Any, **settings: Any) -> Any:
-            self.kept.append((plan.label, settings))
-            return SimpleNamespace(plan=plan, url=here._start().facts["url"], actor=None)
+        def post(label: str, role: str, start: Callable[[], Any], **settings: Any) -> Any:
+            self.kept.append((label, settings))
+            return SimpleNamespace(label=label, role=role, url=start().facts["url"], child=None)
 
         monkeypatch.setattr(up, "start", start)
         monkeypatch.setattr(up, "stop", lambda *_: None)
@@ -338,43 +335,6 @@ def test_every_setting_of_up_arrives_at_its_processes(
         assert dotted in text or dotted.split(".", 1)[0] + ": " in text, f"{dotted} is not named: {text}"
 
 
-@WAYS
-def test_every_setting_of_ray_up_arrives_or_is_refused(
-    way: Way, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arrived: list[BaseModel] = []
-    monkeypatch.setattr(ray_up, "up", lambda config, _: arrived.append(config))
-    refused = {}
-    for dotted, field in settings_of(RayUpConfig).items():
-        value = other_value(dotted, field)
-        with monkeypatch.context() as patch:
-            status = cli.main(["ray", "up", *way({dotted: value, **beside(dotted, "up")}, patch, tmp_path)])
-        if status == 0:
-            assert arrived_at(arrived.pop().model_dump(mode="json"), dotted) == plain(value), dotted
-        else:
-            refused[dotted] = capsys.readouterr().err
-        assert arrived == []
-    made = {f"proxy.{name}" for name in MADE}
-    made |= {f"proxy.{name}" for name in (*OF_JOINING, "worker_key_file", "token_file", "processes")}
-    made |= {
-        dotted
-        for dotted in settings_of(RayUpConfig)
-        if dotted.startswith((*(f"{engine}." for engine in ENGINES), "store."))
-    }
-    for side in ("prefill", "decode"):
-        made |= {f"{side}.{name}" for name in ("listen", "cache.memory_fraction")}
-        made |= {f"{side}.listen.{name}" for name in ("http", "control", "data", "advertise")}
-        made |= {f"{side}.security.{name}" for name in (*MADE_OF_A_TOKEN, "token_file", "insecure")}
-        made |= {f"{side}.security.route_key_file", f"{side}.join.proxies", f"{side}.join.beat_s"}
-        made |= {f"{side}.join.url", f"{side}.join.cell"}
-    assert set(refused) == made | {"engine", "share_store", "decode.role"}
-    for dotted, text in refused.items():
-        assert text.startswith("pdlink: "), text
-        named = (dotted, *beside(dotted, "up"), dotted.partition(".")[0] + ": ", dotted.partition(".")[2] + ": ")
-        named += (dotted.rpartition(".")[0] + ": ",)
-        assert any(name in text for name in named), f"{dotted} is not named: {text}"
-
-
 def test_a_fraction_of_a_gpus_memory_arrives_with_a_gpu() -> None:
     config = WorkerConfig.model_validate({"cache": {"memory_fraction": 0.5}, "engine": {"device": "cuda"}})
     assert config.cache.memory_fraction == 0.5
@@ -441,7 +401,7 @@ def names_read() -> set[str]:
     }
 
 
-@pytest.mark.parametrize("kind", [WorkerConfig, ProxyConfig, StoreConfig, UpConfig, RayUpConfig])
+@pytest.mark.parametrize("kind", [WorkerConfig, ProxyConfig, StoreConfig, UpConfig])
 def test_every_setting_is_read_by_somebody(kind: type[BaseModel]) -> None:
     """By name only: it finds a setting that no code outside of the settings knows."""
     names = {dotted.rsplit(".", 1)[-1] for dotted in settings_of(kind)}

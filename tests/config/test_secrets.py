@@ -13,7 +13,6 @@ import yaml
 from pdlink import logs
 from pdlink.config import (
     ProxyConfig,
-    RayUpConfig,
     SglangConfig,
     StoreConfig,
     UpConfig,
@@ -86,7 +85,7 @@ def test_a_key_that_is_given_twice_is_named_if_it_is_a_setting(tmp_path: Path) -
         load(ProxyConfig, path, environment={})
 
 
-KINDS = (WorkerConfig, ProxyConfig, StoreConfig, UpConfig, RayUpConfig, SglangConfig)
+KINDS = (WorkerConfig, ProxyConfig, StoreConfig, UpConfig, SglangConfig)
 PASSWORDS = [
     f"{scheme}://user:{SECRET}@host{rest}" for scheme, rest in (("http", ":99999"), ("redis", "/x"), ("", ""))
 ]

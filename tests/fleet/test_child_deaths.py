@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import pytest
 
 from pdlink.fleet import child as children
-from pdlink.fleet.child import ChildFailed, start
-from pdlink.fleet.post import Here, Post, PostPlan
+from pdlink.fleet.child import ChildFailed, Restartable, start
+from pdlink.fleet.post import Post
 
 CHILD = """
 import os, signal, socket, sys, time
@@ -76,8 +76,8 @@ def kept(settings: dict[str, Any]) -> Iterator[Callable[[], Post]]:
         now_s += 0.25
         return now_s
 
-    here = Here(partial(start, "decode-0", "decode", settings))
-    post = Post(here, PostPlan("decode-0", "decode"), start_timeout_s=3600.0, clock=clock)
+    begin = partial(start, "decode-0", "decode", settings)
+    post = Post("decode-0", "decode", begin, start_timeout_s=3600.0, clock=clock)
     deadline_s = time.monotonic() + 30
 
     def look() -> Post:
@@ -89,9 +89,14 @@ def kept(settings: dict[str, Any]) -> Iterator[Callable[[], Post]]:
     try:
         yield look
     finally:
-        if here.child is not None:
-            here.child.kill()
-            here.child.close()
+        if post.child is not None:
+            post.child.kill()
+            post.child.close()
+
+
+def child_of(post: Post) -> Restartable:
+    assert post.child is not None
+    return post.child
 
 
 def look_for_ever(look: Callable[[], Post]) -> NoReturn:
@@ -108,7 +113,7 @@ def test_a_supervisor_outlives_a_child_that_ends_at_any_moment_of_its_start(
         while not look().ready:
             pass
         moments += [moment, moment, "never"]
-        look().actor.kill()
+        child_of(look()).kill()
         while moments or not look().ready:
             look()
         assert look().url == "http://a"
@@ -142,10 +147,10 @@ def test_starting_a_child_that_does_not_read_costs_its_supervisor_no_time(moment
     with kept(LARGE) as look:
         for _ in range(20):
             assert not look().ready
-        look().actor.kill()
+        child_of(look()).kill()
         while not look().ready:
             pass
-        assert look().actor.facts["length"] > 800_000
+        assert look().facts["length"] > 800_000
 
 
 def test_no_descriptor_is_left_of_a_process_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from unittest.mock import create_autospec
 from pdlink.config import ProxyConfig
 from pdlink.fleet import processes
 from pdlink.fleet.child import Child
-from pdlink.fleet.post import Here, ProcessReport
+from pdlink.fleet.post import Post
 from pdlink.fleet.processes import PLACE, _reload
 
 if TYPE_CHECKING:
@@ -20,17 +20,16 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from pdlink.fleet.post import Post
 
-
-def place(number: int) -> Here:
+def running(number: int) -> Post:
     """One that runs."""
     process = create_autospec(subprocess.Popen, instance=True)
     process.poll.return_value = None
     link = create_autospec(socket.socket, instance=True)
     settings = {"listen": "127.0.0.1:1", PLACE: {"number": number}}
-    found = Here(lambda: child)
-    child = found.child = Child(f"proxy-{number}", "proxy", settings, process, link, {})
+    child = Child(f"proxy-{number}", "proxy", settings, process, link, {})
+    found = Post(child.label, "proxy", lambda: child)
+    found.look()
     return found
 
 
@@ -40,9 +39,9 @@ def test_settings_read_again_are_divided_by_the_processes_that_run(
     """Their number is no setting that a running proxy takes."""
     told: list[dict[str, Any]] = []
     monkeypatch.setattr("pdlink_proxy.siblings.tell", lambda _, __, ___, settings: told.append(settings))
-    places = [place(number) for number in range(2)]
-    _reload(places, tmp_path, lambda: ProxyConfig(processes=4, queue_size=10))
-    for number, each in enumerate(places):
+    posts = [running(number) for number in range(2)]
+    _reload(posts, tmp_path, lambda: ProxyConfig(processes=4, queue_size=10))
+    for number, each in enumerate(posts):
         assert isinstance(each.child, Child)
         kept = each.child.settings
         assert (kept["queue_size"], kept["listen"], kept[PLACE]) == (5, "127.0.0.1:1", {"number": number})
@@ -56,10 +55,10 @@ def test_a_hang_up_while_processes_start_is_heard_when_they_are_ready(monkeypatc
     def start(posts: list[Post], _: float) -> None:
         os.kill(os.getpid(), signal.SIGHUP)
         done.append("started")
-        posts[0].report = ProcessReport("", {"line": "ready"})
+        monkeypatch.setattr(Post, "facts", {"line": "ready"})
 
     monkeypatch.setattr(processes, "await_all", start)
-    monkeypatch.setattr(processes, "_reload", lambda places, *_: done.append(f"read again for {len(places)}"))
+    monkeypatch.setattr(processes, "_reload", lambda posts, *_: done.append(f"read again for {len(posts)}"))
     monkeypatch.setattr(processes, "keep", lambda *_: os.kill(os.getpid(), signal.SIGHUP))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
     try:

@@ -23,7 +23,7 @@ from pdlink.errors import ConfigError
 from pdlink.fleet import keeping, up
 from pdlink.fleet.child import Child, ChildFailed, start, stop
 from pdlink.fleet.keeping import await_all
-from pdlink.fleet.post import Here, Post, PostPlan, ProcessReport
+from pdlink.fleet.post import Post
 from pdlink.serve import process
 from pdlink.serve.process import bind
 
@@ -55,7 +55,7 @@ def test_what_up_prints_says_which_model_answers_and_where_to_look() -> None:
         {"url": "http://h:2"},
     ]
     posts: Any = [
-        SimpleNamespace(plan=PostPlan(label, label), url=fact["url"], report=ProcessReport(facts=fact))
+        SimpleNamespace(label=label, url=fact["url"], facts=fact)
         for label, fact in zip(("p", "proxy"), facts, strict=True)
     ]
     text = up._picture(UpConfig(), posts[:1], posts[1:], 1.0)
@@ -106,7 +106,7 @@ class Talking:
     def post(self) -> Post:
         """Of this child."""
         child = self.child
-        return Post(Here(lambda: child), PostPlan(child.label, child.role))
+        return Post(child.label, child.role, lambda: child)
 
     def says(self, **message: Any) -> None:
         self.end.sendall(json.dumps(message).encode() + b"\n")
@@ -234,8 +234,8 @@ def test_the_proxy_is_stopped_before_the_workers_it_needs(monkeypatch: pytest.Mo
     """Workers that went first made it log that each of them was lost."""
     stopped: list[list[str]] = []
 
-    def post(_: Any, plan: PostPlan, **__: Any) -> Any:
-        return SimpleNamespace(plan=plan, url=f"http://{plan.label}", actor=plan.label)
+    def post(label: str, role: str, _: Any, **__: Any) -> Any:
+        return SimpleNamespace(label=label, role=role, url=f"http://{label}", child=label, away=False)
 
     def end(*_: object) -> None:
         raise ChildFailed("decode-0 ended")
