@@ -268,9 +268,6 @@ def test_what_the_proxy_discovers_is_a_service_that_shows_who_is_ready(name: str
     said = settings(name, "pdlink-proxy")
     services = of(name, "Service")
     for text in said["discover"]:
-        if text.startswith("register:"):
-            assert services["pdlink-proxies"]["spec"]["publishNotReadyAddresses"], "it is ready when workers dial it"
-            continue
         source_of(text, DIALECTS[said.get("dialect", "pdlink")])
         pairs = dict(part.split("=") for part in text.removeprefix("kubernetes:").split(","))
         [(role, service)] = [(key, value) for key, value in pairs.items() if key in ("prefill", "decode", "both")]
@@ -299,18 +296,16 @@ def test_each_rank_of_each_engine_has_a_control_port_and_the_proxy_knows_how_man
 
 
 @every_deployment
-def test_only_proxies_that_ask_the_api_server_may_and_only_for_endpointslices(name: str) -> None:
-    asks = settings(name, "pdlink-proxy")["discover"][0].startswith("kubernetes:")
+def test_only_proxies_may_ask_the_api_server_and_only_for_endpointslices(name: str) -> None:
     roles = of(name, "Role")
-    if asks:
-        assert roles["pdlink-proxy"]["rules"] == [
-            {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
-        ]
-        [subject] = of(name, "RoleBinding")["pdlink-proxy"]["subjects"]
-        assert subject["name"] in of(name, "ServiceAccount")
-    assert (len(roles), not of(name, "ClusterRole")) == (int(asks), True)
+    assert roles["pdlink-proxy"]["rules"] == [
+        {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
+    ]
+    [subject] = of(name, "RoleBinding")["pdlink-proxy"]["subjects"]
+    assert subject["name"] in of(name, "ServiceAccount")
+    assert (len(roles), not of(name, "ClusterRole")) == (1, True)
     for owner, template in templates(name):
-        assert template["spec"]["automountServiceAccountToken"] == (asks and owner == "pdlink-proxy")
+        assert template["spec"]["automountServiceAccountToken"] == (owner == "pdlink-proxy")
 
 
 @every_deployment
@@ -341,14 +336,15 @@ def test_ports_other_than_http_are_for_workers_alone(name: str) -> None:
 
 
 def test_a_pod_sees_its_own_key_alone_and_clients_keys_are_the_proxys() -> None:
-    for name in ("keys", "register"):
+    for name in ("keys", "cells"):
         for owner, template in templates(name):
             spec = template["spec"]
             [container] = spec["containers"]
             mounts = {each["name"]: each for each in container["volumeMounts"]}
             worker = owner != "pdlink-proxy"
-            if worker or name == "register":
-                assert mounts["keys"]["subPathExpr"] == ("$(POD_NAME).key" if worker else "proxy.key")
+            assert ("keys" in mounts) == worker
+            if worker:
+                assert mounts["keys"]["subPathExpr"] == "$(POD_NAME).key"
             assert ("api" in mounts) == (name == "keys" and not worker)
             for volume in spec["volumes"]:
                 assert "secret" not in volume or volume["secret"]["defaultMode"] == 0o440
@@ -360,8 +356,8 @@ def test_a_pod_sees_its_own_key_alone_and_clients_keys_are_the_proxys() -> None:
 
 def test_pods_share_the_nodes_process_namespace_only_for_mapped_memory() -> None:
     assert not any(template["spec"].get("hostPID") for _, template in templates("values"))
-    shared = {owner for owner, template in templates("register") if template["spec"].get("hostPID")}
-    assert shared == set(of("register", "StatefulSet"))
+    shared = {owner for owner, template in templates("cells") if template["spec"].get("hostPID")}
+    assert shared == set(of("cells", "StatefulSet"))
 
 
 def test_false_zero_and_none_of_a_pool_win_over_the_defaults() -> None:
@@ -395,7 +391,6 @@ def test_a_settings_change_makes_new_pods_and_a_new_chart_version_does_not() -> 
     ("values", "words"),
     [
         ({"pools": {"prefill": {"replicsa": 3}}}, "replicsa"),
-        ({"discovery": "etcd"}, "discovery"),
         ({"keys": {"secret": "k"}}, "pools.decode.kind: got Deployment"),
         ({"networkPolicy": {"enabled": False}}, "networkPolicy.enabled: got false without keys.secret"),
         ({"pools": {"decode": None}}, "pools: got the roles prefill"),
@@ -407,10 +402,6 @@ def test_a_settings_change_makes_new_pods_and_a_new_chart_version_does_not() -> 
         (
             {"pools": {"decode": {"replicas": None, "autoscaling": {"kind": "hpa", "min": 3, "max": 2}}}},
             "pools.decode.autoscaling.min: got 3",
-        ),
-        (
-            {"discovery": "register", "keys": {"secret": "k"}, "poolDefaults": {"kind": "StatefulSet"}},
-            "keys.proxyPublicKey: got none",
         ),
     ],
 )

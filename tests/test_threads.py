@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,16 +28,13 @@ from pdlink.observe import otlp, traces
 from pdlink.observe.kv_ledger import BlockPlace
 from pdlink.observe.kv_publisher import KVPublisher
 from pdlink.observe.spans import Span, TraceContext
-from pdlink.protocol.auth import ControlAddress
 from pdlink.reasons import Code, Reason
-from pdlink.serve import joining
 from pdlink.store.client import RemoteStore
 from pdlink.store.keeper import Keeper
 from pdlink.store.link import Link
 from pdlink.store.server.listener import Listener
 from pdlink.transport.handle_door import HandleDoor
 from tests.endpoint.conftest import until
-from tests.proxy.fakes import until as until_async
 from tests.store.process import client, served
 from tests.store.test_store import KEYS, put
 
@@ -113,27 +109,6 @@ async def test_a_task_that_dies_says_so(caplog: pytest.LogCaptureFixture) -> Non
     await asyncio.wait(tasks)
     await asyncio.sleep(0)
     assert [record.getMessage() for record in caplog.records] == ["task pdlink-test has died"]
-
-
-async def test_names_that_cannot_be_looked_up_take_no_proxy_away(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Whatever the look-up raises: a worker looks its proxies up for as long as it lives."""
-    target = ControlAddress("proxies.test", 1, "")
-    found = [ControlAddress("127.0.0.1", 1)]
-
-    async def addresses(_: ControlAddress) -> list[ControlAddress]:
-        if not caplog.records:
-            bug()
-        return found
-
-    monkeypatch.setattr(joining, "_addresses", addresses)
-    monkeypatch.setattr(joining, "_LOOK_UP_S", 0.0)
-    announcer: Any = SimpleNamespace(_targets=[target], _proxies={}, now=lambda: None)
-    task = asyncio.create_task(joining.Announcer._look_up(announcer))
-    await until_async(lambda: list(announcer._proxies) == found, "the second look")
-    task.cancel()
-    assert "ZeroDivisionError" in caplog.text
 
 
 # -- an exception at every entry -------------------------------------------------------------------------------------

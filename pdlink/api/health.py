@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from pdlink.api.fields import Count  # noqa: TC001  (msgspec reads the annotation at run time)
-
-if TYPE_CHECKING:
-    from pdlink.api.presence import WorkerLoad
 
 
 class WorkerRefusal(msgspec.Struct, frozen=True):
@@ -82,10 +79,6 @@ class Health(msgspec.Struct, frozen=True):
     """Control address by which other stores borrow KV from it."""
     peers: tuple[dict[str, Any], ...] = ()
     """Sessions of its link, for people."""
-
-    def with_load(self, load: WorkerLoad) -> Health:
-        """The same with what a beat says of its load."""
-        return msgspec.structs.replace(self, **msgspec.structs.asdict(load))
 
     def serves(self, model: str | None) -> bool:
         """Whether it serves this model; None is any model."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from pdlink.config.cache import CacheConfig
 from pdlink.config.engine import EngineConfig
-from pdlink.config.join import JoinConfig
 from pdlink.config.kv_events import KVEventsConfig
 from pdlink.config.loading import (
     ENVIRONMENT_PREFIX,
@@ -39,7 +38,6 @@ __all__ = [
     "ENVIRONMENT_PREFIX",
     "CacheConfig",
     "EngineConfig",
-    "JoinConfig",
     "KVEventsConfig",
     "ModelConfig",
     "PatientTimeouts",

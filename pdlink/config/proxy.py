@@ -23,10 +23,6 @@ MAX_ENGINES = 4096
 DEFAULT_PORT = 8000
 """Of `listen` without one."""
 
-OF_JOINING = ("key_file", "allow_file", "insecure")
-MADE_OF_A_TOKEN = ("key_file", "allow_file", "worker_key_file")
-"""Settings of what a proxy says to workers that register."""
-
 
 class RateLimit(Section):
     """What one API key may ask in a minute; 0 sets no limit."""
@@ -78,17 +74,10 @@ class ProxyConfig(Section):
     data_parallel, kv_events, cell. It is watched: what it lists replaces what it listed before. In place of those
     settings."""
     discover: tuple[str, ...] = ()
-    """Further sources of workers: file:PATH, dns:..., kubernetes:..., register:tcp://HOST:PORT; see docs/deploy.md. A
-    source that is down keeps what it listed last."""
-    key_file: str | None = None
-    """This proxy's key pair, made by `pdlink keygen NAME`, for workers that register; as `security.key_file` of a
-    worker."""
-    allow_file: str | None = None
-    """Workers that may register: lines `name public_key`. Read again on SIGHUP."""
+    """Further sources of workers: file:PATH, dns:..., kubernetes:...; see docs/deploy.md. A source that is down keeps
+    what it listed last."""
     token_file: str | None = None
-    """The workers' `security.token_file`: in place of key_file, allow_file and worker_key_file."""
-    insecure: bool = False
-    """Written out, it lets a proxy without keys take workers of other hosts that register."""
+    """The workers' `security.token_file`: in place of worker_key_file."""
     cells: dict[str, str] = {}
     """By base URL of a worker, the name of its cell (a rack, an RDMA network): KV moves within one only."""
     control: dict[str, tuple[str, ...]] = {}
@@ -223,13 +212,9 @@ class ProxyConfig(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> ProxyConfig:
-        in_pairs(self, "", ("tls_cert", "tls_key"), ("key_file", "allow_file"))
+        in_pairs(self, "", ("tls_cert", "tls_key"))
         if self.token_file is not None:
-            no_use(self, "", MADE_OF_A_TOKEN, "is made of token_file")
-        if not any(source.startswith("register:") for source in self.discover):
-            no_use(
-                self, "", OF_JOINING, "is of workers that register, and discover names no register:tcp://HOST:PORT"
-            )
+            no_use(self, "", ("worker_key_file",), "is made of token_file")
         if self.workers_file is not None and (self.prefill or self.decode or self.both):
             raise ValueError("workers_file: is of no use with prefill and decode; list all workers in one place")
         if self.workers_file is not None and self.discover:

@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from pdlink.config.cache import CacheConfig
 from pdlink.config.engine import EngineConfig
-from pdlink.config.join import JoinConfig
 from pdlink.config.kv_events import KVEventsConfig
 from pdlink.config.listen import ListenConfig
 from pdlink.config.log import LogConfig
@@ -44,8 +43,6 @@ class WorkerConfig(Section):
     """How bytes travel."""
     timeouts: TimeoutConfig = TimeoutConfig()
     """How long it waits for others."""
-    join: JoinConfig = JoinConfig()
-    """The proxies that it tells of itself."""
     security: SecurityConfig = SecurityConfig()
     """Who may talk to it."""
     tracing: TracingConfig = TracingConfig()
@@ -68,8 +65,6 @@ class WorkerConfig(Section):
             no_use(self.model, "model.", ("seed", "num_layers"), "is of the built model, and model.path is set")
         if self.cache.memory_fraction is not None:
             no_use(self.cache, "cache.", ("num_blocks",), "is given by cache.memory_fraction")
-        if not self.join.proxies:
-            no_use(self.join, "join.", ("beat_s", "url", "cell"), "is for proxies, and join.proxies names none")
         return self
 
     @model_validator(mode="after")

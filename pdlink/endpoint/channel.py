@@ -93,15 +93,6 @@ class Received:
     frame: bytes
     public_key: str = ""
     """Proven by the sender of this frame; empty without credentials."""
-    fd: int = -1
-    """Of the connection that it came by; -1 if libzmq does not say, or has not yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """An accepted connection has ended; told if the channel was made so. Frames that came before may follow."""
-
-    fd: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +115,7 @@ class ClientRefused:
     """Its key, if the key is not allowed."""
 
 
-Arrival = Received | Disconnected | ClientRefused | Left
+Arrival = Received | Disconnected | ClientRefused
 
 
 class QueueFull(Exception):  # noqa: N818  back-pressure, not an error: send the frame again later
@@ -205,13 +196,9 @@ class Poller:
 class Channel:
     """The sockets of one worker. `bind()` acquires; all other methods belong to one thread."""
 
-    def __init__(self, identity: str, *, tells_who_left: bool = False, calm: bool = False) -> None:
-        """identity: unique per worker life (name and epoch). tells_who_left: `poll` reports the end of accepted
-        connections. calm: see `Inflow`."""
+    def __init__(self, identity: str) -> None:
+        """identity: unique per worker life (name and epoch)."""
         self._identity = identity.encode()
-        self._gate_events = zmq.EVENT_ACCEPTED | _any_of(_TURNED_AWAY)
-        if tells_who_left:
-            self._gate_events |= zmq.EVENT_DISCONNECTED
         self.credentials: Credentials | None = None
         """Set by `bind`; may be replaced between two polls, with another allow-list."""
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -220,7 +207,7 @@ class Channel:
         """With credentials: libzmq's questions about keys."""
         self._gate: zmq.Socket[bytes] | None = None
         """The ROUTER's monitor: accepted connections, and with credentials failed handshakes."""
-        self._inflow = Inflow(calm=calm)
+        self._inflow = Inflow()
         self._known_routes: dict[bytes, tuple[str, str, int]] = {}
         """By route, of connections that libzmq has named itself: its text, the proven key, the descriptor. libzmq
         uses such a name once, and no client can choose one (it begins with a zero), so the key stays that of its
@@ -249,7 +236,7 @@ class Channel:
                 self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
             else:  # no handover: a client that uses the same route would take it over
                 self._questions = self._guard(self._router, credentials)
-            self._gate = self._router.get_monitor_socket(self._gate_events)
+            self._gate = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | _any_of(_TURNED_AWAY))
             self._poller.register(self._gate)
             self._router.bind(f"tcp://{host}:{port or '*'}")
             self._poller.register(self._router)
@@ -368,8 +355,6 @@ class Channel:
             for event, value in self._drain_events(self._gate):
                 if event == zmq.EVENT_ACCEPTED:
                     self._inflow.begun(value)
-                elif event == zmq.EVENT_DISCONNECTED:
-                    yield Left(value)
                 elif self.credentials is not None:
                     yield ClientRefused(_TURNED_AWAY[event])
         sources: deque[tuple[str, _Dialed | None]] = deque()
@@ -402,7 +387,7 @@ class Channel:
         except zmq.Again:
             return None
         self._inflow.delivered.add(dialed.fd)
-        return [Received(route, parts[0], dialed.public_key, dialed.fd)] if len(parts) == 1 else []
+        return [Received(route, parts[0], dialed.public_key)] if len(parts) == 1 else []
 
     def _take_accepted(self) -> Sequence[Received] | None:
         assert self._router is not None
@@ -429,7 +414,7 @@ class Channel:
             while self._router.getsockopt(zmq.RCVMORE):
                 frame, num_parts = self._router.recv(zmq.NOBLOCK), num_parts + 1
         self._inflow.delivered.add(known[2])
-        return [Received(known[0], frame, known[1], known[2])] if num_parts == 1 else []
+        return [Received(known[0], frame, known[1])] if num_parts == 1 else []
 
     def _guard(self, router: zmq.Socket[bytes], credentials: Credentials) -> zmq.Socket[bytes]:
         """Let only holders of allowed keys connect to `router`."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import struct
 import time
@@ -32,9 +31,6 @@ LOOK_S = 0.1
 """Interval of looks. Bytes that come in between are held, too: 40 MB at 400 MB/s."""
 _PER_LOOK = 256
 """Connections per look, some 5 µs each; the others follow in the next look."""
-_CALM_NBYTES = 8 * 2**20
-"""Of growth, that nobody looks for the cause of."""
-_PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
 _BYTES_RECEIVED = struct.Struct("=Q")
 _AT = 128
 """Of tcpi_bytes_received in struct tcp_info (linux/tcp.h)."""
@@ -60,10 +56,7 @@ class Inflow:
     A descriptor that libzmq has closed may be reused, so its two addresses are compared before a shutdown.
     """
 
-    def __init__(self, *, calm: bool = False) -> None:
-        """calm: look at connections only when this process has grown since all of them were seen to be well. For one
-        with many connections whose own memory is steady: a look at 1,000 connections takes 5 ms."""
-        self._calm, self._well_nbytes, self._looks_left = calm, 0, 0
+    def __init__(self) -> None:
         self._connections: dict[int, _Connection] = {}
         self.delivered: set[int] = set()
         """Descriptors of connections of which libzmq has delivered a whole message since the last look at them."""
@@ -85,8 +78,6 @@ class Inflow:
     def look(self) -> int:
         """Shut down connections that hold too much; returns how many. For every `LOOK_S`."""
         self.look_at_s = time.monotonic() + LOOK_S
-        if self._calm and not self._has_grown():
-            return 0
         num_ended = 0
         for _ in range(min(_PER_LOOK, len(self._turns))):
             connection = self._turns.popleft()
@@ -104,16 +95,6 @@ class Inflow:
         if sum(connection.held_nbytes for connection in self._connections.values()) > MAX_ALL_HELD_NBYTES:
             num_ended += self._shut_down(max(self._connections.values(), key=lambda item: item.held_nbytes))
         return num_ended
-
-    def _has_grown(self) -> bool:
-        """What libzmq holds is memory of this process. Each connection is then looked at twice, as a suspect is."""
-        nbytes = _resident_nbytes()
-        if nbytes > self._well_nbytes + _CALM_NBYTES:
-            self._well_nbytes, self._looks_left = nbytes, 2 * (len(self._turns) // _PER_LOOK + 1)
-        elif nbytes < self._well_nbytes:
-            self._well_nbytes = nbytes
-        self._looks_left -= 1
-        return self._looks_left >= 0
 
     def _measure(self, connection: _Connection) -> None:
         connection.received_nbytes = _received_nbytes(connection.fd)
@@ -147,11 +128,6 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
         yield borrowed
     finally:
         borrowed.detach()
-
-
-def _resident_nbytes() -> int:
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1]) * _PAGE_NBYTES
 
 
 def _ends(fd: int) -> _Ends | None:

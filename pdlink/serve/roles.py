@@ -51,7 +51,6 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
     if parent is not None:
         parent.doing("loading torch")
     from pdlink.serve.app import build_app
-    from pdlink.serve.joining import Announcer, url_of
     from pdlink.serve.turning import Turning, add_role_route
     from pdlink.serve.worker import Worker
 
@@ -65,16 +64,11 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
     trace_path = traces.path_of(config.timeline, worker.name) if config.timeline is not None else None
     if parent is not None:
         parent.doing(f"loading the model {config.model.name}")
-    announcer = Announcer(worker, credentials)
-    if config.join.proxies:
-        url_of(config, f"http://{config.listen.host}:0")  # before the model is loaded
     worker.open()
     trace = Timeline(worker.name)
     stop_tracing = listen(trace) if trace_path is not None else None
 
     def ready(url: str) -> dict[str, Any]:
-        if config.join.proxies:
-            announcer.start(url)
         control, transports = worker.node.address, worker.node.transports
         store = f", store {worker.peers.address}" if worker.peers is not None else ""
         return {
@@ -92,9 +86,7 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
             drain_s = config.timeouts.drain_s
             say(f"{worker.name} draining {worker.num_requests} requests, at most {drain_s:g} s")
             worker.draining = True
-            announcer.now()
             await asyncio.to_thread(worker.drain, drain_s)
-        await announcer.leave()
 
     def reload() -> None:
         if security.allow_file is not None:
@@ -102,7 +94,6 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
 
     app = build_app(worker, http_key, route_key, spans)
     turning = Turning(worker)
-    turning.changed = announcer.now
     add_role_route(app, turning, keys.admin_keys(security))
     try:
         asyncio.run(serve(app, bound, parent, ready=ready, drain=drain, say=say, tls=tls, reload=reload))
@@ -197,7 +188,6 @@ def run_proxy(
 ) -> None:
     """Run a proxy until SIGTERM or the end of its parent. place: it is one of several processes (`SiblingPlace`).
     reread: loads the settings again, on SIGHUP."""
-    from pdlink.config import SecurityConfig
     from pdlink.serve import keys
     from pdlink_proxy.app import ROUTER, build_app
     from pdlink_proxy.front import FrontRunner
@@ -205,10 +195,7 @@ def run_proxy(
 
     tls = keys.server_tls(config.tls_cert, config.tls_key)
     bound = bind(*config.at, "listen", shared=place is not None)
-    credentials = keys.load_credentials(
-        SecurityConfig(key_file=config.key_file, allow_file=config.allow_file, token_file=config.token_file)
-    )
-    app = build_app(config, Siblings(SiblingPlace(**place)) if place is not None else None, credentials)
+    app = build_app(config, Siblings(SiblingPlace(**place)) if place is not None else None)
     if config.workers_file is not None or config.discover:
         pass  # what they list may change
     elif not config.decode:
@@ -240,8 +227,6 @@ def run_proxy(
             except ConfigError as error:
                 log.error("the settings are unchanged: %s", error)
         router.reload()
-        if config.allow_file is not None:
-            _reload(config.allow_file, router.services.discovery.allow)
 
     gc.collect()
     gc.freeze()  # modules live as long as the process

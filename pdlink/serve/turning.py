@@ -21,8 +21,6 @@ from pdlink.errors import Draining, InvalidApiKey, PeerNotAllowed, RoleNotTaken
 from pdlink.serve.http import body_of, json_response
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from aiohttp import web
 
     from pdlink.serve.worker import Worker
@@ -51,8 +49,6 @@ class Turning:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self.changed: Callable[[], None] = lambda: None
-        """Called when what the worker says of itself has changed."""
 
     async def turn(self, body: bytes) -> dict[str, object]:
         """Take the role that the body asks for; returns it, and how long that took.
@@ -71,7 +67,6 @@ class Turning:
             raise RoleNotTaken(f"role: got {asked.role}; it takes the role {worker.turning} now; ask again later")
         taken = False
         try:
-            self.changed()
             deadline_s = began_s + asked.deadline_s
             while (left := worker.left_to_drain()) and time.monotonic() < deadline_s:  # noqa: ASYNC110
                 await asyncio.sleep(_LOOK_S)
@@ -83,7 +78,6 @@ class Turning:
             taken = True
         finally:  # also where the caller leaves
             worker.end_turn(taken=taken)
-            self.changed()
         log.warning("%s serves the role %s now, and not %s", worker.name, worker.role, before)
         return {"role": worker.role, "was": before, "took_s": round(time.monotonic() - began_s, 3)}
 

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from pdlink.config import ProxyConfig
-    from pdlink.protocol.auth import Credentials
 
     from .siblings import Siblings
 
@@ -55,11 +54,9 @@ log = logging.getLogger("pdlink.proxy")
 class Router:
     """One proxy, as it runs."""
 
-    def __init__(
-        self, config: ProxyConfig, siblings: Siblings | None = None, credentials: Credentials | None = None
-    ) -> None:
+    def __init__(self, config: ProxyConfig, siblings: Siblings | None = None) -> None:
         """As of `Services`."""
-        self.services = Services(config, siblings, credentials)
+        self.services = Services(config, siblings)
         self._shared: Shared | None = None
         """Once it is open: each request asks for it."""
         if siblings is not None:
@@ -224,16 +221,14 @@ class Router:
 ROUTER = web.AppKey("router", Router)
 
 
-def build_app(
-    config: ProxyConfig, siblings: Siblings | None = None, credentials: Credentials | None = None
-) -> web.Application:
+def build_app(config: ProxyConfig, siblings: Siblings | None = None) -> web.Application:
     """The proxy as an aiohttp application; `app[ROUTER].drain()` takes it out of service.
 
     Run it by a `FrontRunner`, with `handler_cancellation=True` (or a client that leaves does not end its request) and
-    without an access log (a line costs more than the request; /metrics counts requests). siblings, credentials: see
-    `Router`. Raises ConfigError for an invalid worker URL.
+    without an access log (a line costs more than the request; /metrics counts requests). siblings: see `Services`.
+    Raises ConfigError for an invalid worker URL.
     """
-    router = Router(config, siblings, credentials)
+    router = Router(config, siblings)
     # client_max_size: the default of 1 MiB is a prompt of some 200k tokens sent as ids.
     app = web.Application(client_max_size=config.max_body_nbytes)
     app[ROUTER] = router

@@ -194,13 +194,6 @@ class Pools:
         if self._alone is not None and self.refusals.known(self._alone.prefill, self._alone.decode) is None:
             self._tell_alone(None)
 
-    def loaded(self, worker: Worker) -> None:
-        """A worker's health has been updated, of which only the load may be another one."""
-        said = worker.health
-        if said is not None:
-            self._weigh(worker.work, said)
-            self._compare_now_and_then()
-
     def barred(self, side: Leg) -> bool:
         """Whether some worker refuses this proxy's key."""
         return self._sides[side].barred

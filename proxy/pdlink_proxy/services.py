@@ -17,12 +17,10 @@ from pdlink.extras import needed
 from pdlink.observe.otlp import SpanSender
 
 from .access import worker_headers
-from .beats import Beats
 from .decision_log import DecisionLog
 from .decisions import Decisions
 from .dialects import DIALECTS
 from .discovery.joined import Discovery
-from .discovery.register import JoinRules
 from .entry import Entry
 from .membership import Membership, from_settings
 from .metrics import Metrics
@@ -39,8 +37,6 @@ from .worker import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from pdlink.protocol.auth import Credentials
 
     from .decisions import Decision
     from .page.reports import WorkerReports
@@ -69,11 +65,9 @@ class Decides(Protocol):
 class Services:
     """Of one proxy, from before it serves until its end."""
 
-    def __init__(
-        self, config: ProxyConfig, siblings: Siblings | None = None, credentials: Credentials | None = None
-    ) -> None:
-        """siblings: the other processes of this proxy. credentials: of `key_file` and `allow_file`. Raises
-        ConfigError for an invalid worker URL, and for a key file without keys."""
+    def __init__(self, config: ProxyConfig, siblings: Siblings | None = None) -> None:
+        """siblings: the other processes of this proxy. Raises ConfigError for an invalid worker URL, and for a key
+        file without keys."""
         self.config, self.siblings = config, siblings
         self.dialect = DIALECTS[config.dialect]
         alone = Alone(config.decode_alone_tokens, config.decode_alone_idle_tokens)
@@ -89,9 +83,7 @@ class Services:
         self.pools.replace(members)
         self.membership = Membership(self.pools, self._watch, self.dialect, config.workers_file, members=members)
         self.membership.found_by = ", ".join(config.discover)
-        beats = Beats(self.pools, lambda: self.shared.serve_queue())
-        door = JoinRules(beats, credentials, config.insecure, siblings.number if siblings is not None else 0)
-        self.discovery = Discovery.of(config.discover, self.dialect, self.membership.replace, members, door)
+        self.discovery = Discovery.of(config.discover, self.dialect, self.membership.replace, members)
         self.worker_headers = worker_headers(config, bearer=self.dialect.key_as_bearer)
         self.entry = Entry(config, self.pools, keyed="Authorization" in self.worker_headers)
         self.tokenizers = opened(config.tokenizers)

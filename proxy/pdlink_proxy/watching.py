@@ -37,8 +37,7 @@ async def watch(
     """Poll a server's health, every interval and when poked, until cancelled; call `heard` after each look. workers:
     the server, or the engines behind its URL.
 
-    A worker whose beats come, and that is well, is asked when poked only. One that a leg has found gone is asked at
-    once, others once in `LEAST_S` at most: a stranger who announces a worker could have it asked all the time.
+    One that a leg has found gone is asked at once, others once in `LEAST_S` at most, however many legs poke.
     """
     first, least_s = workers[0], min(LEAST_S, interval_s)
     for each in workers:
@@ -64,8 +63,7 @@ async def watch(
                 each.unreachable(f"GET /health: {describe(error)}")
         heard()
         try:
-            told = first.beats and first.state in (State.OK, State.DRAINING, State.OTHER_ROLE)
-            async with asyncio.timeout(None if told else interval_s):
+            async with asyncio.timeout(interval_s):
                 await first.poke.wait()
                 if faults == [each.faults for each in workers]:
                     await asyncio.sleep(least_s - (time.monotonic() - asked_s))

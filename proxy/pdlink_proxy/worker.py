@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from pdlink.api.health import Health
-    from pdlink.api.presence import WorkerLoad
 
     from .steps import Leg
 
@@ -102,15 +101,11 @@ class Worker:
     """That run, to be told that it is gone."""
     passing: int = 0
     """Requests that it serves without legs."""
-    hushed: str = ""
-    """Why its beats count as over, until it answers a probe."""
     incarnations: int = 0
     faults: int = 0
     """Legs that found the worker gone."""
     poke: asyncio.Event = field(default_factory=asyncio.Event)
     """Set it to ask for health now."""
-    beats: bool = False
-    """It sends its health unasked (`discovery/register.py`)."""
     quiet_until_s: float = 0.0
     """Until then its absence is expected."""
     breaker: Breaker = field(default_factory=lambda: Breaker(math.inf, failures=FAILURES))
@@ -181,7 +176,6 @@ class Worker:
         """Take in its health, or the text why its answer is invalid."""
         self.heard_s = time.monotonic()
         self._answered()
-        self.hushed = ""
         if isinstance(health, str):
             self._become(State.INVALID, health)
             return
@@ -208,13 +202,6 @@ class Worker:
             self.quiet_until_s = min(self.quiet_until_s, self.heard_s)
             self._become(State.OK, "")
 
-    def loaded(self, load: WorkerLoad) -> None:
-        """It is as it was, but for its load. Its health must be known."""
-        assert self.health is not None
-        self.heard_s = time.monotonic()
-        self._answered()
-        self.health = self.health.with_load(load)
-
     def judged(self) -> None:
         """A leg of it has ended, and its breaker and its outlier have heard of that."""
         on_trial = self.outlier.out or self.breaker.keeps_away(0.0)
@@ -234,11 +221,9 @@ class Worker:
         what = f"no answer to GET /health within {now - asked_s:.3g} s"
         if self._silences >= _SILENCES_UNTIL_UNREACHABLE:
             self._become(State.UNREACHABLE, f"{what}, {self._silences} times")
-        long = self._silences >= _SILENCES_UNTIL_UNREACHABLE and now - since_s >= SILENT_S
-        if self.hushed or long:  # a stopped host ends no connection: nobody else would tell its legs
-            reason = f"{self.hushed}, and {what}" if self.hushed else f"no answer to probes for {now - since_s:.3g} s"
-            for leg in tuple(self.legs):
-                leg.gone(reason)
+        if self._silences >= _SILENCES_UNTIL_UNREACHABLE and now - since_s >= SILENT_S:
+            for leg in tuple(self.legs):  # a stopped host ends no connection: nobody else would tell them
+                leg.gone(f"no answer to probes for {now - since_s:.3g} s")
 
     def _answered(self) -> None:
         self._silences, self._silent_since_s = 0, None

@@ -23,7 +23,6 @@ import pytest
 import zmq
 from aiohttp.test_utils import TestClient, TestServer
 
-from pdlink.api import presence
 from pdlink.api.legs import AnyParams
 from pdlink.errors import InvalidRequest, ProtocolError
 from pdlink.integrations.sglang_parts import wire as sglang
@@ -42,8 +41,6 @@ from tests.e2e.deployment import Deployment, request
 from tests.endpoint.conftest import Handler, SenderLog
 from tests.loopback import LoopbackHub, LoopbackTransport
 from tests.peers.store_node import StoreNode
-from tests.proxy.fakes import until as until_async
-from tests.proxy.test_register import followed, health_of
 from tests.store.process import client, served
 from tests.store.test_store import KEYS, put, read
 
@@ -73,7 +70,6 @@ READERS: dict[str, tuple[Any, Callable[[bytes], object], tuple[type[Exception], 
         msgspec.msgpack.Decoder(handle_door._Answer).decode,
         (msgspec.ValidationError,),
     ),
-    "beats": (presence.Beat, presence.decode, (ProtocolError,)),
     "KV events": (kv_index._Event, kv_index._decode_map, (msgspec.ValidationError,)),
     "KV events as arrays": (EVENT_ARRAYS, kv_index._decode_array, (msgspec.ValidationError,)),
     "SGLang's rooms": (
@@ -126,7 +122,7 @@ def test_no_reader_is_left_out() -> None:
                     found.add(f"{path.stem}.{kinds[0] if kinds else '?'}")
     walked = {
         "messages.Envelope", "messages.Body", "wire.Request", "wire.Reply", "wire.Frame", "handle_door._Question",
-        "handle_door._Answer", "presence.Beat", "wire.Message", "kv_index._Event",
+        "handle_door._Answer", "wire.Message", "kv_index._Event",
         "kv_index._StoredArray | _RemovedArray | _ClearedArray",
     }  # fmt: skip
     assert found == walked | set(ELSEWHERE)
@@ -221,21 +217,6 @@ def test_no_number_at_the_door_keeps_the_next_peer_out() -> None:
                 peer.send(packed([door.place.secret if isinstance(each, bytes) else each for each in value]))
                 answer = peer.recv(65536)
         assert b"no such memory" in answer, "the honest one is answered"
-
-
-async def test_no_number_in_a_beat_keeps_a_worker_from_registering() -> None:
-    async with followed() as (register, hearing):
-        with zmq.Context() as context, context.socket(zmq.DEALER) as liar, context.socket(zmq.DEALER) as worker:
-            for one in (liar, worker):
-                one.linger = 0
-                one.connect(register.address.partition("?")[0])
-            for _, value in edges.spoiled(presence.Beat):
-                value[1], value[2] = "http://127.0.0.1:8", packed_json({**health_of(8), "name": "liar"})
-                value[0] = presence.VERSION if value[0] == 1 else value[0]
-                liar.send(packed(value))
-            honest = presence.Beat(presence.VERSION, "http://127.0.0.1:9", packed_json(health_of(9)), 1.0, 0.0)
-            worker.send(presence.encode(honest))
-            await until_async(lambda: any("127.0.0.1:9" in str(each) for each in hearing.lists), "the honest worker")
 
 
 def test_no_number_in_a_kv_event_spoils_what_others_have_said() -> None:

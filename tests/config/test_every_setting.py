@@ -24,7 +24,6 @@ from pydantic.fields import FieldInfo
 
 from pdlink import cli
 from pdlink.config import ProxyConfig, StoreConfig, UpConfig, WorkerConfig, settings_of
-from pdlink.config.proxy import OF_JOINING
 from pdlink.config.store import OF_PEERS
 from pdlink.config.tiers import OF_A_WORKER
 from pdlink.config.up import ENGINES
@@ -88,9 +87,6 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "local_disk": {"max_local_disk_size": 1.0},
     "max_local_disk_size": {"local_disk": "d"},
     "store_timeout_s": {"store": "/tmp/store"},
-    "join.beat_s": {"proxies": ["tcp://127.0.0.1:1"]},
-    "join.url": {"proxies": ["tcp://127.0.0.1:1"]},
-    "join.cell": {"proxies": ["tcp://127.0.0.1:1"]},
 }
 TOGETHER_HERE = {
     "control": {"dialect": "vllm"},
@@ -134,9 +130,6 @@ def beside(dotted: str, command: str) -> dict[str, Any]:
         shared[f"{side}tiers.peer_port"] = 4322
     if dotted in TOGETHER_HERE:
         return dict(TOGETHER_HERE[dotted])
-    of_proxy = "" if command == "proxy" else "proxy."
-    if dotted.startswith(of_proxy) and dotted.removeprefix(of_proxy) in OF_JOINING:
-        shared = {f"{of_proxy}discover": ["register:tcp://127.0.0.1:1"]}
     for end, more in TOGETHER.items():
         if dotted == end or dotted.endswith(f".{end}"):
             above = dotted.rsplit(".", 1)[0] + "." if "." in dotted else ""

@@ -142,7 +142,7 @@ def test_nothing_that_opens_a_url_repeats_its_secret(text: str) -> None:
         lambda: proxied(control={text: ["tcp://h:1"]}),
         lambda: proxied(data_parallel={text: 2}),
         lambda: ControlAddress.parse(text),
-        lambda: Discovery.of((text,), None, lambda _: None, None, None),  # type: ignore[arg-type]
+        lambda: Discovery.of((text,), None, lambda _: None, None),  # type: ignore[arg-type]
     ):
         try:
             use()

@@ -24,7 +24,6 @@ from pdlink_proxy.queue import Queue
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-    from pdlink.protocol.auth import Credentials
     from pdlink_proxy.siblings import Siblings
 
 DEADLINE_S = 60.0
@@ -468,13 +467,12 @@ async def proxy_of(
     *,
     settled: bool = True,
     siblings: Siblings | None = None,
-    credentials: Credentials | None = None,
     **more: Any,
 ) -> AsyncIterator[Proxy]:
     """A proxy before these workers. settled: wait until each of them has been heard once. siblings: it is one
     process of a proxy."""
     config = settings(prefill, decode, **more)
-    app = build_app(config, siblings, credentials)
+    app = build_app(config, siblings)
     runner = FrontRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -91,7 +91,7 @@ SUITES = (
     Suite("proxy/pdlink_proxy/policies", ("tests/proxy/policies", "tests/proxy/test_placement.py")),
     Suite(
         "proxy/pdlink_proxy/discovery",
-        _proxy("discovery", "register", "roll", "strangers", "membership"),
+        _proxy("discovery", "strangers", "membership"),
     ),
     Suite(
         "proxy/pdlink_proxy/dialects",

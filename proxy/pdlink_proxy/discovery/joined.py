@@ -18,16 +18,12 @@ from .base import ROLES, SourceDown
 from .dns import DnsSource
 from .file import FileSource
 from .kubernetes import KubernetesSource
-from .register import RegisterSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from pdlink.protocol.auth import AllowList
-
     from ..dialects import Dialect
     from .base import WorkerSource
-    from .register import JoinRules
 
 log = logging.getLogger("pdlink.proxy")
 
@@ -35,22 +31,13 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 """After a failure; doubled each time, and drawn between half and all of it: proxies do not come back in step."""
 
 
-def source_of(text: str, dialect: Dialect, door: JoinRules | None = None) -> WorkerSource:
-    """The source that one entry of `discover` names. door: where workers join. Raises ConfigError."""
+def source_of(text: str, dialect: Dialect) -> WorkerSource:
+    """The source that one entry of `discover` names. Raises ConfigError."""
     kind, _, rest = text.partition(":")
     if kind == "file" and rest:
         return FileSource(rest, dialect)
-    if kind == "register" and rest and door is not None:
-        if dialect.name != "pdlink":
-            raise ConfigError(
-                f"discover: got {text!r} with dialect {dialect.name}; expected workers of pdlink's own engine, which "
-                "alone know how to join; use file:PATH"
-            )
-        return RegisterSource(rest, door)
     if kind not in ("dns", "kubernetes") or not rest:
-        raise ConfigError(
-            f"discover: got {text!r}; expected file:PATH, dns:..., kubernetes:... or register:...; write one of them"
-        )
+        raise ConfigError(f"discover: got {text!r}; expected file:PATH, dns:... or kubernetes:...; write one of them")
     found = DnsSource(rest) if kind == "dns" else KubernetesSource(rest)
     names_control = isinstance(found, KubernetesSource) and found.names_control
     if names_control and dialect.name != "vllm":
@@ -95,16 +82,9 @@ class Discovery:
         dialect: Dialect,
         replace: Callable[[Members], None],
         static: Members,
-        door: JoinRules | None = None,
     ) -> Discovery:
-        """texts: `ProxyConfig.discover`. door: where workers join. Raises ConfigError."""
-        return cls({text: _Told(source_of(text, dialect, door)) for text in texts}, replace, static)
-
-    def allow(self, allowed: AllowList) -> None:
-        """Replace the list of those who may join."""
-        for told in self.sources.values():
-            if isinstance(told.source, RegisterSource):
-                told.source.allow(allowed)
+        """texts: `ProxyConfig.discover`. Raises ConfigError."""
+        return cls({text: _Told(source_of(text, dialect)) for text in texts}, replace, static)
 
     async def follow(self, name: str) -> None:
         """Listen to one source until cancelled."""
@@ -146,7 +126,6 @@ class Discovery:
                 "workers": {
                     role: len(getattr(told.members, role)) if told.members is not None else 0 for role in ROLES
                 },
-                **(told.source.describe() if isinstance(told.source, RegisterSource) else {}),
             }
             for name, told in self.sources.items()
         }

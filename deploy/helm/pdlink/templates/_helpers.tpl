@@ -55,14 +55,6 @@ all pods of all groups and before they are ready, so ours has another. Root, nam
 {{- if $values.httpKey.secret }}{{ $_ := set $security "http_key_file" "/etc/pdlink/http/key" }}{{ end }}
 {{- if $values.roleKeys.secret }}{{ $_ := set $security "admin_key_file" "/etc/pdlink/role/keys" }}{{ end }}
 {{- $all := dict "listen" (dict "address" (printf "0.0.0.0:%d" (int .pool.port)) "control" (printf "0.0.0.0:%d" (int .pool.controlPort))) "timeouts" (dict "drain_s" .pool.drainS) "security" $security }}
-{{- $join := dict }}
-{{- if eq $values.discovery "register" }}
-{{- $key := "" }}
-{{- if $values.keys.secret }}{{ $key = printf "?key=%s" $values.keys.proxyPublicKey }}{{ end }}
-{{- $_ := set $join "proxies" (list (printf "tcp://%s-proxies:%d%s" (include "pdlink.name" .root) (int $values.proxy.registerPort) $key)) }}
-{{- if .pool.cell }}{{ $_ := set $join "cell" .pool.cell }}{{ end }}
-{{- $_ := set $all "join" $join }}
-{{- end }}
 {{- mergeOverwrite $all (deepCopy .pool.settings) | toJson }}
 {{- end }}
 
@@ -76,15 +68,6 @@ all pods of all groups and before they are ready, so ours has another. Root, nam
 {{- $_ := set $all "tls_cert" "/etc/pdlink/tls/tls.crt" }}
 {{- $_ := set $all "tls_key" "/etc/pdlink/tls/tls.key" }}
 {{- end }}
-{{- if eq $values.discovery "register" }}
-{{- $_ := set $all "discover" (list (printf "register:tcp://0.0.0.0:%d" (int $values.proxy.registerPort))) }}
-{{- if $values.keys.secret }}
-{{- $_ := set $all "key_file" "/etc/pdlink/key" }}
-{{- $_ := set $all "allow_file" "/etc/pdlink/allowed/allow" }}
-{{- else }}
-{{- $_ := set $all "insecure" true }}
-{{- end }}
-{{- else }}
 {{- $found := list }}
 {{- range $name, $_ := $values.pools }}
 {{- $pool := include "pdlink.pool" (dict "root" $ "name" $name) | fromJson }}
@@ -98,7 +81,6 @@ all pods of all groups and before they are ready, so ours has another. Root, nam
 {{- $found = append $found $source }}
 {{- end }}
 {{- $_ := set $all "discover" $found }}
-{{- end }}
 {{- mergeOverwrite $all (deepCopy $values.proxy.settings) | toJson }}
 {{- end }}
 
