@@ -111,13 +111,6 @@ class Draining(LocalError):
     http_status = 503
 
 
-class RoleNotTaken(LocalError):
-    """A worker was asked to take another role, and stays what it was."""
-
-    code = "role_not_taken"
-    http_status = 409
-
-
 class WorkerKeyRefused(LocalError):
     """The workers refuse this proxy's key: it is wrong or missing, which is not the client's fault."""
 

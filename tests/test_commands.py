@@ -51,7 +51,6 @@ NOT_RUN = {
     r"pdlink vllm": "tests/e2e/test_vllm_two_hosts.py, with real servers",
     r"pdlink sglang": "tests/fleet/test_alone.py and tests/e2e/test_sglang.py",
     r"curl -H \"Authorization": "changes workers: tests/proxy/test_membership.py",
-    r"curl -X POST \S+/role": "takes an admin key: tests/serve/test_turning.py",
 }
 """Beginning of a command, and why it is not run here."""
 

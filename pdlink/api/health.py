@@ -58,8 +58,6 @@ class Health(msgspec.Struct, frozen=True):
     """Where it publishes which KV it has: ENDPOINT or ENDPOINT,REPLAY of each source."""
     fingerprint: str = ""
     """Of all that must be equal for its KV to be of use elsewhere; empty if it does not say."""
-    roles: tuple[str, ...] = ()
-    """Legs that it can serve, if they may change while it runs; it serves `role` now."""
     link: dict[str, Any] = {}
     """What its dialect must know to reach its KV: names and ports, by the engine's own words."""
     queue_tokens: Count | None = None

@@ -34,9 +34,6 @@ class SecurityConfig(Section):
     route_key_file: str | None = None
     """The `route_key_file` of the proxy: callers may send a leg that it has signed (POST /route), until that expires,
     without the secret of `http_key_file`."""
-    admin_key_file: str | None = None
-    """Keys of operators, one a line, who may change the role of this worker at run time (POST /role, with
-    `Authorization: Bearer KEY`). None refuses that, and the worker keeps its role."""
     tls_cert: str | None = None
     """PEM file of the certificate chain to serve HTTPS with; needs `tls_key`."""
     tls_key: str | None = None

@@ -33,12 +33,11 @@ def health(worker: Worker) -> Health:
     reason = problem(worker, report)
     curves = engine.pace.curves()
     return Health(
-        status="failed" if reason else "draining" if worker.draining or worker.turning else "ok",
-        reason=reason or (f"takes the role {worker.turning}" if worker.turning else ""),
+        status="failed" if reason else "draining" if worker.draining else "ok",
+        reason=reason,
         name=worker.name,
         epoch=report.epoch,
         role=worker.role,
-        roles=worker.roles,
         model=worker.model.name,
         control=worker.node.address,
         store=worker.peers.address if worker.peers is not None else "",
@@ -87,7 +86,7 @@ def _publishers(worker: Worker) -> tuple[str, ...]:
 def metrics_of(worker: Worker) -> WorkerMetrics:
     """All metrics of a worker. Nobody listens to events with its `counting` yet."""
     store = worker.source.store if worker.source is not None else None
-    roles = ("prefill", "decode", "both") if worker.roles or worker.role == "both" else (worker.role,)
+    roles = ("prefill", "decode", "both") if worker.role == "both" else (worker.role,)
     lanes = tuple(name for name in worker.node.transports if name != "ucx")  # UCX names its lanes itself
     metrics = WorkerMetrics(roles=roles, transports=lanes, store=store is not None)
     if metrics.store is not None and store is not None:

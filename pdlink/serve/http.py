@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 ROUTE = web.RequestKey("route", route_token.RouteToken)
 """What a caller without the key may do: the handler compares its request with it."""
 GENERATING = frozenset({("POST", COMPLETIONS), ("POST", CHAT)})
-_OWN_KEYS = ("POST", "/role")
-"""Asks for a key of operators instead."""
 _OPEN_TO_ALL = frozenset({("GET", path) for path in ("/health", "/livez", "/readyz", "/metrics")})
 
 
@@ -68,7 +66,7 @@ def callers_with(http_key: str, route_key: str | None = None) -> Middleware:
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         route = request.method, request.path
-        if route not in _OPEN_TO_ALL and route != _OWN_KEYS:
+        if route not in _OPEN_TO_ALL:
             token = request.headers.get(route_token.HEADER) if secret is not None else None
             if secret is not None and token is not None and route in GENERATING:
                 request[ROUTE] = route_token.read_token(secret, token, time.time())
@@ -89,7 +87,7 @@ def no_foreign_pages(*, loopback: bool, setting: str) -> Middleware:
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         why = refused_page(request.headers, loopback=loopback, setting=setting)
-        if why and (request.method, request.path) != _OWN_KEYS:
+        if why:
             return refused(403, why, "forbidden")
         return await handler(request)
 

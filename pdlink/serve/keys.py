@@ -112,13 +112,6 @@ def route_key(security: SecurityConfig) -> str | None:
     return read_secrets(security.route_key_file, "security.route_key_file")[0]
 
 
-def admin_keys(security: SecurityConfig) -> tuple[str, ...]:
-    """Of operators, who may change the role at run time; without any nobody may."""
-    if security.admin_key_file is None:
-        return ()
-    return read_secrets(security.admin_key_file, "security.admin_key_file")
-
-
 def server_tls(cert: str | None, key: str | None) -> ssl.SSLContext | None:
     """The TLS context of the server; None for plain HTTP. Raises ConfigError if the files cannot be used."""
     if cert is None or key is None:

@@ -51,7 +51,6 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
     if parent is not None:
         parent.doing("loading torch")
     from pdlink.serve.app import build_app
-    from pdlink.serve.turning import Turning, add_role_route
     from pdlink.serve.worker import Worker
 
     worker = Worker(config, name, credentials)
@@ -93,8 +92,6 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
             _reload(security.allow_file, worker.allow)
 
     app = build_app(worker, http_key, route_key, spans)
-    turning = Turning(worker)
-    add_role_route(app, turning, keys.admin_keys(security))
     try:
         asyncio.run(serve(app, bound, parent, ready=ready, drain=drain, say=say, tls=tls, reload=reload))
         problem = health.problem(worker)

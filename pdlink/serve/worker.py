@@ -37,7 +37,7 @@ from pdlink.store.turns import USUAL
 
 if TYPE_CHECKING:
     from pdlink.api.legs import AnyParams
-    from pdlink.config import Role, WorkerConfig
+    from pdlink.config import WorkerConfig
     from pdlink.engine.forward import LoadedModel
     from pdlink.engine.request import SamplingParams, TokenOutput
     from pdlink.protocol.auth import AllowList, Credentials
@@ -95,10 +95,7 @@ class Worker:
         self._fewer = threading.Condition(self._lock)
         """A request has ended."""
         self.draining = False
-        self.role: Role = config.role
-        """That it serves now; see `begin_turn`."""
-        self.turning: Role | None = None
-        """The role that it takes when it has drained."""
+        self.role = config.role
 
     def open(self) -> None:
         """Load the model, allocate and register the cache, bind the control port, start both threads.
@@ -198,7 +195,7 @@ class Worker:
         held = params is not None and params.leg == "prefill"
         stream = Stream(request_id, len(prompt), self.config.timeouts.request_s, held=held)
         with self._lock:
-            if self.draining or self.turning is not None:  # with the lock: what is let in here is drained
+            if self.draining:  # with the lock: what is let in here is drained
                 raise Draining("this worker takes no new requests now; send the request to another one")
             if request_id in self._running:
                 raise InvalidRequest(f"request id {request_id!r} is in use")
@@ -234,9 +231,7 @@ class Worker:
     def _leg(self, stream: Stream, params: AnyParams) -> PrefillLeg | DecodeLeg | None:
         """The request's part in its transfer; None if that has failed already and the prompt is computed here."""
         if self.role not in (params.leg, "both"):
-            wrong = f"this worker has role {self.role!r}, the request is a {params.leg} leg"
-            # Where roles change the sender could not know.
-            raise Draining(wrong) if self.roles else InvalidRequest(wrong)
+            raise InvalidRequest(f"this worker has role {self.role!r}, the request is a {params.leg} leg")
         if not isinstance(params, DecodeParams):
             stream.leg = PrefillLeg(stream, params.transfer_id, self.engine, self.port)
             return stream.leg
@@ -319,33 +314,6 @@ class Worker:
         while (self.num_requests or any(self.node.report().sending.values())) and time.monotonic() < deadline_s:
             with self._lock:
                 self._fewer.wait(0.05)
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """Legs that it can serve, now or after a turn; empty if its role cannot change."""
-        return () if self.config.security.admin_key_file is None else ("prefill", "decode")
-
-    def begin_turn(self, role: Role) -> bool:
-        """Take no new requests, to serve this role when `left_to_drain` is empty; whether no other turn runs."""
-        with self._lock:
-            if self.turning is not None:
-                return False
-            self.turning = role
-        return True
-
-    def left_to_drain(self) -> str:
-        """What still runs for the present role; empty if nothing does."""
-        requests = self.num_requests
-        sending = sum(count for state, count in self.node.report().sending.items() if state != "early")
-        # Early: another worker waits for a request that this one would refuse now.
-        return f"{requests} requests and {sending} transfers run" if requests or sending else ""
-
-    def end_turn(self, *, taken: bool) -> None:
-        """Take new requests again. taken: of the new role."""
-        with self._lock:
-            if taken and self.turning is not None:
-                self.role = self.turning
-            self.turning = None
 
     def allow(self, allowed: AllowList) -> None:
         """Replace the allow-list of the credentials; sessions whose key is not on it end."""

@@ -105,7 +105,6 @@ class Router:
                 shared.spawn(shared.decision_log.follow())
 
             services.membership.changed = shared.serve_queue
-            services.pools.found_turning = services.membership.list_soon
             services.membership.replace(services.membership.members)
             if services.siblings is not None:
                 services.membership.keep(services.siblings.directory / MEMBERS_FILE)
@@ -120,7 +119,6 @@ class Router:
             for name in services.discovery.sources:
                 shared.spawn(services.discovery.follow(name))
             yield
-            services.membership.close()
             services.pools.kv_events.close()
             for task in shared.tasks:
                 task.cancel()

@@ -39,8 +39,6 @@ log = logging.getLogger("pdlink.proxy")
 LOOK_S = 0.5
 """Between two looks at a watched file."""
 MAX_WORKERS = 100_000
-_LIST_S = 0.05
-"""Until workers that were found to do more are listed: they come in numbers."""
 
 
 Role: TypeAlias = Literal["prefill", "decode", "both"]
@@ -205,7 +203,6 @@ class Membership:
     _watching: dict[tuple[Worker, ...], asyncio.Task[None]] = field(default_factory=dict)
     _seen: tuple[int, int, int] | None = None
     """Of the file that was read last."""
-    _listing: asyncio.TimerHandle | None = None
     _kept: Path | None = None
     _refused: str = ""
     """Why the file could not be used; logged once."""
@@ -221,20 +218,6 @@ class Membership:
             if server not in self._watching:
                 self._watching[server] = self.watch(server)
         self.changed()
-
-    def list_soon(self) -> None:
-        """The same workers once more: some can do more than was known."""
-        if self._listing is None:
-            self._listing = asyncio.get_running_loop().call_later(_LIST_S, self._list_again)
-
-    def close(self) -> None:
-        """List nothing any more."""
-        if self._listing is not None:
-            self._listing.cancel()
-
-    def _list_again(self) -> None:
-        self._listing = None
-        self.replace(self.members)
 
     def keep(self, path: Path) -> None:
         """Changes of operators are kept in this file, for the other processes of this proxy; take what is there."""

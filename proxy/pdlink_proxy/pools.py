@@ -25,11 +25,11 @@ from .steps import Leg
 from .worker import State, Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from pdlink.api.health import Health
 
-    from .membership import ListedWorker, Members
+    from .membership import Members
     from .mismatches import Mismatch
     from .records import Records
     from .refusals import RefusedPair
@@ -65,10 +65,6 @@ class Pools:
         """Some prefill server has several engines, so that legs name theirs."""
         self._at: dict[str, list[Worker]] = {}
         """By URL."""
-        self._turning: set[str] = set()
-        """URLs of workers that can change their role."""
-        self.found_turning: Callable[[], None] = lambda: None
-        """Called when there is another one: list all again."""
         self._groups: set[tuple[str, str]] = set()
         """Of the workers: with one of them KV may move between any two."""
         self.refusals = Refusals()
@@ -87,7 +83,7 @@ class Pools:
 
         Raises ConfigError for an invalid or repeated URL, and changes nothing then.
         """
-        listed = self._on_both_sides({side: members.of(side) for side in Leg})
+        listed = {side: members.of(side) for side in Leg}
         listed[Leg.DECODE] += members.both
         checked = {side: workers_of(side.value, listed[side]) for side in Leg}
         sources: dict[str, tuple[str, ...]] = {}
@@ -119,20 +115,6 @@ class Pools:
         self._at = {}
         for worker in self.all:
             self._at.setdefault(worker.url, []).append(worker)
-
-    def _on_both_sides(self, listed: dict[Leg, tuple[ListedWorker, ...]]) -> dict[Leg, tuple[ListedWorker, ...]]:
-        """The same, and workers that can change their role on the other side, too."""
-        here = {side: {entry.url.rstrip("/") for entry in entries} for side, entries in listed.items()}
-        self._turning &= here[Leg.PREFILL] | here[Leg.DECODE]
-        return {
-            side: listed[side]
-            + tuple(
-                entry
-                for entry in listed[side.other]
-                if (url := entry.url.rstrip("/")) in self._turning and url not in here[side]
-            )
-            for side in Leg
-        }
 
     def at(self, url: str) -> Sequence[Worker]:
         """The workers of this URL: one, or one of each side, or several engines."""
@@ -183,10 +165,6 @@ class Pools:
 
     def heard(self, worker: Worker) -> None:
         """A worker's health has been updated."""
-        said = worker.health
-        if said is not None and said.roles and not worker.plain and worker.url not in self._turning:
-            self._turning.add(worker.url)
-            self.found_turning()
         self.refusals.heard(worker, self._sides[worker.side.other].workers)
         self._update(worker)
         if worker.state is State.OK and worker.health is not None:

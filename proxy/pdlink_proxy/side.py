@@ -86,9 +86,7 @@ class Side:
         """Of an absent worker its last known ones."""
         if self._models is None:
             said = [
-                worker.health
-                for worker in self.workers
-                if worker.health and worker.state not in (State.WRONG_ROLE, State.OTHER_ROLE)
+                worker.health for worker in self.workers if worker.health and worker.state is not State.WRONG_ROLE
             ]
             self._models = sorted({name for health in said for name in (health.model, *health.aliases)})
             self._all_heard = all(worker.health for worker in self.workers)

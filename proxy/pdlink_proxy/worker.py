@@ -60,8 +60,6 @@ class State(enum.Enum):
     """Reports that it cannot serve."""
     UNREACHABLE = "unreachable"
     WRONG_ROLE = "wrong role"
-    OTHER_ROLE = "other role"
-    """Serves the other leg now, and may come back."""
     INVALID = "invalid"
     """Its answer is not a worker's."""
     BARRED = "refuses our key"
@@ -189,9 +187,7 @@ class Worker:
         known, self.health = self.health, health
         if known is None or (known.model, known.aliases) != (health.model, health.aliases):
             self._tell()
-        if health.role not in (self.side.value, "both", None) and self.side.value in health.roles:
-            self._become(State.OTHER_ROLE, f"its role is {health.role!r} now")
-        elif health.role not in (self.side.value, "both", None):
+        if health.role not in (self.side.value, "both", None):
             self._become(State.WRONG_ROLE, f"listed as a {self.side.value} worker, but its role is {health.role!r}")
         elif health.status == "draining":
             self.quiet_until_s = max(self.quiet_until_s, self.heard_s + QUIET_S)
@@ -258,7 +254,7 @@ class Worker:
                 self._log(*((logging.INFO, "") if warned_s is None else (logging.WARNING, " again")))
             return
         quiet = state is State.UNREACHABLE and now < self.quiet_until_s
-        expected = quiet or state in (State.DRAINING, State.OTHER_ROLE)
+        expected = quiet or state is State.DRAINING
         if not expected and (changed or warned_s is None):
             self._warned_s = now if warned_s is None else warned_s
             self._log(logging.WARNING, f" ({reason})")

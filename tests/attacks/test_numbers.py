@@ -29,7 +29,7 @@ from pdlink.integrations.sglang_parts import wire as sglang
 from pdlink.integrations.vllm_parts import params as vllm
 from pdlink.peers import messages as peers
 from pdlink.protocol import messages
-from pdlink.serve import cache_routes, openai, turning
+from pdlink.serve import cache_routes, openai
 from pdlink.serve.store_app import build_app
 from pdlink.store import wire
 from pdlink.transport import handle_door
@@ -256,7 +256,6 @@ GENERATING = {"/v1/completions": openai.CompletionRequest, "/v1/chat/completions
 BODIES: dict[str, Any] = {
     **GENERATING,
     "/tokenize": openai.CompletionRequest,
-    "/role": turning.Turn,
     **{
         f"{cache_routes.PATH}/{name}": getattr(cache_routes, verb.__annotations__["asked"])
         for name, verb in vars(cache_routes.CacheDesk).items()

@@ -152,10 +152,8 @@ def test_health_is_bad_when_a_part_of_the_worker_is_dead(deployment: Deployment,
         node=SimpleNamespace(report=lambda: report, address="a"),
         engine_is_dead=part == "engine",
         draining=False,
-        turning=None,
         name="w",
         role="both",
-        roles=("prefill", "decode"),
         config=SimpleNamespace(
             timeouts=SimpleNamespace(peer_s=3.0), role="both", cache=SimpleNamespace(block_tokens=16)
         ),

@@ -165,7 +165,7 @@ async def test_every_route_is_open_or_asks_for_a_key_or_for_an_operators(
 async def test_no_request_to_a_proxy_reaches_what_workers_show_operators(
     prefill: FakeWorker, decode: FakeWorker
 ) -> None:
-    paths = ["/pdlink/cache", "/pdlink/cache/clear", "/pdlink/events", "/pdlink/sources", "/role", "/flush_cache"]
+    paths = ["/pdlink/cache", "/pdlink/cache/clear", "/pdlink/events", "/pdlink/sources", "/flush_cache"]
     async with proxy_of([prefill], [decode], api_keys=["a"]) as proxy:
         for path in [*paths, "/reset_prefix_cache", "/update_weights_from_disk", "/pdlink/transfers/1/stop"]:
             for method in ("GET", "POST"):

@@ -24,7 +24,7 @@ _TIMEOUT_S = 1.0
 _ALL_S = 2.0
 """For the reports of all together."""
 _MAX_AT_ONCE = 32
-_ANSWERING = (State.OK, State.DRAINING, State.FAILED, State.WRONG_ROLE, State.OTHER_ROLE)
+_ANSWERING = (State.OK, State.DRAINING, State.FAILED, State.WRONG_ROLE)
 
 
 class Live(msgspec.Struct, frozen=True):

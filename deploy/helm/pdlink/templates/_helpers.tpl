@@ -53,7 +53,6 @@ all pods of all groups and before they are ready, so ours has another. Root, nam
 {{- $security = dict "insecure" true }}
 {{- end }}
 {{- if $values.httpKey.secret }}{{ $_ := set $security "http_key_file" "/etc/pdlink/http/key" }}{{ end }}
-{{- if $values.roleKeys.secret }}{{ $_ := set $security "admin_key_file" "/etc/pdlink/role/keys" }}{{ end }}
 {{- $all := dict "listen" (dict "address" (printf "0.0.0.0:%d" (int .pool.port)) "control" (printf "0.0.0.0:%d" (int .pool.controlPort))) "timeouts" (dict "drain_s" .pool.drainS) "security" $security }}
 {{- mergeOverwrite $all (deepCopy .pool.settings) | toJson }}
 {{- end }}
@@ -103,7 +102,7 @@ is 0440: pdlink refuses keys that every user can read. */}}
 {{- $mounts = append $mounts (dict "name" "keys" "mountPath" "/etc/pdlink/key" "subPathExpr" .key "readOnly" true) }}
 {{- $mounts = append $mounts (dict "name" "allowed" "mountPath" "/etc/pdlink/allowed" "readOnly" true) }}
 {{- end }}
-{{- $more := dict "http" $values.httpKey.secret "role" $values.roleKeys.secret }}
+{{- $more := dict "http" $values.httpKey.secret }}
 {{- if .proxy }}{{ $more = dict "http" $values.httpKey.secret "api" $values.proxy.apiKeys.secret "admin" $values.proxy.adminKeys.secret "tls" $values.proxy.tls.secret }}{{ end }}
 {{- range $name, $secret := $more }}
 {{- if $secret }}
