@@ -193,20 +193,6 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
     explain.set_defaults(run=runs.explain)
     add_log_behind(explain)
 
-    route = commands.add_parser(
-        "route",
-        help="where the proxy would send a request now",
-        description="Ask POST /route of a proxy, whose route_s must be set, and print the decision in JSON. It "
-        "counts in the load of its workers until it expires.",
-    )
-    route.add_argument("model", metavar="MODEL", help="name of the model")
-    route.add_argument("--tokens", type=int, default=1000, metavar="N", help="of the prompt (%(default)s)")
-    route.add_argument("--request", metavar="FILE", help="the body of a request in JSON, in place of --tokens")
-    route.add_argument("--proxy", default="127.0.0.1:8000", metavar="URL", help="base URL of the proxy (%(default)s)")
-    route.add_argument("--key-file", metavar="FILE", help="with one of the proxy's api_keys")
-    route.set_defaults(run=runs.route)
-    add_log_behind(route)
-
     top = commands.add_parser("top", help="the workers, transfers and requests behind a proxy, live")
     add_log_behind(top)
     if whole or ("top" in argv and "cache" not in argv):

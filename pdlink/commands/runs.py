@@ -199,13 +199,6 @@ def explain(args: argparse.Namespace) -> None:
             console.print(plain(f"→ {sentence}"))
 
 
-def route(args: argparse.Namespace) -> None:
-    from pdlink.observe.route import fetch_decision
-
-    key = read_key(args.key_file)
-    print(fetch_decision(args.proxy, args.model, args.tokens, file=args.request, key=key))
-
-
 def keygen(args: argparse.Namespace) -> None:
     from pdlink.serve.keys import keygen
 

@@ -132,11 +132,6 @@ class ProxyConfig(Section):
     shares: dict[str, Annotated[float, Field(gt=0)]] = Field(default={}, repr=False)
     """Weights of those who wait, by API key or model; 1 for others. Each pair of key and model gets tokens in
     proportion."""
-    route_s: float = Field(default=0, ge=0)
-    """How long a decision of POST /route counts in the load of its workers if no end is reported; 0 answers none."""
-    route_key_file: str | None = None
-    """A secret that decisions of POST /route are signed with, for workers with `security.route_key_file`: the file's
-    first line."""
     rate_limit: RateLimit = RateLimit()
     """Of every API key that has none of its own: over it, the answer is 429. Without `api_keys` a client can call
     itself anything."""

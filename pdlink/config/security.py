@@ -31,9 +31,6 @@ class SecurityConfig(Section):
     http_key_file: str | None = None
     """A secret that callers of this worker's HTTP interface must send in X-Pdlink-Key (all but GET /health, /livez,
     /readyz and /metrics); the proxy's `worker_key_file`. The file's first line that is not empty or a comment."""
-    route_key_file: str | None = None
-    """The `route_key_file` of the proxy: callers may send a leg that it has signed (POST /route), until that expires,
-    without the secret of `http_key_file`."""
     tls_cert: str | None = None
     """PEM file of the certificate chain to serve HTTPS with; needs `tls_key`."""
     tls_key: str | None = None
@@ -46,8 +43,6 @@ class SecurityConfig(Section):
         in_pairs(self, "security.", ("key_file", "allow_file"), ("tls_cert", "tls_key"))
         if self.token_file is not None:
             no_use(self, "security.", MADE_OF_A_TOKEN, "is made of security.token_file")
-        if self.route_key_file is not None and self.http_key_file is None and self.token_file is None:
-            raise ValueError("security.route_key_file: is of no use where everybody may call; set http_key_file, too")
         if self.insecure and self.has_keys:
             raise ValueError("security.insecure: has no effect with keys; leave out one of them")
         return self

@@ -17,11 +17,10 @@ from aiohttp import web
 from pdlink import threads
 from pdlink.api import kv_path
 from pdlink.api.errors import stream_error
-from pdlink.api.legs import MAX_ID_CHARS, AnyParams, DecodeParams
+from pdlink.api.legs import MAX_ID_CHARS
 from pdlink.api.openai import CHAT, COMPLETIONS
-from pdlink.api.route_token import HEADER, RouteToken, peer_of
 from pdlink.config import is_loopback
-from pdlink.errors import DeadlineExceeded, InvalidApiKey, InvalidRequest, PdlinkError
+from pdlink.errors import DeadlineExceeded, InvalidRequest, PdlinkError
 from pdlink.events import listen
 from pdlink.logs import about
 from pdlink.observe.summary import WorkerSummary, tell
@@ -31,7 +30,6 @@ from pdlink.observe.worker_spans import WorkerSpans
 from pdlink.serve import health
 from pdlink.serve.cache_routes import CacheDesk, Prompts, add_cache_routes
 from pdlink.serve.http import (
-    ROUTE,
     body_of,
     callers_with,
     errors_as_json,
@@ -65,19 +63,16 @@ _LONG_NBYTES = 32 * 1024
 _MAX_STOP_NBYTES = 4096
 
 
-def build_app(
-    worker: Worker, http_key: str | None = None, route_key: str | None = None, spans: SpanSender | None = None
-) -> web.Application:
+def build_app(worker: Worker, http_key: str | None = None, spans: SpanSender | None = None) -> web.Application:
     """The routes of one open worker. Cleanup of the app stops its event listeners; it does not close the worker.
 
-    http_key: callers must send it in X-Pdlink-Key, except for health and metrics. route_key: or a
-    decision that a router signed with it, for one leg. spans: takes those of its requests; the app opens and closes
-    it.
+    http_key: callers must send it in X-Pdlink-Key, except for health and metrics. spans: takes those of its requests;
+    the app opens and closes it.
     """
     loopback = is_loopback(worker.config.listen.host)
     check = no_foreign_pages(loopback=loopback, setting="security.http_key_file")
     if http_key is not None:
-        check = callers_with(http_key, route_key)
+        check = callers_with(http_key)
     app = web.Application(middlewares=[errors_as_json, check])
     metrics, timeline = health.metrics_of(worker), Timeline(worker.name)
     stop = [listen(metrics.counting), listen(timeline)]
@@ -205,8 +200,6 @@ async def _generate(
     """Answer one request; its client's leaving aborts it."""
     request, prompt = await _request(worker, kind, await body_of(http), reader)
     params = request.kv_transfer_params
-    if (allowed := http.get(ROUTE)) is not None:
-        _check_route(allowed, params)
     transfer_id = params.transfer_id if params else secrets.token_hex(16)
     answer = AnswerWriter(request, transfer_id, params.created if params else int(time.time()), len(prompt))
     request_id = f"{params.leg}-{transfer_id}" if params else transfer_id
@@ -268,16 +261,6 @@ async def _generate(
             raise
         await response.write(stream_error(str(error), code=error.code))
         return response
-
-
-def _check_route(allowed: RouteToken, params: AnyParams | None) -> None:
-    """Raises InvalidApiKey for a leg other than the one that a router decided on."""
-    asked = RouteToken("decode", allowed.transfer_id, "", allowed.expires)
-    if params is not None:
-        peer = peer_of(params.prefill) if isinstance(params, DecodeParams) else ""
-        asked = RouteToken(params.leg, params.transfer_id, peer, allowed.expires)
-    if asked != allowed:
-        raise InvalidApiKey(f"{HEADER}: is about another leg than kv_transfer_params; send them as /route told them")
 
 
 async def _request(

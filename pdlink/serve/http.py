@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
 
-from pdlink.api import route_token
 from pdlink.api.errors import refusal_of, refused
 from pdlink.api.keys import KEY_HEADER, is_one_of
-from pdlink.api.openai import CHAT, COMPLETIONS
 from pdlink.api.pages import refused_page
 from pdlink.errors import InvalidApiKey, InvalidRequest, PdlinkError
 
@@ -23,9 +20,6 @@ if TYPE_CHECKING:
 
     from pdlink.observe.series import Registry
 
-ROUTE = web.RequestKey("route", route_token.RouteToken)
-"""What a caller without the key may do: the handler compares its request with it."""
-GENERATING = frozenset({("POST", COMPLETIONS), ("POST", CHAT)})
 _OPEN_TO_ALL = frozenset({("GET", path) for path in ("/health", "/livez", "/readyz", "/metrics")})
 
 
@@ -57,20 +51,14 @@ async def errors_as_json(
         return refused(error.status, error.reason, str(error.status))
 
 
-def callers_with(http_key: str, route_key: str | None = None) -> Middleware:
-    """Rejects callers without the key, before reading the body. route_key: takes legs that a router signed, too."""
-    secret = None if route_key is None else route_key.encode()
+def callers_with(http_key: str) -> Middleware:
+    """Rejects callers without the key, before reading the body."""
 
     @web.middleware
     async def check(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        route = request.method, request.path
-        if route not in _OPEN_TO_ALL:
-            token = request.headers.get(route_token.HEADER) if secret is not None else None
-            if secret is not None and token is not None and route in GENERATING:
-                request[ROUTE] = route_token.read_token(secret, token, time.time())
-                return await handler(request)
+        if (request.method, request.path) not in _OPEN_TO_ALL:
             sent = request.headers.get(KEY_HEADER, "")
             if not is_one_of(sent, (http_key.encode(),)):
                 raise InvalidApiKey(f"this server is not open to all: {KEY_HEADER} is missing or wrong")

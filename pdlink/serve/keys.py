@@ -105,13 +105,6 @@ def http_key(security: SecurityConfig) -> str | None:
     return read_secrets(security.http_key_file, "security.http_key_file")[0]
 
 
-def route_key(security: SecurityConfig) -> str | None:
-    """The secret that routers sign their decisions with; None takes none of them."""
-    if security.route_key_file is None:
-        return None
-    return read_secrets(security.route_key_file, "security.route_key_file")[0]
-
-
 def server_tls(cert: str | None, key: str | None) -> ssl.SSLContext | None:
     """The TLS context of the server; None for plain HTTP. Raises ConfigError if the files cannot be used."""
     if cert is None or key is None:

@@ -37,7 +37,6 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
     check_kinds(config.transport)
     security = config.security
     credentials, http_key = keys.load_credentials(security), keys.http_key(security)
-    route_key = keys.route_key(security)
     tls = keys.server_tls(security.tls_cert, security.tls_key)
     find_model(config.model)
     bound = bind(config.listen.host, config.listen.port, "listen")
@@ -91,7 +90,7 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
         if security.allow_file is not None:
             _reload(security.allow_file, worker.allow)
 
-    app = build_app(worker, http_key, route_key, spans)
+    app = build_app(worker, http_key, spans)
     try:
         asyncio.run(serve(app, bound, parent, ready=ready, drain=drain, say=say, tls=tls, reload=reload))
         problem = health.problem(worker)

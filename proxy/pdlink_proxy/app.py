@@ -30,7 +30,6 @@ from .queue import Queue
 from .relaying import opened_relays
 from .reloading import WORKERS, taken
 from .request import Request
-from .routes_only import Decider
 from .services import Services
 from .shared import Shared
 from .siblings import MEMBERS_FILE
@@ -235,10 +234,6 @@ def build_app(config: ProxyConfig, siblings: Siblings | None = None) -> web.Appl
     for path in services.dialect.paths:
         app.router.add_post(path, router.generate)
     PassThrough(services).add_routes(app)
-    if config.route_s:
-        services.decider = decider = Decider(services)
-        decider.add_routes(app)
-        app.on_cleanup.append(decider.close)
     about = About(services)
     about.add_routes(app)
     if config.page:

@@ -54,14 +54,6 @@ class Endable(Protocol):
         ...
 
 
-class Decides(Protocol):
-    """The decisions of POST /route that have not ended."""
-
-    def ended(self, transfer_id: str, only: str | None) -> bool:
-        """The request of this decision has ended; False if it is not one of this process, and of this key alone."""
-        ...
-
-
 class Services:
     """Of one proxy, from before it serves until its end."""
 
@@ -102,8 +94,6 @@ class Services:
         self._shared: Shared | None = None
         self.reports: WorkerReports
         """Of the workers, once the app runs."""
-        self.decider: Decides | None = None
-        """Of POST /route, if it is answered."""
         self.requests: set[Endable] = set()
         self.idle = asyncio.Event()
         self.idle.set()
@@ -260,15 +250,11 @@ class Services:
             adopt(ProxyConfig.model_validate(said))
             return True
 
-        def route_ended(asked: Any) -> object:
-            return self.decider is not None and self.decider.ended(*asked)
-
         return {
             "numbers": lambda _: self.metrics.numbers(),
             "doing": doing,
             "members": members,
             "adopt": adopted,
-            "route_ended": route_ended,
             "decisions": lambda asked: self.decisions_of(*asked),
             "owns": lambda asked: self.entry.owns(*asked),
             "told": lambda request_id: self.decisions.told_of(request_id),

@@ -82,7 +82,6 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "tls_key": {"tls_cert": "c"},
     "key_file": {"allow_file": "a"},
     "allow_file": {"key_file": "k"},
-    "security.route_key_file": {"http_key_file": "h"},
     "model.revision": {"path": "m"},
     "local_disk": {"max_local_disk_size": 1.0},
     "max_local_disk_size": {"local_disk": "d"},

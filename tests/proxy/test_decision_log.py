@@ -89,25 +89,6 @@ async def test_equal_beginnings_have_equal_ids_and_only_a_share_is_written(
     assert written(path) == []
 
 
-async def test_what_an_edge_was_told_ends_in_the_record_and_in_the_log(
-    prefill: FakeWorker, decode: FakeWorker, tmp_path: Path
-) -> None:
-    path = tmp_path / "log"
-    async with proxy_of([prefill], [decode], decision_log=str(path), route_s=0.1) as proxy:
-        for report in (True, False):
-            body = {"model": "m", "prompt": "hello"}
-            async with proxy.client.post(f"{proxy.url}/route", json=body) as response:
-                told = await response.json()
-            if report:
-                await proxy.client.delete(f"{proxy.url}/route/{told['transfer_id']}")
-        first, second = await lines(path, 2)
-        assert (first["outcome"], second["outcome"]) == ("reported", "expired")
-        assert first["attempts"][0]["decode"] == {"worker": "decode-0", "end": "reported", "load": 0.0}
-        verdicts = [each.verdict for each in proxy.router.services.decisions]
-        assert verdicts == ["placed", "ended", "placed", "ended"]
-        assert proxy.router.services.decisions[-1].reason == "route expired"
-
-
 async def test_a_log_that_was_renamed_goes_on_in_a_new_file(
     prefill: FakeWorker, decode: FakeWorker, tmp_path: Path
 ) -> None:

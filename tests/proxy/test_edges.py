@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _TOKENS, _ANSWERS = (0, 2**31 - 1), (0, 2**16)
 RANGES = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), _TOKENS),
-    "num_tokens": (1, 2**31 - 1),
     "n": _ANSWERS,
     "seed": (-(2**63), 2**63 - 1),
     "priority": (-(2**31), 2**31 - 1),
@@ -85,7 +84,7 @@ async def walk(post: Post, found: Iterator[tuple[str, str, str, bytes]]) -> None
 async def test_no_number_of_a_request_fails_it_otherwise_than_with_its_field_and_range(
     prefill: FakeWorker, decode: FakeWorker, tmp_path: Path
 ) -> None:
-    more: dict[str, Any] = {"route_s": 60, "admin_key_file": str(write_private(tmp_path / "admin", "boss"))}
+    more: dict[str, Any] = {"admin_key_file": str(write_private(tmp_path / "admin", "boss"))}
     async with proxy_of([prefill], [decode], policy="cost", **more) as proxy:
 
         async def post(path: str, body: bytes) -> tuple[int, bytes]:
@@ -95,9 +94,9 @@ async def test_no_number_of_a_request_fails_it_otherwise_than_with_its_field_and
 
         for path, base in (
             *(("/v1/completions", TEXT), ("/v1/completions", LONG), ("/v1/chat/completions", CHAT)),
-            *(("/v1/completions", TEXT + ', "stream": true'), ("/route", TEXT), ("/v1/embeddings", TEXT)),
+            *(("/v1/completions", TEXT + ', "stream": true'), ("/v1/embeddings", TEXT)),
         ):
-            await walk(post, bodies(path, base, RANGES.keys() - {"num_tokens"} if path != "/route" else RANGES))
+            await walk(post, bodies(path, base, RANGES))
         pair = '"prefill": "prefill-0", "decode": "decode-0"'
         for value in EDGES:
             status, answer = await post("/pdlink/probe", f'{{{pair}, "num_tokens": {value}}}'.encode())

@@ -212,17 +212,6 @@ async def test_a_server_for_both_legs_is_two_workers_for_prefill_and_one_for_dec
     assert HEADER not in legs["decode"].headers
 
 
-async def test_who_asks_for_the_decision_alone_is_told_the_header(servers: list[FakeVllm]) -> None:
-    async with in_front(servers, route_s=60) as proxy:
-        async with proxy.client.post(f"{proxy.url}/route", json={"model": "m", "prompt": "hi"}) as response:
-            found = await response.json()
-        async with proxy.client.delete(f"{proxy.url}/route/{found['transfer_id']}"):
-            pass
-    engine = found["prefill"]["set"]["kv_transfer_params"].get("data_parallel_rank", 0)
-    assert found["prefill"]["headers"][HEADER] == str(engine)
-    assert HEADER not in found["decode"]["headers"]
-
-
 async def test_a_probe_asks_the_engine_that_it_is_to_measure(servers: list[FakeVllm]) -> None:
     asked = {"prefill": "prefill-1", "decode": "decode-0", "num_tokens": 8}
     async with (

@@ -127,12 +127,12 @@ async def processes(prefill: FakeWorker, decode: FakeWorker, *more: str) -> Asyn
 async def test_two_processes_serve_one_port_and_answer_as_one(
     prefill: FakeWorker, decode: FakeWorker, tmp_path: Path
 ) -> None:
-    """Also what only one of them knows: a decision, the end of a route, what an operator has changed."""
+    """Also what only one of them knows: a decision, what an operator has changed."""
     admin = write_private(tmp_path / "admin", "boss")
     file = write_private(tmp_path / "keys", "one")
     config = tmp_path / "proxy.yaml"
     config.write_text("retries: 1\n")
-    more = ["--set", f"admin_key_file={admin}", "--set", "route_s=60", "--set", f"api_key_file={file}"]
+    more = ["--set", f"admin_key_file={admin}", "--set", f"api_key_file={file}"]
     more += ["--config", str(config)]
     async with processes(prefill, decode, *more) as proxy:
         one = {"Authorization": "Bearer one"}
@@ -159,10 +159,6 @@ async def test_two_processes_serve_one_port_and_answer_as_one(
         known = json.loads((await ask("GET", "/decisions"))[1])["decisions"][0]["request_id"]
         found = {(await ask("GET", f"/pdlink/timeline?request={known}"))[0] for _ in range(6)}
         assert found == {200}, "whichever process is asked"
-        for _ in range(6):
-            _, data = await ask("POST", "/route", {"model": "m", "num_tokens": 5})
-            assert (await ask("DELETE", f"/route/{json.loads(data)['transfer_id']}"))[0] == 204
-        assert (await ask("DELETE", "/route/x"))[0] == 404
         boss = {"Authorization": "Bearer boss"}
         drained = {"role": "decode", "url": decode.url, "drain": True}
         assert (await proxy.ask("POST", "/workers", drained, **boss))[0] == 200

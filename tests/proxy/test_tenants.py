@@ -114,24 +114,9 @@ async def test_who_has_no_key_hides_no_request_from_its_owner(
         assert (await asked(proxy, "GET", "/decisions?request=id-of-a", "a"))[1]["decisions"]
 
 
-async def test_a_key_ends_no_decision_of_another_one(prefill: FakeWorker, decode: FakeWorker, tmp_path: Path) -> None:
-    places = [Siblings(SiblingPlace(str(tmp_path), number, 2)) for number in range(2)]
-    more: dict[str, Any] = {"api_keys": ["a", "b"], "route_s": 60}
-    async with (
-        proxy_of([prefill], [decode], siblings=places[0], **more) as first,
-        proxy_of([prefill], [decode], siblings=places[1], **more) as second,
-    ):
-        for proxy in (first, second):
-            status, found = await asked(first, "POST", "/route", "a", {"model": "m", "num_tokens": 9})
-            assert status == 200
-            path = f"/route/{found['transfer_id']}"
-            assert (await asked(proxy, "DELETE", path, "b"))[0] == 404
-            assert (await asked(proxy, "DELETE", path, "a"))[0] == 204
-
-
 FOR_ALL = {"/", "/health", "/readyz", "/livez", "/pdlink"}
 """Text, a status, and files of the page, which hold no data."""
-OF_A_KEY = {"/decisions", "/v1/models", "/version", "/metrics", "/route"}
+OF_A_KEY = {"/decisions", "/v1/models", "/version", "/metrics"}
 """Beside what generates: a key's own requests, and sums over all."""
 OF_OPERATORS = {"/pdlink/state", "/pdlink/timeline", "/pdlink/probe", "/workers"}
 
@@ -140,7 +125,7 @@ async def test_every_route_is_open_or_asks_for_a_key_or_for_an_operators(
     prefill: FakeWorker, decode: FakeWorker, tmp_path: Path
 ) -> None:
     admin = str(write_private(tmp_path / "admin", "boss"))
-    more: dict[str, Any] = {"api_keys": ["a", "b"], "admin_key_file": admin, "route_s": 60}
+    more: dict[str, Any] = {"api_keys": ["a", "b"], "admin_key_file": admin}
     app = build_app(settings([prefill], [decode], **more))
     routes = {(each.method, each.resource.canonical) for each in app.router.routes() if each.resource}
     assert len(routes) > 40

@@ -106,7 +106,7 @@ SUITES = (
             *_proxy(
                 "placement", "pools", "probe", "queue", "recovery", "refusals", "relaying", "reloading", "request"
             ),
-            *_proxy("retries", "rolling", "route", "stream_ends", "summary", "table", "tenants", "timeline"),
+            *_proxy("retries", "rolling", "stream_ends", "summary", "table", "tenants", "timeline"),
             *_proxy("told", "tokenizing", "tracing", "usage", "waiting"),
         ),
     ),
