@@ -35,13 +35,11 @@ from pdlink.store.cleared import places_of
 from pdlink.store.codec import FP8
 from pdlink.store.gpu_pages import GpuPages
 from pdlink.store.groups import Blocks, RecordGroup
-from pdlink.store.handle import Handle
 from pdlink.store.holds import Holds
 from pdlink.store.interface import MEMORY
 from pdlink.store.line import Line
 from pdlink.store.loading import GroupLoad
 from pdlink.store.policies.registry import DEFAULT_POLICY, make_policy
-from pdlink.store.record import HEADER_NBYTES
 from pdlink.store.save import Save
 from pdlink.store.source import LOST, CallersBlocks, Source
 from pdlink.store.store import Store
@@ -55,9 +53,7 @@ if TYPE_CHECKING:
     from pdlink.cuda.buffers import DeviceMemory
     from pdlink.kv.layout import KVLayout
     from pdlink.store.groups import Chunks
-    from pdlink.store.handle import Chunk
     from pdlink.store.interface import AnyFetch, Forgotten
-    from pdlink.store.slots import Slot
     from pdlink.store.tiers.base import Tier
     from pdlink.store.turns import Retention
 
@@ -147,7 +143,7 @@ class Cache:
         model, revision: whose KV it is; others never find it. chunk_tokens: must be equal where KV is shared.
         pin_quota_nbytes: most bytes that `pin` keeps.
         lookup_timeout_s: longest wait for what the tiers have. tier_deadline_s: longest one for what they bring.
-        lease_s: longest life of what `lookup(pin=True)`, `prefetch` and `acquire` keep.
+        lease_s: longest life of what `lookup(pin=True)` and `prefetch` keep.
         Raises ConfigError, LayoutMismatch, InvalidRequest (buffers), OSError (not enough memory), CudaFailure,
         CudaUnavailable. Calls raise TransferFailed when the GPU has failed.
         """
@@ -280,10 +276,6 @@ class Cache:
             saving.close()
             self._source.quiet()
 
-    def mput(self, prompts: Sequence[tuple[Tokens, Sequence[int]]], *, salt: str = "") -> list[int]:
-        """`store` for each (tokens, blocks)."""
-        return [self.store(tokens, blocks, salt=salt) for tokens, blocks in prompts]
-
     # --- Loading
 
     def retrieve(
@@ -355,12 +347,6 @@ class Cache:
             loading.cancel()
             self._source.quiet()
 
-    def mget(self, prompts: Sequence[tuple[Tokens, Sequence[int]]], *, salt: str = "") -> list[int]:
-        """`retrieve` for each (tokens, blocks), of which all are read from the tiers at the same time."""
-        spans = [self._span(tokens, blocks, None, 0, salt, distinct=True) for tokens, blocks in prompts]
-        fetches = [self._fetch(mine.keys, salt) for mine in spans]
-        return [self._load(mine, fetch, 0) for mine, fetch in zip(spans, fetches, strict=True)]
-
     # --- Before a load
 
     def lookup(self, tokens: Tokens, *, salt: str = "", pin: bool = False, lookup_id: str = "") -> Hit:
@@ -390,31 +376,6 @@ class Cache:
     def release(self, lookup_id: str) -> bool:
         """Nobody will retrieve it: keep it no longer, also if it is still on its way. Returns whether it was kept."""
         return self._holds.drop(lookup_id)
-
-    # --- Without a copy
-
-    def acquire(self, tokens: Tokens, *, salt: str = "") -> Handle:
-        """The longest prefix that is known, to be read in the arena until it is released, for `lease_s` at most."""
-        fetch = self._fetch(self._keys(tokens, salt), salt)
-        arrays = {index: self._chunk(slot) for index, slot in enumerate(fetch.done.result())}
-        for array in arrays.values():
-            array.flags.writeable = False
-        return Handle(arrays, self.chunk_tokens, lambda _: fetch.close())
-
-    def allocate(self, tokens: Tokens, *, salt: str = "") -> Handle:
-        """Room for the KV of those full chunks that are not here yet; fill it, then `put` it."""
-        keys = self._keys(tokens, salt)
-        reserved = self._reserved(keys, 0, _of(salt, USUAL))
-        slots = [slot for _, slot in reserved]
-
-        def end(put: bool) -> bool:
-            if put:
-                self._store.commit(slots, self._shape)
-            else:
-                self._store.abandon(slots)
-            return put
-
-        return Handle({chunk: self._chunk(slot) for chunk, slot in reserved}, self.chunk_tokens, end)
 
     # --- Keeping and dropping
 
@@ -524,7 +485,7 @@ class Cache:
     def close(self) -> None:
         """End. What waits for the tiers is written first, as far as `tier_deadline_s` lets it. Safe to call twice.
 
-        No method may be running, and no handle or generator be in use.
+        No method may be running, and no generator be in use.
         """
         self._closed = True
         self._holds.close()
@@ -628,12 +589,6 @@ class Cache:
         if not slots:
             return begin, begin
         return max(begin, slots[0][0] * self.chunk_tokens), (slots[-1][0] + 1) * self.chunk_tokens
-
-    def _chunk(self, slot: Slot) -> Chunk:
-        """A record's KV: uint8 [layer, part, token, head, byte]."""
-        layout, layers = self.layout, self.layout.layers
-        shape = (len(layers), len(layers[0].parts), self.chunk_tokens, layout.num_heads, layout.head_nbytes)
-        return slot.of(self._store.array)[HEADER_NBYTES : self._shape.nbytes].reshape(shape)
 
 
 def _of(salt: str, retention: Retention) -> Retention:

@@ -514,15 +514,6 @@ def test_a_prompt_is_forgotten_where_the_caller_says() -> None:
         assert not tier.records
 
 
-def test_room_that_was_allocated_and_forgotten_is_told() -> None:
-    with Pages() as pages:
-        pages.stored(PROMPT[:32])
-        forgotten = [pages.cache.allocate(PROMPT[:64])]
-        with pytest.warns(ResourceWarning, match="2 allocated chunks were neither put nor released"):
-            forgotten.clear()
-        pages.cache.acquire(PROMPT)  # ends by its lease
-
-
 def test_a_frozen_cache_keeps_nothing_new() -> None:
     with Pages() as pages:
         pages.stored(PROMPT[:32])
@@ -535,63 +526,7 @@ def test_a_frozen_cache_keeps_nothing_new() -> None:
         assert pages.stored() == 64
 
 
-# --- Without a copy, many at once, asyncio
-
-
-def test_kv_is_written_and_read_in_the_arena_itself() -> None:
-    with Pages() as pages:
-        pages.stored(PROMPT[:32])
-        with pages.cache.allocate(PROMPT) as room:
-            assert (sorted(room.arrays), room.num_tokens, len(room)) == ([2, 3, 4, 5], 64, 4)
-            for chunk, array in room.arrays.items():
-                for layer in range(LAYERS):
-                    for part in range(2):
-                        array[layer, part] = values(PROMPT, layer, part)[chunk * CHUNK : (chunk + 1) * CHUNK]
-            assert pages.cache.lookup(PROMPT).num_tokens == 32
-            assert room.put()
-        assert pages.cache.retrieve(PROMPT, pages.table(2)) == 96
-        pages.check(PROMPT, pages.table(2), 0, 96)
-        with pages.cache.acquire(PROMPT) as handle:
-            assert (sorted(handle.arrays), handle.num_tokens) == (list(range(6)), 96)
-            assert np.array_equal(handle.arrays[3][1, 0], values(PROMPT, 1, 0)[48:64])
-            with pytest.raises(ValueError, match="read-only"):
-                handle.arrays[0][:] = 0
-            assert handle.release()
-        assert pages.cache._store._catalog.num_leases == 0
-
-
-def test_room_that_is_not_put_is_free_again() -> None:
-    with Pages() as pages:
-        with pages.cache.allocate(PROMPT):
-            assert pages.stored() == 0
-        assert pages.cache._store.gauges()["used"] == 0
-        room = pages.cache.allocate(PROMPT)
-        assert not room.release()
-        assert not room.put()
-        assert pages.stored() == 96
-
-
-def test_a_handle_tells_that_its_lease_had_ended() -> None:
-    with Pages() as pages:
-        pages.stored()
-        handle = pages.cache.acquire(PROMPT)
-        with pages.cache._store._lock:
-            pages.cache._store._catalog.expire(float("1e18"))
-        assert not handle.release()
-
-
-def test_many_prompts_are_stored_and_loaded_by_one_call() -> None:
-    tier = StubTier()
-    with Pages(tiers=[tier]) as pages:
-        prompts = [([number] * 40, range(number * 3, number * 3 + 3)) for number in range(4)]
-        for prompt, blocks in prompts:
-            pages.compute(prompt, blocks)
-        assert pages.cache.mput(prompts) == [32] * 4
-        forget_memory(pages, tier)
-        asked = [(prompt, range(16 + blocks.start, 16 + blocks.stop)) for prompt, blocks in prompts]
-        assert pages.cache.mget([*asked, ([9] * 40, range(13, 16))]) == [32] * 4 + [0]
-        for prompt, blocks in asked:
-            pages.check(prompt, blocks, 0, 32)
+# --- asyncio
 
 
 def test_a_coroutine_that_is_cancelled_waits_until_nothing_touches_its_blocks() -> None:

@@ -112,10 +112,7 @@ SUITES = (
     ),
     Suite("pdlink/integrations/vllm_parts", ("tests/integrations",)),
     Suite("pdlink/integrations/sglang_parts", ("tests/integrations",)),
-    Suite(
-        "pdlink/integrations",
-        ("tests/integrations", "tests/store/test_aibrix_names.py", "tests/store/test_lmcache_names.py"),
-    ),
+    Suite("pdlink/integrations", ("tests/integrations",)),
     Suite("csrc/tcp", _TRANSPORTS, "_tcp", r"test_tcp|\[tcp"),
     Suite("csrc/copy", _TRANSPORTS, "_copy", r"test_mapped\.py|test_copy|\[mapped(?!-cuda)"),
 )
