@@ -13,7 +13,6 @@ from pdlink.config.section import Section, no_use
 from pdlink.config.sglang_servers import SglangServersConfig
 from pdlink.config.store import StoreConfig
 from pdlink.config.tiers import of_a_store
-from pdlink.config.tracing import TracingConfig
 from pdlink.config.vllm import VllmConfig
 from pdlink.config.worker import WorkerConfig
 
@@ -46,9 +45,6 @@ class UpConfig(Section):
     """Whether all workers keep their KV in one store process, which `store` describes, instead of each in itself."""
     store: StoreConfig = StoreConfig()
     """That process."""
-    tracing: TracingConfig = TracingConfig()
-    """Spans of all processes, where `proxy.tracing`, `prefill.tracing` or `decode.tracing` say nothing else; with
-    another engine, of the proxy: vLLM and SGLang have --otlp-traces-endpoint for their own, in `args`."""
     log: LogConfig = LogConfig()
     """Lines on standard error, of all processes, where `proxy.log`, `prefill.log`, `decode.log` or `store.log` say
     nothing else."""
@@ -71,18 +67,17 @@ class UpConfig(Section):
     @classmethod
     def _handed_down(cls, data: Any) -> Any:
         """A side's workers have its role, unless it is written out; every worker has the `model`, and every process
-        `tracing` and `log`, unless its own section says something."""
+        `log`, unless its own section says something."""
         if not isinstance(data, dict):
             return data
         sides = {side: {"role": side, **data[side]} for side in SIDES if isinstance(data.get(side), dict)}
         data, model = {**data, **sides}, data.get("model")
         ours = ("proxy",) if data.get("engine") in ENGINES else ("proxy", *SIDES)
         kept = ("store",) if data.get("share_store") else ()
-        for name, parts in (("tracing", ours), ("log", (*ours, *kept))):
-            for part in parts if data.get(name) is not None else ():
-                below = data.get(part, {"role": part} if part in SIDES else {})
-                if isinstance(below, dict):
-                    data[part] = {name: data[name], **below}
+        for part in (*ours, *kept) if data.get("log") is not None else ():
+            below = data.get(part, {"role": part} if part in SIDES else {})
+            if isinstance(below, dict):
+                data[part] = {"log": data["log"], **below}
         engine = data.get("engine")
         if model is None:
             workers = [data.get(side, {"role": side}) for side in SIDES]

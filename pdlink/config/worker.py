@@ -16,7 +16,6 @@ from pdlink.config.section import Role, Section, no_use
 from pdlink.config.security import SecurityConfig
 from pdlink.config.tiers import TiersConfig
 from pdlink.config.timeouts import TimeoutConfig
-from pdlink.config.tracing import TracingConfig
 from pdlink.config.transport import TransportConfig
 
 
@@ -45,8 +44,6 @@ class WorkerConfig(Section):
     """How long it waits for others."""
     security: SecurityConfig = SecurityConfig()
     """Who may talk to it."""
-    tracing: TracingConfig = TracingConfig()
-    """Spans for OpenTelemetry."""
     log: LogConfig = LogConfig()
     """Lines on standard error."""
     summary_s: float = Field(default=10.0, ge=0)

@@ -17,11 +17,11 @@ import msgspec
 
 from pdlink.observe.perfetto import TracedProcess, encode
 from pdlink.observe.spans import Span, transfer_span_id
-from pdlink.observe.worker_spans import transfer_span
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence, Set
 
+    from pdlink.events import TransferEnded
     from pdlink.observe.spans import Value
     from pdlink.observe.timeline import Dump, KeptTransfer
 
@@ -151,7 +151,7 @@ def _whole(kept: KeptTransfer, track: str) -> list[Span]:
         live = _span("send KV", track, begin_s, end_s, {})
         span_id, label = transfer_span_id("sender", kept.transfer_id), f"{kept.transfer_id} goes on"
         return [msgspec.structs.replace(live, span_id=span_id, label=label)]
-    whole = transfer_span(ended)
+    whole = _transfer_span(ended)
     label = f"{kept.transfer_id} {ended.state} {ended.reason}".strip()
     found = [msgspec.structs.replace(whole, track=track, label=label, begin_s=begin_s, end_s=end_s)]
     if ended.side == "sender" and kept.landed and kept.written:
@@ -173,3 +173,27 @@ def _rates(kept: Sequence[KeptTransfer]) -> dict[float, float]:
     times = sorted(steps)
     rates = itertools.accumulate(steps[at_s] for at_s in times)
     return {at_s: max(0.0, rate / 1e9) for at_s, rate in zip(times, rates, strict=True)}
+
+
+def _transfer_span(ended: TransferEnded) -> Span:
+    """One side's part of a transfer. The receiver's follows the sender's."""
+    sends = ended.side == "sender"
+    attributes: dict[str, Value] = {
+        "pdlink.transfer_id": ended.transfer_id,
+        "pdlink.peer": ended.peer,
+        "pdlink.lane": ended.transport,
+        "pdlink.bytes": ended.nbytes,
+        "pdlink.state": ended.state,
+    }
+    if ended.exposed_s is not None:
+        attributes["pdlink.exposed_ms"] = ended.exposed_s * 1e3
+    return Span(
+        name="send KV" if sends else "receive KV",
+        span_id=transfer_span_id(ended.side, ended.transfer_id),
+        kind="producer" if sends else "consumer",
+        begin_s=ended.started_s,
+        end_s=ended.at_s,
+        attributes=attributes,
+        error=ended.reason,
+        links=() if sends else (transfer_span_id("sender", ended.transfer_id),),
+    )

@@ -26,7 +26,6 @@ from pdlink.logs import about
 from pdlink.observe.summary import WorkerSummary, tell
 from pdlink.observe.timeline import Timeline
 from pdlink.observe.trace import TRACE_HEADER, TRACE_TYPE, Laid, make
-from pdlink.observe.worker_spans import WorkerSpans
 from pdlink.serve import health
 from pdlink.serve.cache_routes import CacheDesk, Prompts, add_cache_routes
 from pdlink.serve.http import (
@@ -52,7 +51,6 @@ from pdlink.serve.state import state
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
 
-    from pdlink.observe.otlp import SpanSender
     from pdlink.serve.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -63,11 +61,10 @@ _LONG_NBYTES = 32 * 1024
 _MAX_STOP_NBYTES = 4096
 
 
-def build_app(worker: Worker, http_key: str | None = None, spans: SpanSender | None = None) -> web.Application:
+def build_app(worker: Worker, http_key: str | None = None) -> web.Application:
     """The routes of one open worker. Cleanup of the app stops its event listeners; it does not close the worker.
 
-    http_key: callers must send it in X-Pdlink-Key, except for health and metrics. spans: takes those of its requests;
-    the app opens and closes it.
+    http_key: callers must send it in X-Pdlink-Key, except for health and metrics.
     """
     loopback = is_loopback(worker.config.listen.host)
     check = no_foreign_pages(loopback=loopback, setting="security.http_key_file")
@@ -80,14 +77,9 @@ def build_app(worker: Worker, http_key: str | None = None, spans: SpanSender | N
     if every_s:
         summary = WorkerSummary()
         stop.append(listen(summary))
-    traced = None
-    if spans is not None:
-        traced = WorkerSpans(spans.send, worker.config.tracing.share)
-        stop.append(listen(traced))
-        spans.open()
     reader = ThreadPoolExecutor(1, thread_name_prefix="pdlink-long-prompts")
 
-    generate = partial(_generate, worker, reader, timeline, traced)
+    generate = partial(_generate, worker, reader, timeline)
 
     async def tokenize(request: web.Request) -> web.Response:
         """As vLLM's: the tokens that a completion of this prompt, or a chat of these messages, is computed from."""
@@ -154,8 +146,6 @@ def build_app(worker: Worker, http_key: str | None = None, spans: SpanSender | N
         for stop_listening in stop:
             stop_listening()
         reader.shutdown(wait=False, cancel_futures=True)
-        if spans is not None:
-            await asyncio.to_thread(spans.close)
 
     app.router.add_post(COMPLETIONS, partial(generate, CompletionRequest))
     app.router.add_post(CHAT, partial(generate, ChatRequest))
@@ -193,7 +183,6 @@ async def _generate(
     worker: Worker,
     reader: ThreadPoolExecutor,
     timeline: Timeline,
-    traced: WorkerSpans | None,
     kind: type[CompletionRequest] | type[ChatRequest],
     http: web.Request,
 ) -> web.StreamResponse:
@@ -211,9 +200,6 @@ async def _generate(
         sampling = rest_of(sampling, answered)
     leg, caller_id = params.leg if params else "", http.headers.get("X-Request-Id", "")
     timeline.named(request_id, caller_id, leg)
-    if traced is not None:
-        said = (http.headers.get("traceparent"), http.headers.get("tracestate"))
-        traced.began(request_id, transfer_id, leg, caller_id, *said)
     stream = worker.start(
         request_id,
         prompt + answered,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from pdlink.config import is_loopback
 from pdlink.errors import ConfigError, EngineFailure
 from pdlink.events import listen
-from pdlink.extras import needed
 from pdlink.observe import traces
 from pdlink.observe.timeline import Timeline
 from pdlink.serve.process import bind, raise_descriptor_limit, serve
@@ -41,12 +40,6 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
     find_model(config.model)
     bound = bind(config.listen.host, config.listen.port, "listen")
     name = keys.worker_name(config, credentials, bound.getsockname()[1])
-    spans = None
-    if config.tracing.endpoint is not None:
-        from pdlink.observe.otlp import SpanSender
-
-        with needed():
-            spans = SpanSender(config.tracing, f"pdlink-{config.role}", name)
     if parent is not None:
         parent.doing("loading torch")
     from pdlink.serve.app import build_app
@@ -90,7 +83,7 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
         if security.allow_file is not None:
             _reload(security.allow_file, worker.allow)
 
-    app = build_app(worker, http_key, spans)
+    app = build_app(worker, http_key)
     try:
         asyncio.run(serve(app, bound, parent, ready=ready, drain=drain, say=say, tls=tls, reload=reload))
         problem = health.problem(worker)

@@ -159,7 +159,7 @@ def test_nothing_that_opens_a_url_repeats_its_secret(text: str) -> None:
 def test_what_is_no_url_is_told_by_its_setting(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^tiers\.remote_url: "):
         open_tier(text)
-    assert told(WorkerConfig, "tracing.endpoint", text).startswith("tracing.endpoint: ")
+    assert told(ProxyConfig, "tracing.endpoint", text).startswith("tracing.endpoint: ")
 
 
 def test_a_workers_url_with_a_password_is_refused_because_nobody_would_send_it() -> None:

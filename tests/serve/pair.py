@@ -14,7 +14,6 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from pdlink.config import CacheConfig, ModelConfig, TransportConfig, WorkerConfig
 from pdlink.engine import engine as engine_module
-from pdlink.observe.otlp import SpanSender
 from pdlink.serve.app import build_app
 from pdlink.serve.worker import Worker
 
@@ -62,12 +61,6 @@ class Script:
         return self.answers[sampling.seed][index]
 
 
-def _sender(worker: Worker) -> SpanSender | None:
-    """As `run_worker` makes it."""
-    tracing = worker.config.tracing
-    return None if tracing.endpoint is None else SpanSender(tracing, f"pdlink-{worker.config.role}", worker.name)
-
-
 @contextmanager
 def scripted() -> Iterator[Script]:
     """For all engines of this process."""
@@ -101,7 +94,7 @@ class WorkerPair:
         return self
 
     async def _serve(self, worker: Worker) -> TestClient[Any, Any]:
-        app = build_app(worker, spans=_sender(worker))
+        app = build_app(worker)
         return await self._stack.enter_async_context(TestClient(TestServer(app)))
 
     def __exit__(self, *_: object) -> None:
