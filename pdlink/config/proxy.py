@@ -69,10 +69,6 @@ class ProxyConfig(Section):
     both: tuple[str, ...] = ()
     """Base URLs of plain servers of any engine: they serve whole requests: what no pair can serve, and
     what begins sooner there."""
-    workers_file: str | None = None
-    """YAML or JSON with the lists `prefill`, `decode` and `both`, of URLs or of mappings with url, drain, control,
-    data_parallel, kv_events, cell. It is watched: what it lists replaces what it listed before. In place of those
-    settings."""
     discover: tuple[str, ...] = ()
     """Further sources of workers: file:PATH, dns:..., kubernetes:...; see docs/deploy.md. A source that is down keeps
     what it listed last."""
@@ -210,10 +206,6 @@ class ProxyConfig(Section):
         in_pairs(self, "", ("tls_cert", "tls_key"))
         if self.token_file is not None:
             no_use(self, "", ("worker_key_file",), "is made of token_file")
-        if self.workers_file is not None and (self.prefill or self.decode or self.both):
-            raise ValueError("workers_file: is of no use with prefill and decode; list all workers in one place")
-        if self.workers_file is not None and self.discover:
-            raise ValueError("workers_file: is of no use with discover; write discover: [file:PATH] instead")
         if self.on_no_prefill == "fail" and (self.decode_alone_tokens or self.decode_alone_idle_tokens):
             raise ValueError(
                 "decode_alone_tokens: is of no use with on_no_prefill: fail, which keeps prompts away from decode; "

@@ -185,8 +185,8 @@ def run_proxy(
     tls = keys.server_tls(config.tls_cert, config.tls_key)
     bound = bind(*config.at, "listen", shared=place is not None)
     app = build_app(config, Siblings(SiblingPlace(**place)) if place is not None else None)
-    if config.workers_file is not None or config.discover:
-        pass  # what they list may change
+    if config.discover:
+        pass  # what it lists may change
     elif not config.decode:
         log.warning("decode: no decode workers, so every request is answered 503; --decode URL names one")
     elif not config.prefill:
@@ -201,9 +201,7 @@ def run_proxy(
 
     def ready(url: str) -> dict[str, Any]:
         workers = f"{len(config.prefill)} prefill and {len(config.decode)} decode workers, none of them asked yet"
-        if config.workers_file is not None:
-            workers = f"the workers of {config.workers_file}"
-        elif config.discover:
+        if config.discover:
             workers = f"the workers of {', '.join(config.discover)}"
         return {"name": "proxy", "url": url, "line": f"proxy ready on {url} in front of {workers}"}
 

@@ -39,7 +39,7 @@ def add_routes(
                 return refused(403, "set admin_key_file to change workers at run time", "forbidden")
             if not may_enter(keys, request.headers):
                 return refused(InvalidApiKey.http_status, "send a key of admin_key_file", InvalidApiKey.code)
-            if change is not None and (source := membership.file or membership.found_by):
+            if change is not None and (source := membership.found_by):
                 return refused(409, f"workers come from {source}; change that", "conflict")
             try:
                 if change is not None:

@@ -113,8 +113,6 @@ class Router:
             if config.summary_s:
                 summary = ProxySummary(services.records, lambda: (services.num_running, services.num_queued))
                 shared.spawn(tell(summary.take, config.summary_s))
-            if config.workers_file is not None:
-                shared.spawn(services.membership.follow())
             for name in services.discovery.sources:
                 shared.spawn(services.discovery.follow(name))
             yield
@@ -130,7 +128,6 @@ class Router:
         except ConfigError as error:
             log.error("the keys are unchanged: %s", error)
         self.services.shared.queue.divided = self.services.entry.tenants
-        self.services.membership.read()
         if self.services.decision_log is not None:
             self.services.decision_log.reopen()
 
@@ -138,7 +135,7 @@ class Router:
         """Take what can be taken of new settings, and say what needs a restart. Running requests go on."""
         old = self.services.config
         config, changed, ignored = taken(old, new)
-        if changed & WORKERS and config.workers_file is None and not config.discover:
+        if changed & WORKERS and not config.discover:
             try:
                 self.services.membership.replace(from_settings(config, self.services.dialect))
             except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Which workers there are: a list that replaces the one before, from settings, a watched file or an operator.
+"""Which workers there are: a list that replaces the one before, from settings, a source or an operator.
 
 A list is never a change to the one before, so a missed one does no harm. A worker that stays listed keeps its state
 and its requests; one that is listed as draining, or no more, gets no new request and finishes those it has.
@@ -6,15 +6,11 @@ and its requests; one that is listed as draining, or no more, gets no new reques
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
-import yaml
 
 from pdlink.config import read_token
 from pdlink.config.port_ranges import in_full
@@ -26,7 +22,9 @@ from .engines import engines_of
 from .steps import Leg
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from pdlink.config import ProxyConfig
 
@@ -34,10 +32,6 @@ if TYPE_CHECKING:
     from .pools import Pools
     from .worker import Worker
 
-log = logging.getLogger("pdlink.proxy")
-
-LOOK_S = 0.5
-"""Between two looks at a watched file."""
 MAX_WORKERS = 100_000
 
 
@@ -121,8 +115,7 @@ def from_settings(config: ProxyConfig, dialect: Dialect) -> Members:
             for role in get_args(Role)
         )
     )
-    if config.workers_file is None:
-        _check(members, "control", dialect)
+    _check(members, "control", dialect)
     return members
 
 
@@ -193,19 +186,13 @@ class Membership:
     watch: Callable[[Sequence[Worker]], asyncio.Task[None]]
     """Begins to watch the health of a server: of one worker, or of several engines."""
     dialect: Dialect
-    file: str | None = None
-    """Watched, and the only source then."""
     found_by: str = ""
     """The sources of `discovery`, where there are some."""
     changed: Callable[[], None] = lambda: None
     """Called after each list."""
     members: Members = field(default_factory=Members)
     _watching: dict[tuple[Worker, ...], asyncio.Task[None]] = field(default_factory=dict)
-    _seen: tuple[int, int, int] | None = None
-    """Of the file that was read last."""
     _kept: Path | None = None
-    _refused: str = ""
-    """Why the file could not be used; logged once."""
 
     def replace(self, members: Members) -> None:
         """From now on these are the workers. Raises ConfigError, and changes nothing then."""
@@ -235,34 +222,3 @@ class Membership:
         """Take the list that another process has kept."""
         if self._kept is not None and self._kept.exists():
             self.replace(msgspec.json.decode(self._kept.read_bytes(), type=Members))
-
-    def read(self) -> None:
-        """Replace by what the file lists, if it has changed. A file that cannot be used changes nothing."""
-        if self.file is None:
-            return
-        try:
-            path = Path(self.file)
-            stat = path.stat()
-            seen = stat.st_mtime_ns, stat.st_size, stat.st_ino
-            if seen == self._seen:
-                return
-            document = yaml.safe_load(path.read_text(encoding="utf-8"))
-            members = parse(document, f"workers_file {path}", dialect=self.dialect)
-            self.replace(members)
-        except (OSError, ValueError, yaml.YAMLError, ConfigError, RecursionError) as error:
-            reason = " ".join(str(error).split())
-            if reason != self._refused:
-                self._refused = reason
-                log.error("workers are unchanged: %s", reason)
-            return
-        if self._seen is not None or self._refused:
-            level = logging.ERROR if self._refused else logging.WARNING  # a recovery is as loud as its failure
-            words = "workers: %d prefill and %d decode, by %s"
-            log.log(level, words, len(members.prefill), len(members.decode), path)
-        self._seen, self._refused = seen, ""
-
-    async def follow(self) -> None:
-        """Look at the file until cancelled."""
-        while True:
-            self.read()
-            await asyncio.sleep(LOOK_S)

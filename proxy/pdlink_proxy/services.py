@@ -73,7 +73,7 @@ class Services:
         self.pools = Pools(placer, most_left_out=config.eject_share)
         members = from_settings(config, self.dialect)
         self.pools.replace(members)
-        self.membership = Membership(self.pools, self._watch, self.dialect, config.workers_file, members=members)
+        self.membership = Membership(self.pools, self._watch, self.dialect, members=members)
         self.membership.found_by = ", ".join(config.discover)
         self.discovery = Discovery.of(config.discover, self.dialect, self.membership.replace, members)
         self.worker_headers = worker_headers(config, bearer=self.dialect.key_as_bearer)

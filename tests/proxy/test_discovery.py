@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from pdlink.config import ProxyConfig
 from pdlink.errors import ConfigError
 from pdlink_proxy.dialects import DIALECTS
 from pdlink_proxy.discovery.base import SourceDown, WorkerSource
@@ -337,8 +336,6 @@ def test_a_dialect_with_control_addresses_needs_a_source_that_has_them() -> None
     with pytest.raises(ConfigError, match="expected control=NAME for dialect: vllm"):
         source_of("kubernetes:prefill=p,control=control", PDLINK)
     source_of("file:/tmp", DIALECTS["vllm"])
-    with pytest.raises(ValueError, match="is of no use with discover"):
-        ProxyConfig(workers_file="x", discover=("file:y",))
 
 
 async def test_the_proxy_serves_what_a_directory_lists(

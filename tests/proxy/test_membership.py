@@ -114,15 +114,13 @@ async def test_only_operators_change_workers(prefill: FakeWorker, decode: FakeWo
         assert len(proxy.router.services.pools.all) == 2
 
 
-async def test_a_watched_file_replaces_the_workers_and_a_broken_one_does_not(
+async def test_a_listed_file_replaces_the_workers_and_a_broken_one_does_not(
     prefill: FakeWorker,
     decodes: list[FakeWorker],
     admin: dict[str, Any],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pdlink_proxy.membership.LOOK_S", 0.01)
     path = tmp_path / "workers.yaml"
 
     def write(text: str) -> None:
@@ -131,7 +129,7 @@ async def test_a_watched_file_replaces_the_workers_and_a_broken_one_does_not(
         os.replace(fresh, path)
 
     write(json.dumps({"prefill": [prefill.url], "decode": [decodes[0].url]}))
-    async with proxy_of([], [], settled=False, workers_file=str(path), **admin) as proxy:
+    async with proxy_of([], [], settled=False, discover=[f"file:{path}"], **admin) as proxy:
         pools = proxy.router.services.pools
 
         async def decode_is(worker: FakeWorker) -> None:
@@ -148,13 +146,13 @@ async def test_a_watched_file_replaces_the_workers_and_a_broken_one_does_not(
         for broken in ("prefill: [", "prefill: [2001-99-99]"):
             caplog.clear()
             write(broken)
-            await until(lambda: "workers are unchanged" in caplog.text, "a line about the broken file")
+            await until(lambda: "is down, and the workers stay" in caplog.text, "a line about the broken file")
         await proxy.stream()
         write(
             f"prefill: [{prefill.url}]\ndecode:\n- url: {decodes[1].url}\n- {{url: {decodes[0].url}, drain: true}}\n"
         )
         await decode_is(decodes[1])
-        (told,) = [each for each in caplog.records if "1 prefill and 2 decode" in each.getMessage()]
+        (told,) = [each for each in caplog.records if "answers again" in each.getMessage()]
         assert told.levelname == "ERROR", "a recovery is as loud as its failure"
         await proxy.stream()
         assert [len(worker.received) for worker in decodes] == [2, 1]

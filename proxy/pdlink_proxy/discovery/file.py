@@ -14,7 +14,7 @@ import yaml
 
 from pdlink.errors import ConfigError
 
-from ..membership import LOOK_S, Members, parse
+from ..membership import Members, parse
 from .base import ROLES, SourceDown
 
 if TYPE_CHECKING:
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pdlink.proxy")
 
+_LOOK_S = 0.5
 _MAX_FILE_NBYTES = 64 << 20
 
 
 class FileSource:
     """Workers that a path lists."""
 
-    def __init__(self, path: str, dialect: Dialect, *, look_s: float = LOOK_S) -> None:
+    def __init__(self, path: str, dialect: Dialect, *, look_s: float = _LOOK_S) -> None:
         """look_s: between two looks."""
         self._path, self._dialect, self._look_s = Path(path), dialect, look_s
         self._good: dict[str, tuple[tuple[int, int, int], Members]] = {}
