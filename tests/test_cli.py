@@ -87,7 +87,9 @@ def test_help_is_a_command_too(words: list[str], usage: str, capsys: pytest.Capt
     assert capsys.readouterr().out.startswith(usage)
 
 
-@pytest.mark.parametrize(("words", "text"), [([], "timeline            the last requests"), (["bench"], "  soak ")])
+@pytest.mark.parametrize(
+    ("words", "text"), [([], "timeline            the last requests"), (["bench"], "  control ")]
+)
 def test_no_command_shows_what_there_is(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exits(words) == 2
     out, err = capsys.readouterr()

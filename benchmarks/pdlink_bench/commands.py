@@ -15,11 +15,9 @@ if TYPE_CHECKING:
 BENCHMARKS: dict[str, str] = {
     "transfer": "push KV between two processes over every transport",
     "serving": "time to first token through prefill and decode, beside other connectors",
-    "soak": "very many tiny transfers in a row, and what they leave behind",
     "control": "what the control plane costs: latency, transfers per second, idle CPU",
     "tiers": "records on disk beside bare reads and writes of the same size, and a restart",
     "warm": "time to first token of a long prompt that was seen before, beside a new one",
-    "replay": "hit rates of eviction policies on a trace of requests, beside the best there can be",
     "curves": "how long a server takes for prompts and decode steps, as a file for `pdlink plan`",
     "plan": "what `pdlink plan` predicts, beside a fleet of real workers whose engines sleep by the curves",
     "route": "routing policies of the proxy, in a simulated fleet",

@@ -181,7 +181,7 @@ def _table(results: dict[str, Measured], settings: ControlSettings) -> TextTable
     return table
 
 
-def _panels(results: dict[str, Measured], settings: ControlSettings) -> list[plot.Panel]:
+def _panels(results: dict[str, Measured], settings: ControlSettings) -> list[plot.Bars]:
     def groups(names: Sequence[str], factor: float) -> dict[str, list[plot.PlottedBar]]:
         return {
             lane: [

@@ -75,7 +75,7 @@ class BenchReport:
     kept: Mapping[str, Any]
     """For the JSON: dataclasses and `Measured` at any depth."""
     shown: list[str | TextTable] = field(default_factory=list)
-    panels: Sequence[plot.Panel] = ()
+    panels: Sequence[plot.Bars] = ()
     notes: str = ""
     """Below the picture: what a reader must know of the workload."""
     problems: Mapping[str, Measured] = field(default_factory=dict)

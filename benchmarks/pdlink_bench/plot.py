@@ -1,4 +1,4 @@
-"""Pictures of results: bars, lines over sizes or speeds, bands of percentiles; as PNG.
+"""Pictures of results: bars with bands of percentiles; as PNG.
 
 matplotlib draws them. It comes with the extra `pictures` and is imported when a picture is asked for: call
 `check_can_plot` before measuring, so that a missing extra is not noticed only after minutes of work. A picture is a
@@ -71,44 +71,6 @@ class Bars:
         return [*dict.fromkeys(bar.name for bars in self.groups.values() for bar in bars), *self.limits]
 
 
-@dataclass(frozen=True, slots=True)
-class PlottedLine:
-    name: str
-    x: Sequence[float]
-    y: Sequence[float]
-    low: Sequence[float] = ()
-    high: Sequence[float] = ()
-    dashed: bool = False
-    """For theory and limits: no markers."""
-
-    @classmethod
-    def of(cls, name: str, points: Mapping[float, Summary], factor: float = 1.0) -> PlottedLine:
-        values = [[one.median * factor, one.p10 * factor, one.p90 * factor] for one in points.values()]
-        median, low, high = zip(*values, strict=True) if values else ((), (), ())
-        return cls(name, list(points), median, low, high)
-
-
-@dataclass(frozen=True, slots=True)
-class Lines:
-    """Curves over one axis."""
-
-    title: str
-    x_label: str
-    y_label: str
-    lines: Sequence[PlottedLine]
-    log_x: bool = False
-    log_y: bool = False
-    x_ticks: Mapping[float, str] = field(default_factory=dict)
-    """Where to put ticks and what they say; chosen by matplotlib without any."""
-
-    @property
-    def names(self) -> list[str]:
-        return [line.name for line in self.lines]
-
-
-Panel = Bars | Lines
-
-
 def check_can_plot(path: Path | None) -> None:
     """Raise ConfigError if `write` could not write this file; None is nothing to write."""
     if path is None:
@@ -120,7 +82,7 @@ def check_can_plot(path: Path | None) -> None:
     _figure_class()
 
 
-def write(path: Path, panels: Sequence[Panel], title: str, notes: str = "") -> None:
+def write(path: Path, panels: Sequence[Bars], title: str, notes: str = "") -> None:
     """Draw the panels into one picture.
 
     notes: what a reader must know of machine and workload, below the picture; a line of its own per fact.
@@ -141,13 +103,10 @@ def write(path: Path, panels: Sequence[Panel], title: str, notes: str = "") -> N
         axes.set_title(panel.title, fontsize=10)
         axes.set_ylabel(panel.y_label, fontsize=9)
         axes.tick_params(labelsize=8)
-        axes.grid(visible=True, axis="y" if isinstance(panel, Bars) else "both", color="#dddddd", linewidth=0.6)
+        axes.grid(visible=True, axis="y", color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-        if isinstance(panel, Bars):
-            _draw_bars(axes, panel, colours)
-        else:
-            _draw_lines(axes, panel, colours)
+        _draw_bars(axes, panel, colours)
         entries = axes.get_legend_handles_labels()[1]
         if len(entries) > LEGEND_INSIDE:
             axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
@@ -192,21 +151,3 @@ def _draw_bars(axes: Axes, panel: Bars, colours: Mapping[str, str]) -> None:
     top = axes.dataLim.ymax
     # Spreads below the lowest bar may go out of the picture.
     axes.set_ylim(min([0.0, *(bar.value for bar in every)]) * 1.25, top * 1.12 if 0 < top < math.inf else 1)
-
-
-def _draw_lines(axes: Axes, panel: Lines, colours: Mapping[str, str]) -> None:
-    for line in panel.lines:
-        style, colour = "--" if line.dashed else "o-", colours[line.name]
-        axes.plot(line.x, line.y, style, markersize=3.5, linewidth=1.4, color=colour, label=line.name)
-        if line.low and line.high:
-            axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
-    axes.set_xlabel(panel.x_label, fontsize=9)
-    if panel.log_x:
-        axes.set_xscale("log")
-    if panel.log_y:
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(bottom=0)
-    if panel.x_ticks:
-        axes.set_xticks(list(panel.x_ticks), list(panel.x_ticks.values()), fontsize=8)
-        axes.set_xticks([], minor=True)

@@ -152,7 +152,7 @@ def _report(args: argparse.Namespace, progress: Progress) -> BenchReport:
     )
 
 
-def _panel(row: str, kept: Mapping[str, Mapping[str, Mapping[str, float]]]) -> plot.Panel:
+def _panel(row: str, kept: Mapping[str, Mapping[str, Mapping[str, float]]]) -> plot.Bars:
     groups = {
         f"{fleet} workers": [
             plot.PlottedBar(policy, found[row], found[row], found[row]) for policy, found in policies.items()

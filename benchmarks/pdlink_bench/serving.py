@@ -171,7 +171,7 @@ def _table(results: dict[str, Measured], settings: ServingSettings) -> TextTable
     return table
 
 
-def _panels(results: dict[str, Measured], settings: ServingSettings) -> list[plot.Panel]:
+def _panels(results: dict[str, Measured], settings: ServingSettings) -> list[plot.Bars]:
     def bars(name: str, length: int) -> list[plot.PlottedBar]:
         found = {system: measured.samples.get(column(name, length)) for system, measured in results.items()}
         return [

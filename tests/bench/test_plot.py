@@ -11,7 +11,7 @@ from pdlink.errors import ConfigError
 from pdlink_bench import plot
 from pdlink_bench.measure import summarise
 
-PANELS: list[plot.Panel] = [
+PANELS = [
     plot.Bars(
         "one group",
         "GB/s",
@@ -23,22 +23,10 @@ PANELS: list[plot.Panel] = [
         "GB/s",
         {"same": [plot.PlottedBar("mapped", 8.0, 7.0, 9.0)], "other": [plot.PlottedBar("mapped", 4.0, 3.0, 5.0)]},
     ),
-    plot.Lines(
-        "sizes",
-        "bytes",
-        "s",
-        [
-            plot.PlottedLine("tcp", [1e3, 1e6], [0.1, 2.0], [0.05, 1.0], [0.2, 3.0]),
-            plot.PlottedLine("theory", [1e3], [1], dashed=True),
-        ],
-        log_x=True,
-        log_y=True,
-        x_ticks={1e3: "1 kB", 1e6: "1 MB"},
-    ),
 ]
 
 
-def test_every_kind_of_panel_is_drawn(tmp_path: Path) -> None:
+def test_panels_are_drawn(tmp_path: Path) -> None:
     path = tmp_path / "figure.png"
     plot.write(path, PANELS, "title", "machine & load\nworkload")
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -46,7 +34,7 @@ def test_every_kind_of_panel_is_drawn(tmp_path: Path) -> None:
 
 def test_a_panel_without_figures_is_drawn_empty(tmp_path: Path) -> None:
     """When every transport of a run has failed."""
-    plot.write(tmp_path / "figure.png", [plot.Lines("sizes", "bytes", "s", []), plot.Bars("none", "s", {})], "title")
+    plot.write(tmp_path / "figure.png", [plot.Bars("none", "s", {})], "title")
 
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -68,9 +56,3 @@ def test_a_bar_of_speeds_has_the_slow_times_at_its_low_end() -> None:
     assert bar.low is not None
     assert bar.high is not None
     assert 2.0 < bar.low < bar.value < bar.high < 8.0
-
-
-def test_a_line_has_its_band_around_its_medians() -> None:
-    line = plot.PlottedLine.of("tcp", {2.0: summarise([1.0, 2.0, 4.0])}, 1e3)
-    assert list(line.x) == [2.0]
-    assert line.low[0] < line.y[0] == 2e3 < line.high[0]

@@ -1,8 +1,8 @@
 """The shadow leader: policies run on a sample of the keys, and the one that hit most lately decides about all.
 
 No fixed policy is good at every size: S3-FIFO leads where a cache holds a few hundredths of what comes again, LRU
-above a tenth (`pdlink bench replay`). A small simulation on sampled keys tells which (Waldspurger et al., "Cache
-modeling and optimization using miniature simulations", ATC 2017), so a key costs about one policy.
+above a tenth (benchmarks/results/2026-11-23-tiers.md). A small simulation on sampled keys tells which (Waldspurger
+et al., "Cache modeling and optimization using miniature simulations", ATC 2017), so a key costs about one policy.
 """
 
 from __future__ import annotations
