@@ -19,7 +19,6 @@ BENCHMARKS: dict[str, str] = {
     "tiers": "records on disk beside bare reads and writes of the same size, and a restart",
     "warm": "time to first token of a long prompt that was seen before, beside a new one",
     "curves": "how long a server takes for prompts and decode steps, as a file for `pdlink plan`",
-    "plan": "what `pdlink plan` predicts, beside a fleet of real workers whose engines sleep by the curves",
     "route": "routing policies of the proxy, in a simulated fleet",
     "proxy": "CPU of a routed request, beside other routers",
 }
