@@ -20,7 +20,6 @@ EXTRA_OF = {
     "safetensors": "engine",
     "libucx": "ucx",
     "obstore": "store",
-    "lz4": "store",
     "zstandard": "store",
     "opentelemetry": "otel",
 }

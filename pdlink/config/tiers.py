@@ -15,7 +15,6 @@ OF_A_WORKER = (
     "load_if_faster",
     "save_decode_cache",
     "priority_limit",
-    "lossy",
 )
 """Settings that a worker has wherever its store is; the others are the store's."""
 
@@ -68,11 +67,8 @@ class TiersConfig(Section):
     """Memory for the KV of requests with one `cache_salt`, in GiB; those without a salt have no quota."""
     priority_limit: int | None = None
     """Keep the KV of requests up to this `priority` only (lower is more urgent)."""
-    codec: dict[str, Literal["raw", "zstd", "lz4", "fp8"]] = {}
-    """How records are packed in a tier, by its name: {disk: lz4, valkey: zstd}; raw where none is given. fp8 packs
-    only what workers with `lossy: fp8` keep."""
-    lossy: Literal["fp8"] | None = None
-    """KV may come back changed by this codec, within a sixteenth of each value. It is kept apart from exact KV."""
+    codec: dict[str, Literal["raw", "zstd"]] = {}
+    """How records are packed in a tier, by its name: {valkey: zstd}; raw where none is given."""
     chunk_size: int = Field(default=256, ge=1)
     """Tokens per record. A prompt is found again in whole chunks; shorter ones cost more look-ups."""
     load_if_faster: bool = True

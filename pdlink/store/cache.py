@@ -32,7 +32,6 @@ from pdlink.kv.plan import warm_up
 from pdlink.memory.borrowed import buffers_of
 from pdlink.memory.numa import node_of
 from pdlink.store.cleared import places_of
-from pdlink.store.codec import FP8
 from pdlink.store.gpu_pages import GpuPages
 from pdlink.store.groups import Blocks, RecordGroup
 from pdlink.store.holds import Holds
@@ -110,7 +109,6 @@ class Cache:
         state_dir: str | Path | None = None,
         tiers: Sequence[str | Tier] = (),
         codec: Mapping[str, str] = MappingProxyType({}),
-        lossy: str = "",
         ttl_s: float = float("inf"),
         salt_quota_nbytes: int = 0,
         policy: str = DEFAULT_POLICY,
@@ -135,9 +133,7 @@ class Cache:
             ~/.local/state/pdlink.
         tiers: further ones, searched in order: URLs as in `open_tier` (file:///DIRECTORY, redis://HOST,
             s3://BUCKET, path.to.module:name), or tiers, which `close` closes.
-        codec: how chunks are packed in a tier, by its name: "zstd" or "lz4" (extra `codecs`), "raw", or "fp8".
-        lossy: "fp8" to find and keep KV that tiers may pack so: values within a sixteenth of what was stored, half
-            the bytes. It is kept apart from exact KV.
+        codec: how chunks are packed in a tier, by its name: "zstd" (extra `store`) or "raw".
         ttl_s: how long KV is found, here and in the tiers. salt_quota_nbytes: of the arena for one salt; 0: no limit.
         policy: of eviction from the arena, by its name in `policies/registry.py`.
         model, revision: whose KV it is; others never find it. chunk_tokens: must be equal where KV is shared.
@@ -151,13 +147,7 @@ class Cache:
         if chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens: got {chunk_tokens}; expected 1 or more; 256 suits most models")
         self.layout, self.chunk_tokens = layout, chunk_tokens
-        if lossy not in ("", FP8):
-            raise ConfigError(f"lossy: got {lossy!r}; expected '' or {FP8!r}; choose one")
-        if FP8 in codec.values() and not lossy:
-            raise ConfigError(f"codec: got {FP8!r}, which changes the KV; set lossy={FP8!r} as well")
-        self._group = group = RecordGroup(
-            layout, model=model, revision=revision, chunk_tokens=chunk_tokens, lossy=lossy
-        )
+        self._group = group = RecordGroup(layout, model=model, revision=revision, chunk_tokens=chunk_tokens)
         self._shape = group.shape
         if nbytes < self._shape.nbytes:
             raise ConfigError(
@@ -429,7 +419,7 @@ class Cache:
         return self._store.clear(self._keys(tokens, salt)[begin // self.chunk_tokens :], places)
 
     def compress(self, tokens: Tokens, method: str, place: str, *, salt: str = "") -> int:
-        """Pack the prefix that a tier has by `method` (a codec: "zstd", "lz4"), in place; its tokens.
+        """Pack the prefix that a tier has by `method` (a codec: "zstd"), in place; its tokens.
 
         Who reads meanwhile finds a chunk or misses it. Chunks in memory are read as they are, and never packed.
         """

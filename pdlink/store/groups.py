@@ -129,11 +129,10 @@ class RecordGroup:
         orders: Sequence[str] = ("PTH",),
         heads: range | None = None,
         num_heads: int | None = None,
-        lossy: str = "",
     ) -> None:
         """model, revision: KV of equal ones may be shared. Groups of one engine have different revisions or shapes.
 
-        chunk_tokens: of the engine. orders, lossy: see `shape_of`.
+        chunk_tokens: of the engine. orders: see `shape_of`.
         heads, num_heads: for a tensor parallel rank: which KV heads `layout` holds, of how many. Ranks of one store
         fill the same records, whatever the number of ranks, and find what all of them have stored.
         Raises ConfigError for a layout that no record describes.
@@ -145,7 +144,7 @@ class RecordGroup:
                 "only this engine can tell apart (a block of its kernel, an entry of a compressed cache); choose one"
             )
         self.layout, self.chunk_tokens, self.num_layers = layout, chunk_tokens // unit, len(layout.layers)
-        self.shape = shape_of(layout, self.chunk_tokens, num_heads, orders, lossy)
+        self.shape = shape_of(layout, self.chunk_tokens, num_heads, orders)
         self.shape.check()
         self.share = _share(layout, heads, num_heads)
         is_whole = self.share.end - self.share.begin == self.share.total

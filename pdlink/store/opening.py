@@ -12,7 +12,6 @@ from pdlink.kv import hashing
 from pdlink.memory.numa import node_of, nodes
 from pdlink.store.cleared import places_of
 from pdlink.store.client import RemoteStore
-from pdlink.store.codec import FP8
 from pdlink.store.gpu_pages import GpuPages
 from pdlink.store.groups import RecordGroup
 from pdlink.store.interface import MEMORY
@@ -67,14 +66,7 @@ def open_source(
     nbytes = int(config.max_local_cpu_size * _GIB)
     if nbytes == 0:
         return None
-    lossy = config.lossy or ""
-    if FP8 in config.codec.values() and not lossy:
-        raise ConfigError(
-            f"tiers.codec: got {FP8!r}, which changes the KV; set tiers.lossy: {FP8} as well, or use lz4"
-        )
-    groups = [
-        RecordGroup(**group._asdict(), model=model, chunk_tokens=config.chunk_size, lossy=lossy) for group in layers
-    ]
+    groups = [RecordGroup(**group._asdict(), model=model, chunk_tokens=config.chunk_size) for group in layers]
     largest_nbytes = max(group.shape.nbytes for group in groups)
     if config.store is None and largest_nbytes > nbytes:
         raise ConfigError(

@@ -46,7 +46,7 @@ HEADER_NBYTES = 4096
 SUM_LINE_NBYTES = 64
 """Sums are over whole lines of a layer; the last one is filled up with zeros."""
 
-SCHEMA = 3
+SCHEMA = 4
 _MAGIC = b"pdlinkKV"
 _PREFIX = struct.Struct("<8sHHIQ")
 """Magic, schema, codec, bytes of the body, XXH3-64 of the body."""
@@ -81,19 +81,11 @@ class RecordShape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     dtype: str
     chunk_tokens: int
     groups: tuple[Group, ...]
-    lossy: str = ""
-    """The codec (`Codec.lossy`) that may have changed the KV a little on its way; "" for none, ever."""
-
-    @property
-    def rows(self) -> list[tuple[int, int]]:
-        """As `fp8.Rows`."""
-        return [(self._group_nbytes(group), group.head_nbytes) for group in self.groups]
 
     @property
     def text(self) -> str:
         """For the namespace of keys: equal for equal shapes."""
-        exact = self.dtype, self.chunk_tokens, self.groups
-        return f"{SCHEMA} {msgspec.json.encode(self if self.lossy else exact).decode()}"
+        return f"{SCHEMA} {msgspec.json.encode(self).decode()}"
 
     @property
     def payload_nbytes(self) -> int:
@@ -191,14 +183,13 @@ def shape_of(
     chunk_tokens: int,
     num_heads: int | None = None,
     orders: Sequence[str] = ("PTH",),
-    lossy: str = "",
 ) -> RecordShape:
     """The shape for one group of layers of an engine, whatever its order of axes and block size.
 
     A window or a state is what `layout` says. Every group of a model has records of its own, under keys of its own:
     a prefix needs all chunks of full attention, the last ones of a window, and one state.
 
-    num_heads: of the model, where `layout` holds a part of them. lossy: of `RecordShape`.
+    num_heads: of the model, where `layout` holds a part of them.
     orders: of the axes of the first layers in the record, and so on in turn: for pages whose smallest piece is an
     element, which are slow to put into another order.
     """
@@ -223,7 +214,7 @@ def shape_of(
         )
         for first, order in enumerate(orders)
     )
-    return RecordShape(layout.dtype, chunk_tokens, groups, lossy)
+    return RecordShape(layout.dtype, chunk_tokens, groups)
 
 
 @lru_cache(64)
@@ -278,10 +269,10 @@ def seal(
 
 def pack(record: Bytes, shape: RecordShape, codec: Codec | None) -> Bytes:
     """A sealed record for a tier: packed where that makes it shorter, else as it is."""
-    if codec is None or codec.lossy not in ("", shape.lossy):
+    if codec is None:
         return record[: shape.nbytes]
-    payload = codec.pack(record[HEADER_NBYTES : shape.nbytes], shape.dtype, shape.rows)
-    if payload is None or len(payload) >= shape.payload_nbytes:
+    payload = codec.pack(record[HEADER_NBYTES : shape.nbytes], shape.dtype)
+    if len(payload) >= shape.payload_nbytes:
         return record[: shape.nbytes]
     magic, schema, _, *rest = _PREFIX.unpack(record[: _PREFIX.size].tobytes())
     header = record[:HEADER_NBYTES].copy()
@@ -294,7 +285,7 @@ def unseal(
 ) -> Miss | None:
     """None if these bytes, from wherever, begin with the record of `key`, whole and unchanged; else why not.
 
-    A payload that is packed is unpacked in place; one that was changed by that (fp8) is sealed anew.
+    A payload that is packed is unpacked in place.
     nbytes: of the record as it came, if `record` is longer.
     verified: the bytes are the ones that were put, or the caller sees to that: the payload is not read.
     """
@@ -322,13 +313,8 @@ def unseal(
     payload = record[HEADER_NBYTES : shape.nbytes]
     if codec != RAW:
         unpacker = codec_of(codec)
-        if unpacker is None or unpacker.lossy not in ("", shape.lossy):
+        if unpacker is None or not unpacker.unpack_into(payload, record[HEADER_NBYTES:came].tobytes(), shape.dtype):
             return Miss("codec")
-        if not unpacker.unpack_into(payload, record[HEADER_NBYTES:came].tobytes(), shape.dtype, shape.rows):
-            return Miss("codec")
-        if unpacker.lossy:  # it has a checksum of its own
-            seal(record, key, shape, body.expires_at_s)
-            return None
         record[: _PREFIX.size] = memoryview(_PREFIX.pack(magic, schema, RAW, body_nbytes, digest))
     sums = said_sums(record, shape)
     if body.sums_xxh3_128 and xxhash.xxh3_128_digest(sums.tobytes()) != body.sums_xxh3_128:

@@ -468,10 +468,6 @@ class Store(AnyStore):
     def repack(self, keys: Sequence[bytes], shape: RecordShape, place: str, codec: str) -> int:
         """Pack the prefix of `keys` that a tier has by that codec, in place; how many records. Waits for the tier."""
         index, packer = self.places.index(place) - 1, make_codec(codec, "method")
-        if packer is not None and packer.lossy not in ("", shape.lossy):
-            raise ConfigError(
-                f"method: got {codec!r}, which changes the KV; expected KV that is kept as lossy; set lossy"
-            )
         if place == MEMORY or isinstance(self._given_tiers[index], ReadOnly):
             return 0
 

@@ -64,7 +64,6 @@ VALUES: dict[str, Any] = {
     "vllm.environment": {"A": "b"},
     "vllm.connector_config": {"a": 1},
     "tiers.codec": {"disk": "zstd"},
-    "tiers.lossy": "fp8",
     "tiers.ttl_s": 60.0,
     "decision_share": 0.5,
     "log.level": "debug",

@@ -83,7 +83,7 @@ SUITES = (
             *("tests/store/test_catalog.py", "tests/store/test_retention.py", "tests/store/test_extents.py"),
             *("tests/store/test_source.py", "tests/store/test_sums.py", "tests/store/test_worth.py"),
             *("tests/store/test_cache.py", "tests/store/test_record.py", "tests/store/test_codec.py"),
-            *("tests/store/test_fp8.py", "tests/store/test_preimages.py", "tests/store/test_line.py"),
+            *("tests/store/test_preimages.py", "tests/store/test_line.py"),
             *("tests/store/test_gathering.py", "tests/store/test_desk.py", "tests/store/tiers/test_opening.py"),
         ),
     ),
