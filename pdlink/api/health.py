@@ -26,15 +26,6 @@ class WorkerRefusal(msgspec.Struct, frozen=True):
     """Refused handshakes."""
 
 
-class PassCurves(msgspec.Struct, frozen=True):
-    """What a worker has measured of its own forward passes (`pdlink.engine.pace`), in seconds; None: too few yet."""
-
-    prefill: tuple[float, float, float] | None = None
-    """A pass over n tokens of prompts behind c others takes [0] + [1] n + [2] n (c + n / 2)."""
-    decode: tuple[float, float, float] | None = None
-    """A pass over n answers with c tokens in all takes [0] + [1] n + [2] c."""
-
-
 class Health(msgspec.Struct, frozen=True):
     """A worker's health: the body of a pdlink worker's GET /health. None for values that it does not report."""
 
@@ -60,15 +51,6 @@ class Health(msgspec.Struct, frozen=True):
     """Of all that must be equal for its KV to be of use elsewhere; empty if it does not say."""
     link: dict[str, Any] = {}
     """What its dialect must know to reach its KV: names and ports, by the engine's own words."""
-    queue_tokens: Count | None = None
-    """Of prompts, to be computed here."""
-    kv_used_tokens: Count | None = None
-    """That requests hold."""
-    prefill_s: float | None = None
-    """Seconds of forward passes that computed prompts, since the start."""
-    decode_s: float | None = None
-    """The same of passes that made only further tokens of answers."""
-    curves: PassCurves | None = None
     problems: dict[str, str] = {}
     """By place (`memory`, a tier): why it keeps less KV than its settings say."""
     reason: str = ""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdlink.api.health import Health, PassCurves, WorkerRefusal
+from pdlink.api.health import Health, WorkerRefusal
 from pdlink.observe.gauges import LinkState
 from pdlink.observe.metrics import WorkerMetrics
 
@@ -31,7 +31,6 @@ def health(worker: Worker) -> Health:
     """The body of /health; new requests are welcome while its status is "ok". Depends on nothing but this process."""
     engine, pool, report = worker.engine, worker.pool, worker.node.report()
     reason = problem(worker, report)
-    curves = engine.pace.curves()
     return Health(
         status="failed" if reason else "draining" if worker.draining else "ok",
         reason=reason,
@@ -44,14 +43,9 @@ def health(worker: Worker) -> Health:
         running=engine.num_running + engine.num_awaiting_kv,
         waiting=engine.num_waiting,
         load_tokens=_load_tokens(worker),
-        queue_tokens=engine.tokens_to_compute,
-        kv_used_tokens=pool.num_held * worker.config.cache.block_tokens,
         free_blocks=pool.num_free,
         num_blocks=pool.num_blocks,
         block_tokens=worker.config.cache.block_tokens,
-        prefill_s=round(engine.pace.prefill_s, 3),
-        decode_s=round(engine.pace.decode_s, 3),
-        curves=PassCurves(**curves) if curves is not None else None,
         peers=tuple(report.peers),
         refused=msgspec.convert(report.refused, tuple[WorkerRefusal, ...]),
         kv_events=_publishers(worker),

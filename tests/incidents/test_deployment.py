@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 import pytest
 
 from pdlink import Node
-from pdlink.engine.pace import Pace
 from pdlink.serve import health
 from tests.e2e.deployment import Answer, Deployment, prompt_of, request, until, worker_settings
 from tests.endpoint.conftest import layout
@@ -158,7 +157,7 @@ def test_health_is_bad_when_a_part_of_the_worker_is_dead(deployment: Deployment,
             timeouts=SimpleNamespace(peer_s=3.0), role="both", cache=SimpleNamespace(block_tokens=16)
         ),
         model=SimpleNamespace(name="m"),
-        engine=SimpleNamespace(num_running=0, num_awaiting_kv=0, num_waiting=0, tokens_to_compute=0, pace=Pace()),
+        engine=SimpleNamespace(num_running=0, num_awaiting_kv=0, num_waiting=0),
         pool=SimpleNamespace(num_free=1, num_held=0, num_blocks=1),
         kv_events=None,
         source=None,

@@ -159,7 +159,7 @@ async def test_after_numbers_at_every_edge_each_process_serves_honest_requests(
         await proxy.pids()
 
 
-COUNTS = ("running", "waiting", "load_tokens", "free_blocks", "num_blocks", "block_tokens", "queue_tokens")
+COUNTS = ("running", "waiting", "load_tokens", "free_blocks", "num_blocks", "block_tokens")
 
 
 @pytest.mark.parametrize("field", COUNTS)
