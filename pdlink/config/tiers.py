@@ -54,9 +54,8 @@ class TiersConfig(Section):
     peer_port: Port | None = None
     """Where stores of other nodes ask this one, on the host of `listen.control`; 0 takes a free one, which is
     printed. None is 0 where there are `peers`, and else lends to nobody."""
-    ingestion: Literal["all", "hot", "second_sight", "evicted"] = "all"
-    """Which records go to the tiers below memory: all; hot, used twice while in memory; second_sight, wanted a second
-    time; evicted, when memory needs their room."""
+    ingestion: Literal["all", "second_sight"] = "all"
+    """Which records go to the tiers below memory: all; or second_sight, those that are wanted a second time."""
     verify: bool = False
     """Check records when they are read from memory, too, by a checksum made when they are stored. What is read
     from below memory is always checked."""

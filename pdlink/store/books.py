@@ -52,8 +52,8 @@ class Books:
     """The caller holds `lock`, but where it says otherwise."""
 
     def __init__(self, catalog: Catalog, ingestion: Ingestion, epoch_s: Callable[[], float]) -> None:
-        """ingestion: which records go below; hears what goes. epoch_s: what the catalog's clock lacks to the one that
-        all hosts share. It changes when that one is set."""
+        """ingestion: which records go below. epoch_s: what the catalog's clock lacks to the one that all hosts share.
+        It changes when that one is set."""
         self.lock = threading.Lock()
         """Held for decisions only: nobody copies, hashes or waits under it."""
         self.room_taken = threading.Condition(self.lock)
@@ -130,7 +130,6 @@ class Books:
             self._uncounted.append(change)
             is_there = change.kind == "stored"
             if not is_there:
-                self.ingestion.on_evict(change.key)
                 self.summed.discard(change.key)
                 self.unchecked.discard(change.key)
                 self.shapes.pop(change.key, None)
@@ -149,7 +148,6 @@ class Books:
         was.tables.extend((self.shapes, self.summed, self.unchecked, self._ends_at_s, *self.debts.values()))
         self.shapes, self.summed, self.unchecked, self._ends_at_s = {}, set(), set(), {}
         self.debts = {tier: OrderedDict() for tier in self.debts}
-        self.ingestion.clear()
         self._announcer.note_all(self._gone(was))
         return len(was.records)
 

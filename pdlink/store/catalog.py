@@ -7,7 +7,6 @@ committed. Its slot is used again when it is gone and nobody can touch it any mo
   into another record.
 - A lease ends by `release`, the end of its holder's life or its deadline. A late reader reads garbage, so it asks
   `release` afterwards whether the lease stood, and drops what it read if not.
-- A record may be *leaving*: it was evicted, and is found until the lease of who writes it elsewhere ends.
 - A pin keeps a record from eviction, without deadline but within a quota, until it is taken back or the life of its
   holder ends.
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from pdlink.store.slots import Held, Serial, Share
 
 _MOST_DUE = 512
-"""Records whose time is over, or that make room ahead, dropped at once: some milliseconds."""
+"""Records whose time is over, dropped at once: some milliseconds."""
 _MAX_WASTE = 4
 """Eviction for one record stops after that many times its bytes: records not in turn keep the free ones apart."""
 
@@ -61,8 +60,6 @@ class Catalog:
         """All reservations, also of keys that were removed meanwhile."""
         self._leases: dict[Serial, Hold] = {}
         self._pins = Pins(pin_quota_nbytes)
-        self._leaving_nbytes = 0
-        """Of records that are leaving."""
         self._serials = count((life << LIFE_BITS) + 1)
         self.changes: list[Change] = []
         """What came and went, in order. Who hears of it empties it."""
@@ -347,36 +344,15 @@ class Catalog:
         for hold in self._leases.values():
             held.update((id(record), record) for record in hold.records.values())
         for record in held.values():
-            record.listed = record.leaving = False
+            record.listed = False
             record.pins = 0
         self._records, self._num_readable = {}, 0
         self._deadlines = RecordDeadlines(self._records)
         self._pins.clear()
-        self._leaving_nbytes = 0
         self._extents = self._extents.only(record.slot.offset for record in held.values())
         for record in held.values():
             self._turns.used_nbytes[record.retention.tenant] += record.slot.nbytes
         return was
-
-    def leave(self, nbytes: int, holder: str, deadline_s: float) -> list[SlotLease]:
-        """Evict until so many bytes are free or about to be, or `_MOST_DUE` records. The leases of those records,
-        which go when they end."""
-        leases: list[SlotLease] = []
-        free_nbytes = self.capacity_nbytes - self.used_nbytes
-        while free_nbytes + self._leaving_nbytes < nbytes and len(leases) < _MOST_DUE:
-            key = self._turns.evict(self._may_evict)
-            if key is None:
-                break
-            record = self._records[key]
-            record.resident = False
-            if record.missing:
-                self._evicted(record)
-                free_nbytes = self.capacity_nbytes - self.used_nbytes
-            else:
-                record.leaving = True
-                self._leaving_nbytes += record.slot.nbytes
-                leases.append(self.lease([key], holder, "leaving", deadline_s))
-        return leases
 
     def check(self) -> None:
         """Raise AssertionError at the first broken invariant."""
@@ -393,8 +369,6 @@ class Catalog:
         assert used == self._turns.used_nbytes
         check(list(records.values()), leased, list(self._writing.values()))
         self._pins.check(records.values())
-        leaving = [record.slot.nbytes for record in self._records.values() if record.leaving]
-        assert self._leaving_nbytes == sum(leaving)
 
     def _take(self, nbytes: int, tenant: str) -> int | None:
         """Bytes of the arena, if need be those of records that may go; of the tenant's own where its quota ends."""
@@ -453,14 +427,7 @@ class Catalog:
             record.listed = False
             self._num_readable -= not record.missing
             del self._records[record.slot.key]
-        self._stays(record)
         self._pins.drop(record)
-
-    def _stays(self, record: Record) -> None:
-        """It is not leaving any more: it stays, or has gone."""
-        if record.leaving:
-            record.leaving = False
-            self._leaving_nbytes -= record.slot.nbytes
 
     def _end_leases(self, serials: Sequence[Serial]) -> int:
         for serial in serials:
@@ -470,15 +437,7 @@ class Catalog:
     def _let_go(self, hold: Hold) -> None:
         for record in hold.records.values():
             record.leases -= 1
-            if record.leaving and record.listed and not record.leases:
-                self._stays(record)
-                if record.pins:
-                    record.resident = True
-                    self._turns.insert(record.slot.key, record.slot.nbytes, record.retention)
-                else:
-                    self._evicted(record)
-            else:
-                self._free_if_unused(record)
+            self._free_if_unused(record)
 
     def _free_if_unused(self, record: Record) -> None:
         if not record.listed and not record.writers and not record.leases:

@@ -185,7 +185,6 @@ class Fetching:
                 break
         with self._books.lock:
             self._fetches.add(fetch)
-            self._writing.make_headroom()
             fetch.is_begun = True
             settled = fetch.is_settled
         self._books.tell()

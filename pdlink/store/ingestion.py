@@ -1,4 +1,4 @@
-"""Which records go on to the tiers below RAM, and when: what the store asks on a put, a hit and an eviction."""
+"""Which records go on to the tiers below RAM, and when: what the store asks on a put and a hit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
     from pdlink.store.policies.base import Key
 
-HOT_HITS = 2
 HISTORY_KEYS = 1 << 18
 """Remembered by `second_sight`, about 130 bytes each. Four times as many as the tier below holds are enough."""
 
@@ -20,27 +19,15 @@ HISTORY_KEYS = 1 << 18
 class Ingestion(Protocol):
     """Each answer is whether to write the record below now, if it is not there yet."""
 
-    @property
-    def writes_back(self) -> bool:
-        """Whether `on_evict` is ever True."""
-
     def on_put(self, key: Key) -> bool:
         """It came into RAM, computed or loaded."""
 
     def on_hit(self, key: Key) -> bool:
         """It was used in RAM."""
 
-    def on_evict(self, key: Key) -> bool:
-        """RAM drops it; its bytes must be kept until they are written."""
-
-    def clear(self) -> None:
-        """RAM drops all, which nobody wants to be kept."""
-
 
 class All:
     """Write-through: most hits below, most writes."""
-
-    writes_back = False
 
     def on_put(self, _key: Key) -> bool:
         return True
@@ -48,47 +35,8 @@ class All:
     def on_hit(self, _key: Key) -> bool:
         return False
 
-    def on_evict(self, _key: Key) -> bool:
-        return False
 
-    def clear(self) -> None:
-        pass
-
-
-class Evicted(All):
-    """Write-back: RAM and the tier below hold different records. What is in RAM alone ends with the process."""
-
-    writes_back = True
-
-    def on_put(self, _key: Key) -> bool:
-        return False
-
-    def on_evict(self, _key: Key) -> bool:
-        return True
-
-
-class Hot(All):
-    """With the second hit in RAM. Starves the tier below where RAM is too small for two hits."""
-
-    def __init__(self) -> None:
-        self._hits: dict[Key, int] = {}
-
-    def on_put(self, _key: Key) -> bool:
-        return False
-
-    def on_hit(self, key: Key) -> bool:
-        self._hits[key] = hits = self._hits.get(key, 0) + 1
-        return hits == HOT_HITS
-
-    def on_evict(self, key: Key) -> bool:
-        self._hits.pop(key, None)
-        return False
-
-    def clear(self) -> None:
-        self._hits = {}
-
-
-class SecondSight(All):
+class SecondSight:
     """When it is wanted a second time, however long RAM kept it. A third to a sixth of the writes of `All`."""
 
     def __init__(self, history_keys: int = HISTORY_KEYS) -> None:
@@ -107,12 +55,7 @@ class SecondSight(All):
         return True
 
 
-INGESTIONS: dict[str, Callable[[], Ingestion]] = {
-    "all": All,
-    "evicted": Evicted,
-    "hot": Hot,
-    "second_sight": SecondSight,
-}
+INGESTIONS: dict[str, Callable[[], Ingestion]] = {"all": All, "second_sight": SecondSight}
 
 
 def make_ingestion(name: str) -> Ingestion:

@@ -35,8 +35,6 @@ class Record:
     """Whether its key leads to it."""
     resident: bool = False
     """Whether the policy knows it: from the first commit on, so that one that nobody completes goes in its turn."""
-    leaving: bool = False
-    """It is evicted as soon as nobody has a lease of it; it is being written elsewhere."""
     leases: int = 0
     pins: int = 0
 
@@ -100,6 +98,5 @@ def check(records: Sequence[Record], leased: Sequence[Record], writing: Sequence
         assert record.leases == num_leases[id(record)]
         assert record.writers == len(reserved)
         assert record.resident or record.writers or record.leases, "a record is kept for nothing"
-        assert not record.leaving or record.leases or record.pins
         assert record.missing or not record.free
         assert sum(reserved) == record.missing & ~record.free, "shares overlap"

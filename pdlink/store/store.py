@@ -322,7 +322,6 @@ class Store(AnyStore):
             if lease is not head[0]:
                 let_others()
         with self._lock:
-            self._writing.make_headroom()
             self._books.room_taken.notify_all()
         self._books.tell()
         return tuple(slots)

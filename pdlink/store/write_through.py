@@ -36,12 +36,10 @@ _MOST_PAID = 512
 """Debts that are put into a tier's line at once: some milliseconds."""
 _WAITING_SHARE = 4
 """Of the arena, how small a part may wait for one tier: it cannot be evicted."""
-_HEADROOM_SHARE = 8
-"""Of the arena, how small a part is kept free by evicting ahead, where what is evicted is written first."""
 
 
 class WriteThrough:
-    """Thread-safe. `begin`, `pay` and `make_headroom` are called with the lock of the books held."""
+    """Thread-safe. `begin` and `pay` are called with the lock of the books held."""
 
     def __init__(
         self,
@@ -119,17 +117,6 @@ class WriteThrough:
             tier.queued[key] = lease.slots[0].serial
             if tier.refuses:
                 return
-
-    def make_headroom(self) -> None:
-        """Write what goes next before its room is wanted, where eviction writes.
-
-        A tier that is behind does not get its copy, so that nobody waits for it.
-        """
-        catalog = self._books.catalog
-        if self._books.ingestion.writes_back:
-            for lease in catalog.leave(catalog.capacity_nbytes // _HEADROOM_SHARE, SELF, inf):
-                self.begin([slot.key for slot in lease.slots])
-                catalog.release(lease)
 
     def flush(self, timeout_s: float) -> bool:
         """Pay all debts; whether every tier has what it was to have since the last flush."""

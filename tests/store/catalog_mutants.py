@@ -172,31 +172,6 @@ def _nothing_expires(right: Any) -> Callable[..., Any]:
     return expire
 
 
-def _stays(right: Any) -> Callable[..., Any]:
-    def let_go(self: Any, hold: Any) -> None:
-        leaving = [record for record in hold.records.values() if record.leaving]
-        for record in leaving:
-            record.leaving = False
-        right(self, hold)
-        for record in leaving:
-            record.leaving = record.listed
-
-    return let_go
-
-
-def _leaves_unleased(right: Any) -> Callable[..., Any]:
-    def leave(self: Any, *args: Any) -> Any:
-        leases = right(self, *args)
-        for lease in leases:
-            for record in self._leases[lease.serial].records.values():
-                record.leases -= 1
-                self._evicted(record)
-                record.leases += 1
-        return leases
-
-    return leave
-
-
 def _no_tenant_quota(right: Any) -> Callable[..., Any]:
     return lambda self, nbytes, _tenant: right(self, nbytes, "")
 
@@ -284,8 +259,6 @@ MUTANTS = {
     "a clear frees what is read": _patched("clear", _clear_without("_leases")),
     "a clear frees what is written": _patched("clear", _clear_without("_writing")),
     "cleared pins count": _patched("clear", _cleared_pins_count),
-    "what is leaving stays": _patched("_let_go", _stays),
-    "what is leaving is not leased": _patched("leave", _leaves_unleased),
     "records do not expire": _patched("expire", _nothing_expires),
     "tenants have no quota": _patched("_take", _no_tenant_quota),
     "what is dropped counts against its tenant": _patched("_free_if_unused", _quota_never_given_back),

@@ -156,18 +156,6 @@ class World:
                 content = {key: list(self.content[key]) for key in keys[:expected]}
                 holder.reading.append(Reading(lease, deadline_s, set(content), content))
 
-    def _leave(self, dice: Dice) -> None:
-        """What is evicted ahead is read by who writes it elsewhere."""
-        holder = dice.one(self.holders)
-        if holder.alive:
-            deadline_s = self.now_s + 1 + dice.below(4)
-            for lease in self.catalog.leave(ALIGNMENT_NBYTES * dice.below(6), holder.name, deadline_s):
-                (slot,) = lease.slots
-                assert self.catalog.lookup([slot.key]), "a leaving record is not found"
-                content = {slot.key: list(self.content[slot.key])}
-                holder.reading.append(Reading(lease, deadline_s, {slot.key}, content))
-                self.counts["left"] += 1
-
     def _read(self, dice: Dice) -> None:
         if holder := self._one(dice, "reading"):
             reading = dice.one(holder.reading)
@@ -335,7 +323,7 @@ MOVES = [
         "read",
         "release",
     ),
-    *("forget_lease", "tick", "die", "notice", "pin", "unpin", "remove", "clear", "resize", "leave"),
+    *("forget_lease", "tick", "die", "notice", "pin", "unpin", "remove", "clear", "resize"),
 ]
 
 

@@ -266,23 +266,6 @@ def test_a_known_record_rises_in_priority_when_it_is_stored_again() -> None:
     assert present(made, [b"system prompt"]) == 1, "nobody lowers what another wants kept"
 
 
-def test_making_headroom_looks_at_no_record_that_stays() -> None:
-    """It is asked under the store's lock, for every put."""
-
-    class Unread(dict[bytes, Any]):
-        def values(self) -> Any:
-            raise AssertionError("every record was looked at")
-
-    made = catalog(4)
-    store(made, KEYS[:3])
-    made._records = Unread(made._records)
-    assert made.leave(PAGE, "store", 9.0) == []
-    (lease,) = made.leave(2 * PAGE, "store", 9.0)
-    assert made.leave(2 * PAGE, "store", 9.0) == [], "what is about to be free counts as free"
-    made.release(lease)
-    assert made.used_nbytes == 2 * PAGE
-
-
 def test_pins_end_with_who_made_them_or_by_their_name() -> None:
     made = catalog(4, quota_pages=4)
     store(made, KEYS[:3])

@@ -329,43 +329,15 @@ def test_a_record_goes_below_when_it_is_wanted_a_second_time() -> None:
         assert put(store, KEYS[1:2]) == 1, "memory has lost it, and its history knows it"
         assert tier.kept.acquire(timeout=WAIT_S)
         assert set(tier.records) == {KEYS[0], KEYS[1]}
-
-
-def test_a_record_goes_below_when_it_was_hit_twice_in_memory() -> None:
-    tier = StubTier()
-    with opened(4, [tier], ingestion="hot") as store:
-        put(store, KEYS[:2])
-        assert read(store, KEYS[:1]) == 1
-        put(store, KEYS[2:6])
-        put(store, KEYS[:2])
-        assert read(store, KEYS[:1]) == read(store, KEYS[:2][:1]) == 1
-        assert tier.kept.acquire(timeout=WAIT_S)
-        assert list(tier.records) == [KEYS[0]]
     with pytest.raises(ConfigError, match="ingestion: got 'none'"):
         Store(1 << 20, make_policy("lru"), ingestion="none")
-
-
-def test_what_memory_evicts_is_written_first_and_found_all_the_time() -> None:
-    tier = StubTier()
-    with opened(4, [tier], ingestion="evicted") as store:
-        put(store, KEYS[:3])
-        assert not tier.records
-        tier.going.clear()
-        put(store, KEYS[3:4])  # leaves less than an eighth free
-        assert tier.stalled.wait(WAIT_S)
-        assert len(store.lookup(KEYS[:4], WAIT_S).keys) == 4, "it is in memory while it is written"
-        tier.going.set()
-        assert tier.kept.acquire(timeout=WAIT_S)
-        drained(store)
-        assert (list(tier.records), store._catalog.lookup(KEYS[:4])) == ([KEYS[2]], 2)
-        assert read(store, KEYS[:4]) == 4
 
 
 def test_a_record_that_one_thread_evicted_and_another_stored_again_at_once_can_be_lent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first one has not told yet that it went."""
-    with opened(3, [StubTier()], ingestion="evicted") as store, ThreadPoolExecutor(1, "evicts") as threads:
+    with opened(3, [StubTier()]) as store, ThreadPoolExecutor(1, "evicts") as threads:
         put(store, KEYS[:3])
         drained(store)
         stopped, go_on, tell = threading.Event(), threading.Event(), store._books.tell
@@ -387,29 +359,6 @@ def test_a_record_that_one_thread_evicted_and_another_stored_again_at_once_can_b
         lease = store.lend(gone)
         assert lease is not None
         store.take_back(lease)
-
-
-def test_a_full_line_of_evicted_records_drops_some_and_nobody_waits() -> None:
-    tier = StubTier()
-    with opened(16, [tier], ingestion="evicted") as store:
-        tier.going.clear()
-        for index in range(40):
-            assert put(store, [b"%032d" % index]) == 1
-        tier.going.set()
-        drained(store)
-        assert 0 < len(tier.records) < 24
-        assert store._catalog.num_leases == 0
-
-
-def test_all_that_was_evicted_is_found_below_where_the_tier_keeps_up() -> None:
-    tier = StubTier()
-    with opened(16, [tier], ingestion="evicted") as store:
-        for index in range(40):
-            put(store, [b"%032d" % index])
-            drained(store)
-        for index in range(40):
-            assert read(store, [b"%032d" % index]) == 1
-            drained(store)
 
 
 def test_a_record_is_told_in_memory_before_a_tier_has_it() -> None:
