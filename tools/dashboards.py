@@ -1,18 +1,29 @@
-"""Write deploy/grafana/pdlink.json: the dashboard, from the table of panels below.
+"""Write the dashboard, deploy/grafana/pdlink.json, from the panels below, and the alerts of `tools/alerts.py`.
 
-`make reference` runs it; `make lint` fails when the file is stale or a query names a metric or a label that nothing
-declares, and tests/e2e/test_prometheus.py asks every query of a live deployment.
+Both name metrics as our own processes do. What is written names them as the servers of vLLM and SGLang do, too
+(`everywhere`); of requests, blocks and tokens those have their own metrics, which the panels name.
+
+`make reference` runs it; `make lint` fails when a file is stale or a query names a metric or a label that nothing
+declares, and tests/e2e/test_*prometheus.py ask every query of live deployments, with our engine, vLLM and SGLang.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+from alerts import ALERTS, HEAD, RUNBOOKS
+
+from pdlink.integrations.stats import ENGINES, declared
+
 ROOT = Path(__file__).parents[1]
 PATH = "deploy/grafana/pdlink.json"
+RULES_PATH = "deploy/prometheus/pdlink.rules.yml"
 _WIDTH, _HEIGHT, _COLUMNS = 8, 7, 3
 
 
@@ -31,11 +42,32 @@ class Panel(NamedTuple):
     kind: str = "timeseries"
 
 
-def _quantiles(metric: str, by: str = "") -> tuple[Query, ...]:
-    """p50 and p95."""
+@cache
+def _shown_by_engines() -> frozenset[str]:
+    suffixes = {"histogram": ("_bucket", "_sum", "_count")}
+    return frozenset(
+        metric.name + suffix for metric in declared().metrics for suffix in suffixes.get(metric.kind, ("",))
+    )
+
+
+def everywhere(expr: str) -> str:
+    """The same query of servers of other engines, too, which show our metrics as `vllm:NAME` and `sglang:NAME`."""
+
+    def named(found: re.Match[str]) -> str:
+        name, where = found[1], found[2]
+        if name not in _shown_by_engines():
+            return found[0]
+        names = "|".join((name, *(f"{engine}:{name}" for engine in ENGINES)))
+        return f'{{__name__=~"{names}"{"," if where else ""}{where or ""}}}'
+
+    return re.sub(r"(?<![:\w])(pdlink_\w+)(?:\{([^}]*)\})?", named, expr)
+
+
+def _quantiles(metric: str, by: str = "", of: str = "") -> tuple[Query, ...]:
+    """p50 and p95. of: whose, for the legend."""
     labels = f"le, {by}" if by else "le"
     rate = f"sum by ({labels}) (rate({metric}_bucket[$__rate_interval]))"
-    name = f" {{{{{by}}}}}" if by else ""
+    name = (f" {{{{{by}}}}}" if by else "") + (f" {of}" if of else "")
     return tuple(Query(f"histogram_quantile({q}, {rate})", f"p{q * 100:.0f}{name}") for q in (0.5, 0.95))
 
 
@@ -197,8 +229,11 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Recomputed, by reason",
             "reqps",
-            "Requests whose prompt decode computed.",
-            (_rate("pdlink_fallbacks_total", "reason"),),
+            "Requests whose prompt decode computed. SGLang computes none: the proxy tries again.",
+            (
+                _rate("pdlink_fallbacks_total", "reason"),
+                _rate("vllm:pdlink_transfer_failures_total", "reason", '{side="receiver"}'),
+            ),
         ),
         Panel(
             "Live transfers",
@@ -228,7 +263,14 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Requests in engines",
             "short",
             "awaiting_kv: decode waits for a transfer.",
-            (Query("sum by (state) (pdlink_engine_requests)", "{{state}}"),),
+            (
+                Query("sum by (state) (pdlink_engine_requests)", "{{state}}"),
+                Query("sum(vllm:num_requests_running)", "running, vLLM"),
+                Query("sum(vllm:num_requests_waiting)", "waiting, vLLM"),
+                Query("sum(sglang:num_running_reqs)", "running, SGLang"),
+                Query("sum(sglang:num_queue_reqs)", "waiting, SGLang"),
+                Query("sum(sglang:num_decode_transfer_queue_reqs)", "awaiting_kv, SGLang"),
+            ),
         ),
         Panel(
             "Blocks held",
@@ -239,30 +281,47 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                     'sum by (instance) (pdlink_blocks{state="held"}) / sum by (instance) (pdlink_blocks_capacity)',
                     "{{instance}}",
                 ),
+                Query("max by (instance) (vllm:kv_cache_usage_perc)", "{{instance}}"),
+                Query("max by (instance) (sglang:token_usage)", "{{instance}}"),
             ),
         ),
         Panel(
             "Prompt tokens by source",
             "short",
             "Per second: device is the engine's own prefix cache, host and below the store.",
-            (_rate("pdlink_prompt_tokens_total", "source"),),
+            (
+                _rate("pdlink_prompt_tokens_total", "source"),
+                _rate("sglang:cached_tokens_total", "cache_source"),
+                Query("sum(rate(sglang:uncached_prompt_tokens_histogram_sum[$__rate_interval]))", "others, SGLang"),
+            ),
         ),
         Panel(
             "Tokens",
             "short",
             "Per second, of ended requests.",
-            (_rate("pdlink_tokens_total", "kind"),),
+            (
+                _rate("pdlink_tokens_total", "kind"),
+                *(
+                    Query(f"sum(rate({engine}:{name}_tokens_total[$__rate_interval]))", kind)
+                    for engine in ENGINES
+                    for name, kind in (("prompt", "prompt"), ("generation", "completion"))
+                ),
+            ),
         ),
         Panel(
             "First token at the worker",
             "s",
             "By role, from the leg's arrival there.",
-            _quantiles("pdlink_time_to_first_token_seconds", "role"),
+            (
+                *_quantiles("pdlink_time_to_first_token_seconds", "role"),
+                *_quantiles("vllm:time_to_first_token_seconds", of="vLLM"),
+                *_quantiles("sglang:time_to_first_token_seconds", of="SGLang"),
+            ),
         ),
         Panel(
             "Endpoint could not run",
             "s",
-            "Longest time between two scrapes. Above 0.1 s: too few cores.",
+            "Of our engine. Longest time between two scrapes. Above 0.1 s: too few cores.",
             (Query("pdlink_endpoint_longest_absence_seconds", "{{instance}}"),),
         ),
     ),
@@ -337,7 +396,10 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "CPU",
             "short",
             "Cores in use.",
-            (Query('rate(process_cpu_seconds_total{job=~"pdlink-.*"}[$__rate_interval])', "{{instance}}"),),
+            (
+                Query('rate(process_cpu_seconds_total{job=~"pdlink-.*"}[$__rate_interval])', "{{instance}}"),
+                Query("sum by (instance) (rate(sglang:process_cpu_seconds_total[$__rate_interval]))", "{{instance}}"),
+            ),
         ),
         Panel(
             "Memory",
@@ -386,7 +448,7 @@ def dashboard() -> dict[str, Any]:
                         {
                             "refId": chr(ord("A") + number),
                             "datasource": source,
-                            "expr": query.expr,
+                            "expr": everywhere(query.expr),
                             "legendFormat": query.legend,
                         }  # fmt: skip
                         for number, query in enumerate(panel.queries)
@@ -424,9 +486,25 @@ def page() -> str:
     return json.dumps(dashboard(), indent=1) + "\n"
 
 
+def rules() -> str:
+    """Of Prometheus, in YAML."""
+    made = [
+        {
+            "alert": alert.name,
+            "expr": everywhere(alert.expr),
+            **({"for": alert.after} if alert.after else {}),
+            "labels": {"severity": alert.severity},
+            "annotations": {"summary": alert.summary, "runbook": f"{RUNBOOKS}#{alert.name.lower()}"},
+        }
+        for alert in ALERTS
+    ]
+    return HEAD + yaml.safe_dump({"groups": [{"name": "pdlink", "rules": made}]}, sort_keys=False, width=10_000)
+
+
 def main() -> int:
     (ROOT / PATH).write_text(page())
-    print(f"{PATH}: {sum(map(len, ROWS.values()))} panels")
+    (ROOT / RULES_PATH).write_text(rules())
+    print(f"{PATH}: {sum(map(len, ROWS.values()))} panels; {RULES_PATH}: {len(ALERTS)} alerts")
     return 0
 
 

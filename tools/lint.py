@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import dashboards
 import reference
-import yaml
+from alerts import ALERTS, RUNBOOKS
 
 from pdlink.cli import whole_parser
 from pdlink.commands.engine import split
@@ -41,8 +41,6 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 FOLDERS = ("pdlink", "proxy", "benchmarks", "csrc", "tests", "tools", "configs", "deploy", "examples")
-RULES = "deploy/prometheus/pdlink.rules.yml"
-ALERT_PAGE = "docs/monitoring.md"
 DEVELOPERS = {"ARCHITECTURE.md", "wire.md", "gotchas.md", "incidents.md"}
 """Pages that are not in the users' menu."""
 
@@ -217,7 +215,7 @@ def metric_of(sample: str) -> Metric | None:
 def wrong_words(expr: str) -> list[str]:
     """Metrics, labels and values of labels in a query that nothing declares."""
     of_prometheus = {"instance", "job", "le"}
-    wrong, labels = [], set(of_prometheus)
+    wrong, labels = [], {*of_prometheus, "cache_source"}  # SGLang's own
     for sample, _, where in re.findall(r"\b((?:pdlink|process)_\w+)(\{([^}]*)\})?", expr):
         metric = metric_of(sample)
         if metric is None:
@@ -240,33 +238,23 @@ def queries() -> Iterator[str]:
             for query in panel.queries:
                 for word in wrong_words(query.expr):
                     yield f"tools/dashboards.py: panel {panel.title!r}: nothing declares {word}"
-    for rule in alerts():
-        for word in wrong_words(rule["expr"]):
-            yield f"{RULES}: alert {rule['alert']}: nothing declares {word}"
+    for alert in ALERTS:
+        for word in wrong_words(alert.expr):
+            yield f"tools/alerts.py: {alert.name}: nothing declares {word}"
     for path in PAGES:
         for query in re.findall(r"`([^`\n]*\brate\([^`\n]*)`", text_of(path)):
             for word in wrong_words(query):
                 yield f"{name(path)}: `{query}`: nothing declares {word}"
 
 
-def alerts() -> list[dict[str, dict[str, str] | str]]:
-    return [rule for group in yaml.safe_load(text_of(ROOT / RULES))["groups"] for rule in group["rules"]]
-
-
 def runbooks() -> Iterator[str]:
-    sections = re.findall(r"^#+ (Pdlink\w+)$", text_of(ROOT / ALERT_PAGE), re.MULTILINE)
-    names = [rule["alert"] for rule in alerts()]
-    for alert in sorted(set(names) ^ set(sections)):
-        yield f"{ALERT_PAGE}: {alert} is " + ("an alert without a section" if alert in names else "no alert")
-    for rule in alerts():
-        if rule["annotations"]["runbook"] != f"{ALERT_PAGE}#{rule['alert'].lower()}":
-            yield f"{RULES}: {rule['alert']}: runbook is not {ALERT_PAGE}#{rule['alert'].lower()}"
-        if not rule["annotations"]["summary"].endswith(".") or rule["labels"]["severity"] not in (
-            "critical",
-            "warning",
-            "info",
-        ):
-            yield f"{RULES}: {rule['alert']}: a summary is a sentence; a severity is critical, warning or info"
+    sections = re.findall(r"^#+ (Pdlink\w+)$", text_of(ROOT / RUNBOOKS), re.MULTILINE)
+    names = [alert.name for alert in ALERTS]
+    for name_ in sorted(set(names) ^ set(sections)):
+        yield f"{RUNBOOKS}: {name_} is " + ("an alert without a section" if name_ in names else "no alert")
+    for alert in ALERTS:
+        if not alert.summary.endswith(".") or alert.severity not in ("critical", "warning", "info"):
+            yield (f"tools/alerts.py: {alert.name}: a summary is a sentence; a severity is critical, warning or info")
 
 
 def panels() -> Iterator[str]:
@@ -285,7 +273,8 @@ def panels() -> Iterator[str]:
 
 
 def made_pages() -> Iterator[str]:
-    for page, make in {**reference.PAGES, dashboards.PATH: dashboards.page}.items():
+    made = {dashboards.PATH: dashboards.page, dashboards.RULES_PATH: dashboards.rules}
+    for page, make in {**reference.PAGES, **made}.items():
         if make() != text_of(ROOT / page):
             yield f"{page}: stale: run `make reference` and commit it"
 

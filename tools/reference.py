@@ -21,8 +21,8 @@ import pdlink
 from pdlink.cli import whole_parser
 from pdlink.config import ProxyConfig, StoreConfig, UpConfig, WorkerConfig, settings_of
 from pdlink.errors import LocalError, PdlinkError, RemoteError
+from pdlink.integrations.stats import declared
 from pdlink.integrations.vllm_parts.settings import ConnectorSettings
-from pdlink.integrations.vllm_parts.stats import declared
 from pdlink.observe.metrics import CODES, StoreProcessMetrics, WorkerMetrics
 from pdlink.reasons import Code
 from pdlink_proxy.metrics import Metrics as ProxyMetrics
@@ -363,7 +363,7 @@ def metrics() -> str:
         "proxy": ProxyMetrics(),
         "worker": WorkerMetrics(store=True),
         "store": StoreProcessMetrics(),
-        "vLLM": declared(),
+        "engines": declared(),
     }
     found: dict[str, tuple[Metric, list[str]]] = {}
     for process, registry in processes.items():

@@ -132,7 +132,7 @@ def sglang(asked: Asked, executable: str) -> ServerCommand:
     return ServerCommand(
         (
             *(executable, "serve", "--model-path", asked.model),
-            *("--host", asked.http.host, "--port", str(asked.http.port)),
+            *("--host", asked.http.host, "--port", str(asked.http.port), "--enable-metrics"),
             *("--disaggregation-mode", asked.role, "--disaggregation-transfer-backend", "pdlink"),
             *asked.flags,
         ),

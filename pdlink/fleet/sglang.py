@@ -44,7 +44,7 @@ def plan(
                         *(executable, "serve", "--model-path", model, "--served-model-name", config.model_name),
                         *("--host", config.host, "--port", str(port)),
                         *(("--tp-size", str(ranks)) if ranks > 1 else ()),
-                        *(*config.args, *more),
+                        *("--enable-metrics", *config.args, *more),
                         *("--disaggregation-mode", role, "--disaggregation-transfer-backend", config.backend),
                         *(("--disaggregation-bootstrap-port", str(bootstrap)) if is_prefill else ()),
                     ),

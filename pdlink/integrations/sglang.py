@@ -13,6 +13,7 @@ from sglang.srt.runtime_context import get_server_args
 from pdlink.config import SglangConfig, load
 from pdlink.integrations.sglang_parts import versions
 from pdlink.integrations.sglang_parts.hicache import HostPages, RankScheme
+from pdlink.integrations.sglang_parts.metrics import SHOWN
 from pdlink.integrations.sglang_parts.pages import guarded
 from pdlink.integrations.sglang_parts.settings import read_storage
 
@@ -93,6 +94,7 @@ class PDLinkHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not inst
             revision=f"{versions.content(server)} {versions.precision(server)}",
             num_kv_heads=self._num_kv_heads(mem_pool_host, server),
         )
+        self._shown_no_more = SHOWN.add_store(server, self._pages.store)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         name = str(host_pool_name)
@@ -105,6 +107,7 @@ class PDLinkHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not inst
     def close(self) -> None:
         pages, self._pages = self._pages, None
         if pages is not None:
+            self._shown_no_more()
             pages.close()
 
     # --- KV by page

@@ -31,6 +31,7 @@ from pdlink.errors import TransferFailed
 from pdlink.integrations.sglang_parts import versions
 from pdlink.integrations.sglang_parts.device_pages import DevicePages, is_latent
 from pdlink.integrations.sglang_parts.hicache import RankScheme
+from pdlink.integrations.sglang_parts.metrics import SHOWN
 from pdlink.integrations.sglang_parts.pages import guarded
 from pdlink.integrations.sglang_parts.settings import read_linker
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
@@ -94,6 +95,7 @@ class PDLinkLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not i
             num_kv_heads=settings.num_kv_heads or heads,
             streams=[int(forward_stream.cuda_stream)] if hasattr(forward_stream, "cuda_stream") else [],
         )
+        self._shown_no_more = SHOWN.add_store(server_args, self._pages.source.store)
         self.pools = {PoolName.KV: pool}
         self.layer_done_counter = LayerWiseLoadCounter(
             self._pages.num_layers, self._follow if self._pages.on_gpu else None
@@ -205,6 +207,7 @@ class PDLinkLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not i
         self.reset()
         for line in (self._loader, self._storer):
             line.close(_STOP_S)
+        self._shown_no_more()
         self._pages.close()
 
 

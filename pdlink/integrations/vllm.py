@@ -16,6 +16,7 @@ import logging
 import uuid
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -29,7 +30,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from pdlink.integrations.vllm_parts import cache_groups, stats, versions
+from pdlink.integrations import stats
+from pdlink.integrations.vllm_parts import cache_groups, versions
 from pdlink.integrations.vllm_parts import settings as settings_of
 from pdlink.integrations.vllm_parts.embeddings import Embeddings
 from pdlink.integrations.vllm_parts.origins import NO_TIERS, Origins
@@ -37,7 +39,6 @@ from pdlink.integrations.vllm_parts.rank import Rank
 from pdlink.integrations.vllm_parts.requests import NOTHING, RequestBook, Scheduled, StepPlan
 from pdlink.integrations.vllm_parts.store_book import StoreBook
 from pdlink.integrations.vllm_parts.worker import Results
-from pdlink.observe.series import Gauge, Histogram
 from pdlink.observe.sources import sourced
 
 if TYPE_CHECKING:
@@ -336,38 +337,12 @@ class PDLinkMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._metrics: dict[str, Any] = {}
-        self._levels: dict[tuple[int, str], float] = {}
-        """Gauges by engine and key; they come as changes."""
-        for metric in stats.declared().metrics:
-            words = {
-                "name": f"vllm:{metric.name}",
-                "documentation": metric.text,
-                "labelnames": [*labelnames, *metric.labels],
-            }
-            if isinstance(metric, Histogram):
-                made = self._histogram_cls(**words, buckets=list(metric.buckets))
-            elif isinstance(metric, Gauge):
-                made = self._gauge_cls(**words, multiprocess_mode="sum")
-            else:
-                made = self._counter_cls(**words)
-            self._metrics[metric.name] = made
-            for engine in per_engine_labelvalues.values():
-                for labels in metric.values:
-                    made.labels(*engine, *labels)  # there from the start
+        gauge = partial(self._gauge_cls, multiprocess_mode="sum")
+        made = self._counter_cls, gauge, self._histogram_cls
+        self._shown = stats.ShownStats("vllm", *made, labelnames, per_engine_labelvalues.values())
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for key, value in transfer_stats_data.items():
-            name, labels = stats.split(key)
-            series = self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx], *labels)
-            if isinstance(value, list):
-                for number in value:
-                    series.observe(number)
-            elif name.endswith("_total"):
-                series.inc(value)
-            else:
-                level = self._levels[engine_idx, key] = self._levels.get((engine_idx, key), 0.0) + value
-                series.set(level)
+        self._shown.add(transfer_stats_data, self.per_engine_labelvalues[engine_idx])
 
 
 with contextlib.suppress(ValueError):  # registered by somebody else

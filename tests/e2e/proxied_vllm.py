@@ -55,8 +55,13 @@ class Pair:
 
 
 @contextlib.contextmanager
-def proxied(folder: Path, connector: Literal["pdlink", "nixl"] = "pdlink", *args: str) -> Iterator[Pair]:
-    """args: more of every server. The model is written to `folder`."""
+def proxied(
+    folder: Path,
+    connector: Literal["pdlink", "nixl"] = "pdlink",
+    *args: str,
+    tiers: dict[str, Any] | None = None,
+) -> Iterator[Pair]:
+    """args: more of every server. tiers: of every server's connector. The model is written to `folder`."""
     write_checkpoint(folder / "model")
     config = VllmConfig(
         connector=connector,
@@ -73,6 +78,7 @@ def proxied(folder: Path, connector: Literal["pdlink", "nixl"] = "pdlink", *args
             "HF_HUB_OFFLINE": "1",
             **resting.environment(folder),  # NixlConnector takes minutes on two cores otherwise
         },
+        connector_config={} if tiers is None else {"tiers": tiers},
         transfer_config={} if connector == "pdlink" else {"kv_buffer_device": "cpu"},
         on_transfer_failure="fail",
         prefill_port=0,

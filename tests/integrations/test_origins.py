@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pdlink.integrations.stats import Counts
 from pdlink.integrations.vllm_parts.origins import NO_TIERS, Origins
-from pdlink.integrations.vllm_parts.stats import Counts
 from pdlink.integrations.vllm_parts.store_book import Chosen
 
 CHOSEN = Chosen("faster", 512, 0.1, 0.4, (("memory", 256), ("disk", 256)))

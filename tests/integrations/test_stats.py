@@ -1,9 +1,15 @@
-"""What vLLM's metrics are told of transfers."""
+"""What the metrics of vLLM's and SGLang's servers are told of transfers."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 from pdlink.events import LayerLanded, TransferEnded
-from pdlink.integrations.vllm_parts.stats import Counts, Stats, declared, in_short, split
+from pdlink.integrations.stats import Counts, Stats, declared, in_short, split
+
+ROOT = Path(__file__).parents[2]
 
 
 def ended(side: str, state: str, reason: str = "", transport: str = "cma") -> TransferEnded:
@@ -64,3 +70,36 @@ def test_a_log_line_tells_sums_and_means() -> None:
         "pdlink_x": [],
     }
     assert in_short(told) == {"transfer_bytes[tcp]": 10.0, "transfer_mean_ms[sender]": 1.5}
+
+
+def test_what_pdlink_counts_in_an_sglang_scheduler_is_shown_and_ends_with_its_nodes() -> None:
+    """In a process of its own: prometheus_client takes a name once."""
+    code = """
+from types import SimpleNamespace
+from prometheus_client import REGISTRY, generate_latest
+from pdlink.events import emit
+from pdlink.integrations.sglang_parts.metrics import SHOWN
+from tests.integrations.test_stats import landed
+from tests.integrations.test_vllm_stats import PEER, report
+
+def line(name):
+    (found,) = [line for line in generate_latest(REGISTRY).decode().splitlines() if line.startswith(name + "{")]
+    return found
+
+off = SimpleNamespace(enable_metrics=False, served_model_name="m", model_path="p")
+SHOWN.add_nodes(off, lambda: [])()
+assert "pdlink" not in generate_latest(REGISTRY).decode()
+on = SimpleNamespace(enable_metrics=True, served_model_name="m", model_path="p")
+node = SimpleNamespace(report=lambda: report(num_peers=1, peers=[PEER], quarantined_blocks=3))
+ends = SHOWN.add_nodes(on, lambda: [node]), SHOWN.add_nodes(on, lambda: [])
+emit(landed())
+ends[1]()
+assert line("sglang:pdlink_transfer_bytes_total").endswith('{model_name="m",transport="cma"} 100.0')
+ends[0]()
+assert line("sglang:pdlink_quarantined_blocks").endswith(" 0.0")
+again = SHOWN.add_nodes(on, lambda: [node])
+emit(landed())
+again()
+assert line("sglang:pdlink_layers_landed_total").endswith(" 2.0")
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

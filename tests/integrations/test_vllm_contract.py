@@ -38,11 +38,11 @@ from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
 from pdlink.api.openai import CHAT, COMPLETIONS, MESSAGES, RESPONSES  # noqa: E402
 from pdlink.errors import ConfigError  # noqa: E402
 from pdlink.events import LayerLanded  # noqa: E402
+from pdlink.integrations.stats import Counts  # noqa: E402
 from pdlink.integrations.vllm import PDLinkConnector, PDLinkMetadata, PDLinkNews, PDLinkStats  # noqa: E402
 from pdlink.integrations.vllm_parts import cache_groups, host_copy, versions, weights  # noqa: E402
 from pdlink.integrations.vllm_parts.layout import LayerView, UnsupportedCache, describe  # noqa: E402
 from pdlink.integrations.vllm_parts.requests import NOTHING, ExpectedRequest, OfferedBlocks, StepPlan  # noqa: E402
-from pdlink.integrations.vllm_parts.stats import Counts  # noqa: E402
 from pdlink.integrations.vllm_parts.store_book import BookedPrompt, Look, Looked, StorePlan  # noqa: E402
 from pdlink.observe.gauges import LinkState  # noqa: E402
 from pdlink_proxy.dialects import DIALECTS  # noqa: E402

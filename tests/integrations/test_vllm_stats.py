@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdlink.integrations.vllm_parts.stats import Counts, add_up, in_short, link_state
+from pdlink.integrations.stats import Counts, add_up, in_short, link_state
 from pdlink.node.report import NodeReport
 
 PEER = {"peer": "decode/0", "address": "tcp://a:1", "state": "ready", "transport": "tcp", "lane": "tcp/eth0"}

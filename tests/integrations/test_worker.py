@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from pdlink.events import listen
+from pdlink.integrations.stats import Counts
 from pdlink.integrations.vllm_parts import params
 from pdlink.integrations.vllm_parts.layout import CacheGroups
 from pdlink.integrations.vllm_parts.requests import RequestBook, Scheduled, StepPlan
-from pdlink.integrations.vllm_parts.stats import Counts
 from pdlink.integrations.vllm_parts.steps import Steps
 from pdlink.integrations.vllm_parts.worker import Results, WorkerHalf
 from pdlink.kv.groups import groups_of

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pdlink.kv.layout import KVLayout
     from pdlink.memory.buffers import AnyBuffer
     from pdlink.store.gpu_pages import Mark
+    from pdlink.store.interface import AnyStore
     from pdlink.store.slots import Slot
     from pdlink.store.source import Source
 
@@ -86,6 +87,11 @@ class HostPages:
         )
         self.kv = Pool(pool, records, page)
         self.others: dict[str, Pool] = {}
+
+    @property
+    def store(self) -> AnyStore:
+        assert self._source is not None, "closed"
+        return self._source.store
 
     def add(self, name: str, pool: Any) -> None:
         """A further pool: of states, an indexer, a draft model. Raises UnsupportedSglang."""

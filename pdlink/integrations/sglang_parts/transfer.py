@@ -40,6 +40,7 @@ from pdlink.integrations.sglang_parts.ends import Cut, RankShare, comes_from_ano
 from pdlink.integrations.sglang_parts.giving_up import GivingUp
 from pdlink.integrations.sglang_parts.gpu import GpuOrder
 from pdlink.integrations.sglang_parts.layerwise import Layerwise
+from pdlink.integrations.sglang_parts.metrics import SHOWN
 from pdlink.integrations.sglang_parts.rooms import KV, PrefillRooms
 from pdlink.integrations.sglang_parts.stand_ins import Outstanding, TransferInfo
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
@@ -93,6 +94,7 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         self._staging_outstanding = Outstanding(self.sending)
         path = settings.timeline
         self._trace = TraceFile(self.node.name, path.replace("{rank}", str(args.engine_rank))) if path else None
+        self._shown_no_more = SHOWN.add_nodes(server_args, lambda: self.ends.nodes)
         self._heartbeat: threading.Thread | None = None
         self._layerwise: Layerwise | None = None
         self._giving_up = GivingUp(self)
@@ -118,6 +120,7 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         self._stopped.set()
         self._listener.join(_STOP_S)
         self._teller.close(_STOP_S)
+        self._shown_no_more()
         if self.gpu is not None:
             self.gpu.close()
         self.ends.close()

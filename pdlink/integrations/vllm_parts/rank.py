@@ -15,6 +15,7 @@ from pdlink.errors import ConfigError
 from pdlink.events import listen
 from pdlink.integrations.loaded_weights import HERE
 from pdlink.integrations.shared_allocation import SharedAllocation
+from pdlink.integrations.stats import Counts, link_state
 from pdlink.integrations.trace_file import TraceFile
 from pdlink.integrations.vllm_parts import cache_groups, host_copy, states, versions
 from pdlink.integrations.vllm_parts.adapters import LoadedAdapters
@@ -22,7 +23,6 @@ from pdlink.integrations.vllm_parts.contexts import contexts_of
 from pdlink.integrations.vllm_parts.layout import CacheGroups, LayerView, UnsupportedCache, describe
 from pdlink.integrations.vllm_parts.memory import regions
 from pdlink.integrations.vllm_parts.shards import by_stage, shards_of
-from pdlink.integrations.vllm_parts.stats import Counts, link_state
 from pdlink.integrations.vllm_parts.steps import Steps
 from pdlink.integrations.vllm_parts.store_half import StoreHalf
 from pdlink.integrations.vllm_parts.worker import WorkerHalf

@@ -1,21 +1,21 @@
-"""What happened in this process since somebody last asked: for vLLM's connector statistics.
+"""What happened in this process since somebody last asked, for the /metrics of vLLM's and SGLang's servers.
 
-The declarations are those of every pdlink process (`pdlink.observe.metrics`), under vLLM's prefix. vLLM carries the
-numbers from its workers to its API server, whose histograms take single numbers only: so those are carried. Of gauges
-the changes are carried, which add up over ranks and steps as counters do.
+The declarations are those of every pdlink process (`pdlink.observe.metrics`), under the engine's prefix. vLLM carries
+the numbers from its workers to its API server, whose histograms take single numbers only: so those are carried. Of
+gauges the changes are carried, which add up over ranks and steps as counters do.
 """
 
 from __future__ import annotations
 
 from collections import Counter as Sum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdlink.observe.gauges import LinkGauges, LinkState, StoreGauges
 from pdlink.observe.metrics import Counting, PromptMetrics, StoreMetrics, TransferMetrics
 from pdlink.observe.series import Counter, Gauge, Histogram, Registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pdlink.events import Event
     from pdlink.node.report import NodeReport
@@ -26,6 +26,9 @@ Stats = dict[str, float | list[float]]
 
 _OF_ONE = "pdlink_endpoint_longest_absence_seconds"
 """A maximum, which does not add up over ranks."""
+
+ENGINES = ("vllm", "sglang")
+"""Engines whose servers show these metrics, each as PREFIX:NAME."""
 
 
 class Declared(NamedTuple):
@@ -39,13 +42,14 @@ class Declared(NamedTuple):
 
     @property
     def metrics(self) -> list[Metric]:
-        """The metrics that vLLM shows."""
+        """The metrics that servers of other engines show."""
         return [metric for metric in self.registry.metrics if metric.name != _OF_ONE]
 
 
-def declared() -> Declared:
+def declared(*, prompts: bool = True) -> Declared:
+    """prompts: the engine tells where the KV of each one came from."""
     registry = Registry()
-    parts = TransferMetrics(registry), StoreMetrics(registry), PromptMetrics(registry)
+    parts = TransferMetrics(registry), StoreMetrics(registry), *((PromptMetrics(registry),) if prompts else ())
     return Declared(registry, Counting(registry, *parts), LinkGauges(registry), StoreGauges(registry))
 
 
@@ -146,3 +150,61 @@ class Counts:
         before, self._told = self._told, now
         changed = {key: now.get(key, 0.0) - before.get(key, 0.0) for key in now.keys() | before.keys()}
         return {key: change for key, change in changed.items() if change}
+
+    def forget_gauges(self) -> None:
+        """What `look` set is not there any more."""
+        for metric in self._declared.metrics:
+            if isinstance(metric, Gauge):
+                metric.replace({})
+
+
+class ShownStats:
+    """The declared metrics as series of prometheus_client, which an engine's server shows."""
+
+    def __init__(
+        self,
+        prefix: str,
+        counter: Callable[..., Any],
+        gauge: Callable[..., Any],
+        histogram: Callable[..., Any],
+        labelnames: Sequence[str],
+        engines: Iterable[Sequence[object]],
+        *,
+        prompts: bool = True,
+    ) -> None:
+        """prefix: of `ENGINES`. counter, gauge, histogram: make one, as prometheus_client's classes do. labelnames:
+        of the engine, before our own. engines: values of them whose series are there from the start. prompts: as of
+        `declared`."""
+        self._series: dict[str, Any] = {}
+        self._levels: dict[tuple[tuple[object, ...], str], float] = {}
+        """Gauges by engine and key; they come as changes."""
+        of_all = [tuple(labels) for labels in engines]
+        for metric in declared(prompts=prompts).metrics:
+            words = {
+                "name": f"{prefix}:{metric.name}",
+                "documentation": metric.text,
+                "labelnames": [*labelnames, *metric.labels],
+            }
+            if isinstance(metric, Histogram):
+                made = histogram(**words, buckets=list(metric.buckets))
+            else:
+                made = (gauge if isinstance(metric, Gauge) else counter)(**words)
+            self._series[metric.name] = made
+            for engine in of_all:
+                for labels in metric.values:
+                    made.labels(*engine, *labels)
+
+    def add(self, gained: Stats, engine: Sequence[object]) -> None:
+        """engine: values of its labels."""
+        for key, value in gained.items():
+            name, labels = split(key)
+            series = self._series[name].labels(*engine, *labels)
+            if isinstance(value, list):
+                for number in value:
+                    series.observe(number)
+            elif name.endswith("_total"):
+                series.inc(value)
+            else:
+                place = tuple(engine), key
+                level = self._levels[place] = self._levels.get(place, 0.0) + value
+                series.set(level)

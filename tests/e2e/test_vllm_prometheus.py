@@ -1,0 +1,67 @@
+"""A real Prometheus scrapes real vLLM servers behind the proxy: every panel of the dashboard has data of theirs.
+
+Run with `make test-vllm`.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from pdlink.api.openai import COMPLETIONS  # noqa: E402
+from tests.e2e.prometheus_server import panels_of, scraped, with_prometheus  # noqa: E402
+from tests.e2e.proxied_vllm import Pair, proxied  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.timeout(600), with_prometheus]
+
+OF_OUR_ENGINE = ("Endpoint could not run",)
+
+
+@contextmanager
+def traffic(pair: Pair) -> Iterator[None]:
+    """Prompts that come twice, until the end."""
+    over = threading.Event()
+
+    def ask() -> None:
+        seed = 0
+        while not over.is_set():
+            prompt = [(seed // 2 * 31 + at * 7) % 200 + 20 for at in range(600)]
+            answer = pair.ask("proxy", COMPLETIONS, {"prompt": prompt, "max_tokens": 8, "ignore_eos": True})
+            assert answer.status == 200
+            assert pair.events("proxy", COMPLETIONS, {"prompt": prompt[:300], "max_tokens": 4})
+            seed += 1
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(120)
+
+
+def test_every_panel_has_data_and_every_rule_is_evaluated(tmp_path: Path) -> None:
+    tiers = {
+        "chunk_size": 64,
+        "max_local_cpu_size": 0.1,
+        "local_disk": str(tmp_path / "disk-{name}"),
+        "max_local_disk_size": 0.2,
+    }
+    with (
+        proxied(tmp_path, "pdlink", "--no-enable-prefix-caching", tiers=tiers) as pair,
+        scraped(tmp_path, pair.url("proxy"), [pair.url("prefill"), pair.url("decode")]) as prometheus,
+    ):
+        with traffic(pair):
+            prometheus.wait_for_panels(panels_of(*OF_OUR_ENGINE))
+            prometheus.wait_for_rules()
+        assert prometheus.values("sum(up)") == [3.0]
+        assert prometheus.values('count(ALERTS{alertstate="firing"})') == []
