@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -14,9 +16,10 @@ from rich.text import Text
 
 from pdlink.config import UpConfig, WorkerConfig, load, read_key
 from pdlink.doctor import deployment, machine
-from pdlink.doctor.deployment import Finding, speed_of, worst_first
+from pdlink.doctor.deployment import speed_of
 from pdlink.errors import ConfigError
 from pdlink.observe.fetch import CannotFetch, ask, base_url
+from pdlink.observe.findings import Finding, of_places, worst_first
 from pdlink.observe.plain import add_row, plain
 from pdlink.serve import check
 
@@ -38,6 +41,8 @@ exit status: 0 nothing found, 1 something is wrong, 2 wrong usage
 """
 _MARKS = {"bad": Text("✗", "red"), "warn": Text("!", "yellow")}
 _PROBE_TIMEOUT_S = 60.0
+_NEWS_S, _LOOK_S = 3.0, 0.2
+"""How long to wait for news of the workers, and how often to look."""
 _TIMES_AGAIN = 3
 """A pair that looks slow is measured so often before it is told of."""
 
@@ -56,26 +61,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
+class Examined(NamedTuple):
+    """At a deployment."""
+
+    findings: list[Finding]
+    pairs: list[dict[str, Any]]
+    """That were measured."""
+    untried: int
+    """Pairs that were not."""
+    why_untried: str = ""
+
+
 def run(args: argparse.Namespace) -> int:
     key = read_key(args.key_file)
     if args.tokens < 1 or args.pairs < 0:
         raise ConfigError(f"--tokens, --pairs: got {args.tokens} and {args.pairs}; at least 1 and 0")
     config = _worker_settings(args.config)
     transports = check.probed(config)
+    looked = Examined([], [], 0)
+    if args.url:
+        looked = _deployment(base_url(args.url), key, args.tokens, args.pairs)
     findings = machine.of_transports(transports, config.transport.kind) + machine.of_machine(transports)
     if args.config:
         findings += machine.of_file(args.config, running=args.url is not None)
-    pairs: list[dict[str, Any]] = []
-    untried = 0
-    if args.url:
-        more, pairs, untried = _deployment(base_url(args.url), key, args.tokens, args.pairs)
-        findings += more
-    findings = worst_first(findings)
+    proxy = f"{args.url} --key-file {args.key_file}" if args.key_file else args.url
+    findings = worst_first(
+        msgspec.structs.replace(each, command=each.command.replace("PROXY", str(proxy)))
+        for each in findings + looked.findings
+    )
     if args.json:
-        said = {"findings": list(map(msgspec.structs.asdict, findings)), "pairs": pairs, "pairs_not_tried": untried}
-        print(json.dumps({**said, "machine": check.machine(), "transports": _usable(transports)}, indent=2))
+        said: dict[str, Any] = {"findings": list(map(msgspec.structs.asdict, findings)), "pairs": looked.pairs}
+        said |= {"pairs_not_tried": looked.untried, "machine": check.machine(), "transports": _usable(transports)}
+        print(json.dumps(said, indent=2))
     else:
-        _print(findings, pairs, untried, transports, args.url)
+        _print(findings, looked, transports)
+        if findings and args.url:
+            commands = [each.command for each in findings if each.command]
+            print(f"next: {commands[0] if commands else f'pdlink top {proxy}'}")
+        elif not args.url:
+            print("a running deployment: `pdlink doctor URL`, with its proxy's")
     return 1 if findings else 0
 
 
@@ -97,32 +121,28 @@ def _usable(transports: check.Transports) -> dict[str, dict[str, Any]]:
     }
 
 
-def _deployment(
-    url: str, key: str | None, num_tokens: int, max_pairs: int
-) -> tuple[list[Finding], list[dict[str, Any]], int]:
-    """What is wrong with it, the pairs that were measured, and how many were not."""
+def _deployment(url: str, key: str | None, num_tokens: int, max_pairs: int) -> Examined:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
         health = _fetched(url, "/health", headers)
     except CannotFetch as error:
         text, _, remedy = str(error).partition("; ")
-        return [Finding("bad", "proxy", text, remedy or "start the proxy, or correct the URL")], [], 0
+        return Examined([Finding("bad", "proxy", text, remedy or "start the proxy, or correct the URL")], [], 0)
     if health.get("role") == "store":
-        return deployment.of_places(health["name"], health), [], 0
-    findings = deployment.of_proxy(health)
+        return Examined(of_places(health["name"], health.get("problems", {}), url), [], 0)
     well = {
         side: [worker for worker in health[side] if worker["state"] == "ok" and worker["health"]]
         for side in ("prefill", "decode")
     }
     wanted = [(prefill, decode) for prefill in well["prefill"] for decode in well["decode"]]
     probes: list[dict[str, Any]] = []
+    why = "raise --pairs"
     for prefill, decode in wanted[:max_pairs]:
         asked = {"prefill": prefill["label"], "decode": decode["label"], "num_tokens": num_tokens}
         try:
             probes.append(_fetched(url, "/pdlink/probe", headers, asked))
         except CannotFetch as error:
-            text = f"it does not measure pairs: {error}"
-            findings.append(Finding("warn", "proxy", text, "send a request, and look at X-Pdlink-KV"))
+            why = f"{error}; send a request, and look at X-Pdlink-KV"
             break
     for _ in range(_TIMES_AGAIN):
         for index in deployment.slow_pairs(probes):
@@ -132,12 +152,27 @@ def _deployment(
                 probes[index] = dict(deployment.faster(probes[index], again))
     for probe in probes:
         probe["gb_per_s"] = speed_of(probe)
+    if probes:
+        health = _news(url, headers, health)
     measured = deployment.of_pairs(probes)
     told = {each.about for each in measured}
-    findings = [each for each in findings if each.about not in told] + measured  # a probe says more of a misfit
-    with contextlib.suppress(CannotFetch, KeyError):  # the page is off
-        findings += deployment.of_requests(_fetched(url, "/pdlink/state", headers)["errors"])
-    return findings, probes, len(wanted) - len(probes)
+    known = msgspec.convert(health.get("findings", []), list[Finding])
+    findings = [each for each in known if each.about not in told] + measured  # a probe says more of a misfit
+    return Examined(findings, probes, len(wanted) - len(probes), why)
+
+
+def _news(url: str, headers: Mapping[str, str], health: dict[str, Any]) -> dict[str, Any]:
+    """The proxy's health once it has heard its healthy workers again: the probes made them ask all their tiers."""
+    began_s = time.monotonic()
+    while time.monotonic() - began_s < _NEWS_S:
+        time.sleep(_LOOK_S)
+        with contextlib.suppress(CannotFetch):
+            health = _fetched(url, "/health", headers)
+        since_s = time.monotonic() - began_s
+        workers = (worker for side in ("prefill", "decode") for worker in health[side] if worker["state"] == "ok")
+        if all(worker["heard_s_ago"] < since_s for worker in workers):
+            break
+    return health
 
 
 def _fetched(url: str, path: str, headers: Mapping[str, str], body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -164,29 +199,24 @@ def _fetched(url: str, path: str, headers: Mapping[str, str], body: dict[str, An
     return answer
 
 
-def _print(
-    findings: list[Finding],
-    pairs: list[dict[str, Any]],
-    untried: int,
-    transports: check.Transports,
-    url: str | None,
-) -> None:
+def _print(findings: list[Finding], looked: Examined, transports: check.Transports) -> None:
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    kinds = Counter(each.kind for each in findings)
     for each in findings:
         console.print(Text.assemble(_MARKS[each.level], " ", plain(f"{each.about}: {each.text}", "bold")))
         console.print(plain(f"    → {each.remedy}"))
+        if each.others >= kinds[each.kind]:
+            console.print(plain(f"    and {each.others + 1 - kinds[each.kind]} more that are not listed"))
     if not findings:
         console.print(Text.assemble(("✓", "green"), " nothing wrong was found"))
-    if pairs:
+    if looked.pairs:
         console.print()
-        console.print(_pairs_table(pairs))
-    if untried:
-        console.print(plain(f"{untried} pairs were not measured; raise --pairs"))
+        console.print(_pairs_table(looked.pairs))
+    if looked.untried:
+        console.print(plain(f"{looked.untried} pairs were not measured: {looked.why_untried}"))
     console.print()
     usable = ", ".join(one.name for one, probe in transports.probes.items() if probe.ok) or "none"
     console.print(plain(f"this machine: transports {usable} (details: `pdlink check`)"))
-    if not url:
-        console.print(plain("a running deployment: `pdlink doctor URL`, with its proxy's"))
 
 
 def _pairs_table(pairs: list[dict[str, Any]]) -> Table:

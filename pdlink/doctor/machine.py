@@ -8,14 +8,16 @@ import shutil
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
 import yaml
 
 from pdlink.config import ProxyConfig, StoreConfig, UpConfig, WorkerConfig, is_loopback, load, read_secrets
-from pdlink.doctor.deployment import Finding
 from pdlink.errors import ConfigError
 from pdlink.extras import installing
+from pdlink.observe.findings import Finding
 from pdlink.serve.keys import load_credentials
+from pdlink.store.tiers.opening import open_tier
 
 if TYPE_CHECKING:
     from pdlink.config import TiersConfig
@@ -55,7 +57,8 @@ def of_transports(transports: Transports, kind: str) -> list[Finding]:
         return []
     reasons = "; ".join(f"{one.name}: {transports.probes[one].reason}" for one in transports.wanted)
     remedy = "set transport.kind to auto, or do what the reason says"
-    return [Finding("bad", "transport", f"transport.kind = {kind} cannot work here: {reasons}", remedy)]
+    text = f"transport.kind = {kind} cannot work here: {reasons}"
+    return [Finding("bad", "transport", text, remedy, command="pdlink check")]
 
 
 def of_machine(transports: Transports) -> list[Finding]:
@@ -169,7 +172,30 @@ def _tiers(tiers: TiersConfig, name: str) -> list[Finding]:
     size = (tiers.max_local_disk_size or 0.0) / max(1, len(tiers.disks))
     for directory in tiers.disks:
         found += _disk(Path(directory.replace("{name}", name)), size)
+    urls = tiers.remote_url or ()
+    for url in (urls,) if isinstance(urls, str) else urls:
+        found += _remote(url)
     return found
+
+
+def _remote(url: str) -> list[Finding]:
+    """Asks a tier that others may share for a record that nobody has."""
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        return _disk(Path(unquote(parts.path)), 0.0)
+    place = f"{parts.scheme}://{parts.hostname}" if parts.hostname else parts.scheme or url  # no password
+    try:
+        tier = open_tier(url)
+        try:
+            tier.contains([bytes(16)])
+        finally:
+            tier.close()
+    except ConfigError as error:
+        return [_of_error(error)]
+    except Exception as error:  # noqa: BLE001  of a client of a store, or of code that the settings name
+        text = f"tiers.remote_url: {place} does not answer: {str(error) or type(error).__name__}"
+        return [Finding("warn", "remote tier", text, "start it, or correct the URL; until then it is a miss")]
+    return []
 
 
 def _disk(path: Path, size: float) -> list[Finding]:

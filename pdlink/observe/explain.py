@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pdlink.observe.fetch import CannotFetch, ask, base_url, proxys_remedy
+from pdlink.observe.findings import RECOMPUTED
 from pdlink.observe.plain import add_row, plain
-from pdlink.observe.remedies import RECOMPUTED
 from pdlink.reasons import Reason
 
 _NOTICED_S = 0.1

@@ -30,6 +30,8 @@ exit status: 0 done, 1 the proxy did not answer, or with --once: something is wr
 """
 _GLYPHS = str.maketrans({"l": "█", "f": "▓", "w": "▒", ".": "░"})
 _ROWS = 8
+_FINDINGS = 4
+"""Further ones, below the sentence."""
 _WIDE = 116
 """Columns of a terminal from which on ids are whole: what the table of requests takes."""
 _SHORT_CHARS = 12
@@ -79,6 +81,7 @@ def fetch_state(url: str, key: str | None) -> dict[str, Any]:
         state = json.loads(text)
         (
             state["verdict"]["level"],
+            state["findings"],
             state["workers"],
             state["live"],
             state["requests"],
@@ -101,8 +104,13 @@ def picture(state: dict[str, Any], width: int) -> RenderableType:
         f"KV not hidden by prefill {'–' if exposed is None else f'{exposed:.1%}'}   "
         f"running {state['running']}, queued {state['queued']}"
     )
+    further = [
+        plain(f"{_MARKS[each['level']]} {each['about']}: {each['text']}", _STYLES[each["level"]])
+        for each in state["findings"][1 : _FINDINGS + 1]
+    ]
     return Group(
         head,
+        *further,
         figures,
         Text(),
         _workers(state),

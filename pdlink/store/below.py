@@ -293,8 +293,11 @@ class Below:
 
     def problems(self) -> dict[str, str]:
         """By name: why a tier keeps less than its settings say."""
-        left_alone = "it failed or stalled, and is left alone for a while"
-        return {tier.name: tier.problem if tier.answers else left_alone for tier in self.tiers}
+
+        def left_alone(tier: GuardedTier) -> str:
+            return f"{tier.failure or 'it stalled'} ({tier.medium}); it is left alone for a while"
+
+        return {tier.name: tier.problem if tier.answers else left_alone(tier) for tier in self.tiers}
 
     def answering(self) -> dict[str, bool]:
         return {tier.name: tier.answers for tier in self.tiers}

@@ -71,6 +71,8 @@ class GuardedTier:
         first two is left alone; one that only removes nothing is read."""
         self._kept_away = False
         """Whether it was left alone after the last call."""
+        self.failure = ""
+        """Of the last call that failed; empty while none has, as of a tier that only stalled."""
         self._clock = clock
         self._lock = threading.Lock()
 
@@ -121,9 +123,11 @@ class GuardedTier:
             result = function()
             failed = False
         except OSError as error:
-            log.warning("tier %s: %s failed: %s", self.name, what, error)
-        except Exception:
-            log.exception("tier %s: %s failed", self.name, what)
+            self.failure = f"{what} failed: {error}"
+            log.warning("tier %s (%s): %s", self.name, self.medium, self.failure)
+        except Exception as error:
+            self.failure = f"{what} failed: {type(error).__name__}: {error}"
+            log.exception("tier %s (%s): %s failed", self.name, self.medium, what)
         with self._lock:
             now_s = self._clock()
             breaker.end(call, now_s, failed=failed)

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import socket
+import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,7 +18,9 @@ from pdlink.api.openai import CHAT, COMPLETIONS
 from pdlink.observe.series import Numbers
 
 from .decisions import Decision, Told
+from .findings import find
 from .http_connection import HttpError
+from .page.view import recent_of, summary_of
 from .steps import Leg
 from .upstream import Asking, describe
 
@@ -81,7 +84,7 @@ class About:
         http_status = 200 if status in _SERVING else 503
         if not self._services.entry.may_look(request):
             return _json(http_status, {"status": status})
-        beside = await self._services.beside()
+        beside = await self._services.beside(records=True)
         running, _ = self._services.num_doing(beside)
         body: dict[str, Any] = {"status": status, "reason": reason, "active_requests": running}
         for side in Leg:
@@ -90,6 +93,16 @@ class About:
             body["sources"] = self._services.discovery.describe()
         body["refused_pairs"] = [pair.describe() for pair in self._services.pools.refusals]
         body["mismatched"] = [each.describe() for each in self._services.pools.mismatches]
+        recent = recent_of(self._services.recorded(beside), time.time())
+        body["findings"] = find(
+            status=status,
+            reason=reason,
+            workers=[{**worker, "side": side.value} for side in Leg for worker in body[side.value]],
+            refused_pairs=body["refused_pairs"],
+            mismatched=body["mismatched"],
+            recent=recent,
+            summary=summary_of(recent, self._services.reports.newest),
+        )
         if self._services.siblings is not None:
             body["processes"] = self._services.siblings.said(beside)
         # Tells which proxy answers: another one may listen on the same port.

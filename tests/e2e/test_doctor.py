@@ -111,6 +111,8 @@ def test_a_worker_is_no_proxy_and_nobody_there_is_a_finding(
         ("listen: 0.0.0.0\nsecurity: {insecure: true}", "security", "who reaches its HTTP port may use it"),
         ("tiers: {local_disk: /proc/version/kv, max_local_disk_size: 1}", "disk", "no directory that can"),
         ("tiers: {max_local_cpu_size: 1000000}", "memory", "are free"),
+        ("tiers: {max_local_cpu_size: 0.1, remote_url: 'redis://u:secret@127.0.0.1:9'}", "remote tier", "not answer"),
+        ("tiers: {max_local_cpu_size: 0.1, remote_url: 'file:///proc/version/kv'}", "disk", "no directory that can"),
         (
             "decode: ['http://127.0.0.1:1']\nprefill: []\nworker_key_file: /nonexistent/key",
             "settings",
@@ -126,6 +128,7 @@ def test_settings_that_look_wrong_are_found_before_a_start(
     file.write_text(text)
     status, found = doctor(capsys, "--config", str(file))
     assert status == 1
+    assert "secret" not in json.dumps(found)
     assert any(each["about"] == about and words in each["text"] and each["remedy"] for each in found["findings"])
 
 

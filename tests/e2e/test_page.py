@@ -70,7 +70,7 @@ def looked_at(browser: Browser, url: str, scheme: Any, looks: int) -> tuple[byte
         page.on("pageerror", lambda error: troubles.append(str(error)))
         page.on("console", lambda line: troubles.append(line.text) if line.type == "error" else None)
         page.goto(url + "/pdlink/")
-        expect(page.locator("#verdict")).to_contain_text("1 of 5 workers is away, decode-2", timeout=PATIENCE_MS)
+        expect(page.locator("#verdict")).to_contain_text("1 of 5 workers is away: decode-2", timeout=PATIENCE_MS)
         expect(page.locator("#happened")).to_contain_text("decode-2 is away", timeout=PATIENCE_MS)
         page.locator("#requests button").last.click()
         expect(page.locator("#requests pre")).to_contain_text("placed, prefill on prefill-", timeout=PATIENCE_MS)

@@ -61,6 +61,7 @@ def _top() -> RenderableType:
     return top.picture(
         {
             "verdict": {"level": "bad", "text": HOSTILE},
+            "findings": [{"level": "bad", "about": HOSTILE, "text": HOSTILE}] * 2,
             "summary": figures,
             "running": HOSTILE,
             "queued": HOSTILE,

@@ -16,6 +16,7 @@ from pdlink.observe.top import picture
 
 STATE: dict[str, Any] = {
     "verdict": {"level": "warn", "text": "1 of 2 workers is away, decode-0: [bold]gone"},
+    "findings": [],
     "running": 2,
     "queued": 1,
     "summary": {"ttft_p50_ms": 12.3, "ttft_p95_ms": None, "per_token_p50_ms": 7.5, "exposed_share": 0.006, "kv": {}},

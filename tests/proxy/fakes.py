@@ -151,6 +151,8 @@ class FakeWorker(FakeServer):
     """Said in its health."""
     control: str = ""
     fingerprint: str = ""
+    problems: dict[str, str] = field(default_factory=dict)
+    """Said in its health."""
     tokens: list[str] = field(default_factory=lambda: ["zero", "one", "two"])
     fail_with: int | None = None
     """Answer every generation request with this status."""
@@ -242,6 +244,7 @@ class FakeWorker(FakeServer):
             "free_blocks": self.free_blocks,
             "block_tokens": 16,
             "fingerprint": self.fingerprint,
+            "problems": self.problems,
             "kv_events": self.kv_events,
         }
 

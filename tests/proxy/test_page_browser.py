@@ -142,7 +142,7 @@ async def test_page_shows_what_the_state_says_also_with_a_dead_worker(browser: B
             await until(lambda: proxy.router.services.pools.all[4].state is State.UNREACHABLE)
             assert len(proxy.router.services.records) == 1000
             async with shown(browser, f"{proxy.url}/pdlink/") as page:
-                await verdict(page, "1 of 5 workers is away, decode-2")
+                await verdict(page, "1 of 5 workers is away: decode-2")
                 rows, state = await cells(page), await state_of(proxy)
                 assert await page.locator("#verdict").text_content() == state["verdict"]["text"]
                 assert await page.locator("img").count() == 0, "what others say is text"

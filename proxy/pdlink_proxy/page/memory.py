@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pdlink.api import kv_path
-
+from ..findings import many, recomputed
 from ..worker import State
-from .view import many, quantile_ms, why_of
+from .view import quantile_ms
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence, Set
@@ -28,8 +27,6 @@ MAX_HAPPENINGS = 200
 MAX_CHARS = 200
 _SAME_S = 3 * STEP_S
 """What goes on is one happening as long as it is seen again within this time."""
-_CHOSEN = frozenset({"short_prompt", "cached_prompt", "decode_idle", "prompt_only_decode", "no_pair", "plain_sooner"})
-"""Reasons for which the proxy lets decode compute a prompt because that is better."""
 _LOST = (State.UNREACHABLE, State.FAILED, State.BARRED, State.WRONG_ROLE, State.INVALID)
 _AWAY = frozenset(state.value for state in _LOST)
 
@@ -177,7 +174,14 @@ class PageMemory:
         return {
             "history": [msgspec.structs.asdict(step) for step in self.steps if step.at_s > after_s],
             "happened": [
-                {"at_s": each.at_s, "until_s": each.until_s, "level": each.level, "text": each.text}
+                {
+                    "at_s": each.at_s,
+                    "until_s": each.until_s,
+                    "kind": each.kind,
+                    "now": each.kind == "away" and not each.over,
+                    "level": each.level,
+                    "text": each.text,
+                }
                 for each in reversed(self.happenings)
                 if each.until_s > after_s
             ],
@@ -189,10 +193,8 @@ class PageMemory:
             self._note(now_s, "elsewhere", "", elsewhere)
         for outcome, count in Counter(record.outcome for record in failed).most_common():
             self._note(now_s, "failed", outcome, count)
-        why = Counter(why_of(record.kv) for record in records if kv_path.path_of(record.kv) == kv_path.RECOMPUTED)
-        for reason, count in why.most_common():
-            if reason not in _CHOSEN:
-                self._note(now_s, "recomputed", reason, count)
+        for reason, count in recomputed(records).most_common():
+            self._note(now_s, "recomputed", reason, count)
 
     def _note(self, now_s: float, kind: str, what: str, count: int = 0, detail: str = "") -> None:
         for each in reversed(self.happenings):

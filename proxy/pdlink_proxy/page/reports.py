@@ -69,7 +69,8 @@ class WorkerReports:
         self.at_s = 0.0
         """Unix time of the newest reports: rates are differences between two of them."""
         self._lock = asyncio.Lock()
-        self._found: dict[str, Report] = {}
+        self.newest: dict[str, Report] = {}
+        """By URL, those that somebody asked for last; late ones are left out."""
 
     async def now(self) -> dict[str, Report]:
         """Reports by URL, at most `_FRESH_S` old; late ones are left out."""
@@ -84,9 +85,9 @@ class WorkerReports:
                 answers = {url: task.result() if task.done() else None for url, task in asked.items()}
                 for task in asked.values():
                     task.cancel()
-                self._found = {url: answer for url, answer in answers.items() if answer is not None}
+                self.newest = {url: answer for url, answer in answers.items() if answer is not None}
                 self._asked_s, self.at_s = time.monotonic(), time.time()
-            return self._found
+            return self.newest
 
     async def _ask(self, worker: Worker, slots: asyncio.Semaphore) -> Report | None:
         try:

@@ -88,6 +88,7 @@ async def state_of(services: Services) -> dict[str, object]:
         reason=reason,
         workers=[{**worker, "side": side.value} for side in Leg for worker in services.described(side, beside)],
         refused_pairs=[pair.describe() for pair in pools.refusals],
+        mismatched=[each.describe() for each in pools.mismatches],
         records=services.recorded(beside),
         reports=reports,
         reported_s=services.reports.at_s,

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ..findings import find, many, sentence, why_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from pdlink.observe.findings import Finding
     from pdlink.observe.timeline import EndedTransfer
 
     from ..records import RequestRecord
@@ -21,15 +24,10 @@ _SHOWN_REQUESTS = 50
 _SHOWN_TRANSFERS = 20
 _SHOWN_IN_PAIRS = 32
 """Workers of each side in the table of pairs."""
-_MANY_RECOMPUTED = 0.02
-_EXPOSED_SHARE = 0.25
-"""Of the time in which KV moved: from there on the link, and not prefill, makes requests wait."""
-_ENOUGH_TRANSFERS = 10
-"""Fewer say nothing of the link: the first ones shake hands and compile."""
+_SAME_AS = {"failed": "failed", "recomputed": "recomputed", "place": "tier", "misfit": "misfit"}
+"""By kind of a finding, the kind of happenings that say the same."""
 _TOLD = 2
 """Of what happened, in the sentence; the strip below it has all."""
-_NOTICED_SHARE = 0.05
-"""Of the time to the first token: what is less than that of a transfer no client notices."""
 
 
 def view(
@@ -39,6 +37,7 @@ def view(
     reason: str,
     workers: Sequence[Mapping[str, Any]],
     refused_pairs: Sequence[Mapping[str, Any]],
+    mismatched: Sequence[Mapping[str, Any]],
     records: Sequence[RequestRecord],
     reports: Mapping[str, Report],
     reported_s: float,
@@ -51,18 +50,25 @@ def view(
     now_s: unix time. workers: of `Worker.describe`, with `side`. records: oldest first. reports: by URL, made at
     `reported_s`. happened: newest first, of `PageMemory`.
     """
-    recent = [record for record in records if now_s - record.at_s <= _WINDOW_S]
+    recent = recent_of(records, now_s)
+    summary = summary_of(recent, reports)
+    found = find(
+        status=status,
+        reason=reason,
+        workers=workers,
+        refused_pairs=refused_pairs,
+        mismatched=mismatched,
+        recent=recent,
+        summary=summary,
+    )
     ended = [(url, each) for url, report in reports.items() for each in report.ended if each.side == "sender"]
-    summary = _summary(recent, [each for _, each in ended])
     names = {worker["label"]: _name(worker, reports) for worker in workers}
     of_url = {worker["url"]: names[worker["label"]] for worker in workers}
-    level, text = verdict(status, reason, workers, refused_pairs, recent, summary)
-    if level in ("ok", "idle"):  # else the sentence is about what is wrong now
-        text += before(happened)
     return {
         "at_s": now_s,
         "reported_s": reported_s,
-        "verdict": {"level": level, "text": text},
+        "verdict": verdict(found, len(workers), recent, summary, happened),
+        "findings": found,
         "running": running,
         "queued": queued,
         "summary": summary,
@@ -79,78 +85,35 @@ def view(
 
 
 def verdict(
-    status: str,
-    reason: str,
-    workers: Sequence[Mapping[str, Any]],
-    refused_pairs: Sequence[Mapping[str, Any]],
+    found: Sequence[Finding],
+    num_workers: int,
     recent: Sequence[RequestRecord],
     summary: Mapping[str, Any],
-) -> tuple[str, str]:
-    """The one sentence: its level (`ok`, `warn`, `bad`, `idle`), what is wrong, and what to do. Worst first."""
-    if status not in ("ok", "degraded"):
-        return "bad", f"No request can be served: {reason or status}."
-    away = [worker for worker in workers if worker["state"] not in ("ok", "draining")]
-    failed = [record for record in recent if record.outcome in ("failed", "broken")]
-    if failed:
-        share = len(failed) / len(recent)
-        text = f"{share:.0%} of {many(len(recent), 'request')} failed; see Failures and fallbacks, and "
-        text += "ask `pdlink explain ID`."
-        return "bad", text
-    if refused_pairs:
-        pair = refused_pairs[0]
-        return "warn", (
-            f"Workers that do not fit together: {many(len(refused_pairs), 'pair')}, first {pair['prefill']} and "
-            f"{pair['decode']}: {pair['factor']} differs. Answers are right, but decode computes prompts; start "
-            "both alike."
-        )
-    if status == "degraded":
-        what = reason.partition(": ")[2]
-        return "warn", f"{what}. Answers are right, but decode computes prompts; start both alike."
-    if away:
-        worker = away[0]
-        return "warn", (
-            f"{len(away)} of {many(len(workers), 'worker')} {'is' if len(away) == 1 else 'are'} away, "
-            f"{'first ' if len(away) > 1 else ''}{worker['label']}: {worker['reason'] or worker['state']}."
-        )
+    happened: Sequence[Mapping[str, Any]],
+) -> dict[str, str]:
+    """The one sentence, its `level` (ok, warn, bad, idle) and its `text`: what is wrong now and what to do, and what
+    happened lately."""
+    if found:
+        same = _SAME_AS.get(found[0].kind)
+        rest = [each for each in happened if each["kind"] != same]
+        return {"level": found[0].level, "text": sentence(found, num_workers) + before(rest)}
     if not recent:
-        return "idle", "All workers are ready. No request in the last five minutes."
-    recomputed = summary["kv"].get("recomputed", 0)
-    if recomputed > _MANY_RECOMPUTED * len(recent):
-        why = Counter(why_of(record.kv) for record in recent if record.kv.startswith("recomputed")).most_common(1)[0][
-            0
-        ]
-        return "warn", (
-            f"{recomputed / len(recent):.0%} of {many(len(recent), 'request')} computed their prompt on decode, "
-            f"most of them for {why}. Answers are right, but prefill gains nothing there."
-        )
-    if _waits_for_the_link(summary):
-        return "warn", (
-            f"Requests wait for the link: {summary['exposed_share']:.0%} of the time in which KV moves comes after "
-            f"prefill ({summary['exposed_ms']:.1f} ms a transfer). Look at the lanes in Pairs."
-        )
+        told = "All workers are ready. No request in the last five minutes."
+        return {"level": "idle", "text": told + before(happened)}
     what = many(len(recent), "request")
-    return "ok", f"All is well: {what} in five minutes, KV of {_percent(summary)} was transferred."
+    text = f"All is well: {what} in five minutes, KV of {_percent(summary)} was transferred."
+    return {"level": "ok", "text": text + before(happened)}
 
 
 def before(happened: Sequence[Mapping[str, Any]]) -> str:
-    """What else happened lately, the worst and newest first: the end of the sentence."""
-    told = sorted((each for each in happened if each["level"] != "ok"), key=lambda each: each["level"] != "bad")
+    """What else happened lately, the worst and newest first: the end of the sentence. Who is away now is in its
+    begin."""
+    those = [each for each in happened if each["level"] != "ok" and not each["now"]]
+    told = sorted(those, key=lambda each: each["level"] != "bad")
     if not told:
         return ""
     more = f" and {len(told) - _TOLD} more" if len(told) > _TOLD else ""
     return f" In the last 15 minutes: {'; '.join(each['text'] for each in told[:_TOLD])}{more}."
-
-
-def many(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def _waits_for_the_link(summary: Mapping[str, Any]) -> bool:
-    """Much of a transfer comes after prefill, and a client would notice."""
-    if summary["transfers"] < _ENOUGH_TRANSFERS or summary["exposed_share"] <= _EXPOSED_SHARE:
-        return False
-    ttft_ms = summary["ttft_p50_ms"]
-    return ttft_ms is None or summary["exposed_ms"] > _NOTICED_SHARE * ttft_ms
 
 
 def _percent(summary: Mapping[str, Any]) -> str:
@@ -158,7 +121,14 @@ def _percent(summary: Mapping[str, Any]) -> str:
     return f"{summary['kv'].get('transferred', 0) / total:.0%}" if total else "none"
 
 
-def _summary(recent: Sequence[RequestRecord], ended: Sequence[EndedTransfer]) -> dict[str, Any]:
+def recent_of(records: Iterable[RequestRecord], now_s: float) -> list[RequestRecord]:
+    """Those that sentence, figures and findings are about."""
+    return [record for record in records if now_s - record.at_s <= _WINDOW_S]
+
+
+def summary_of(recent: Sequence[RequestRecord], reports: Mapping[str, Report]) -> dict[str, Any]:
+    """Of these requests, and of the transfers that workers still know."""
+    ended = [each for report in reports.values() for each in report.ended if each.side == "sender"]
     ttft = sorted(record.ttft_s for record in recent if record.ttft_s is not None)
     per_token = sorted(record.per_token_s for record in recent if record.per_token_s is not None)
     moving = sum(each.moving_s for each in ended)
@@ -172,18 +142,13 @@ def _summary(recent: Sequence[RequestRecord], ended: Sequence[EndedTransfer]) ->
         "kv": dict(Counter(record.kv.partition(";")[0] for record in recent if record.outcome in ("ok", "broken"))),
         "transfers": len(ended),
         "exposed_ms": exposed / len(ended) * 1000 if ended else None,
-        "exposed_share": exposed / moving if moving else None,
+        "exposed_share": min(1.0, exposed / moving) if moving else None,
     }
 
 
 def quantile_ms(ordered: Sequence[float], share: float) -> float | None:
     """Of seconds; None without any."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1000 if ordered else None
-
-
-def why_of(kv: str) -> str:
-    """The reason in X-Pdlink-KV: `recomputed;reason=peer_lost`."""
-    return kv.partition("reason=")[2].partition(";")[0] or "no stated reason"
 
 
 def _name(worker: Mapping[str, Any], reports: Mapping[str, Report]) -> str:
