@@ -242,6 +242,21 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
         cache.formatter_class = argparse.RawDescriptionHelpFormatter
         cache.commands = cache_command.add_arguments(cache)
 
+    config = commands.add_parser("config", help="settings from another system's")
+    config.set_defaults(run=lambda _: no_command(config))
+    add_log_behind(config)
+    config.commands = ["from"]
+    source = config.add_subparsers(metavar="ACTION").add_parser(
+        "from",
+        help="print what becomes of a configuration",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if whole or "config" in argv:
+        from pdlink.commands import moving
+
+        source.description = moving.DESCRIPTION
+        moving.add_arguments(source)
+
     completion = commands.add_parser(
         "completion",
         help="a script with which a shell completes commands and options",

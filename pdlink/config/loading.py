@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from pdlink.config.foreign import applying, lmcache
+from pdlink.config.mistakes import must_be
 from pdlink.config.proxy import ProxyConfig
 from pdlink.config.section import Section
 from pdlink.config.sglang import SglangConfig
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pydantic.fields import FieldInfo
+
+    from pdlink.config.foreign.applying import Vocabulary
 
 ENVIRONMENT_PREFIX = "PDLINK_"
 _Config = TypeVar("_Config", WorkerConfig, ProxyConfig, StoreConfig, UpConfig, SglangConfig)
@@ -73,10 +77,33 @@ def load(
     for parts, value in _from_environment(kind, os.environ if environment is None else environment):
         _put(kind, data, parts, value)
     nest(data, flags or {}, kind)
+    if kind not in (ProxyConfig, SglangConfig):  # SGLang loads its settings in every process
+        mention_foreign(environment)
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(kind, item) for item in error.errors())) from None
+        raise ConfigError("\n".join(explain(kind, error))) from None
+
+
+def explain(kind: type[BaseModel], error: ValidationError, foreign: Vocabulary | None = None) -> Iterator[str]:
+    """A line of help for each mistake. foreign: whose keys people may have written in place of ours."""
+    for item in error.errors():
+        theirs = item["type"] == "extra_forbidden" and len(item["loc"]) == 1 and foreign is not None
+        hint = applying.hint(foreign, str(item["loc"][0]), item["input"]) if theirs and foreign is not None else None
+        yield hint or _explain(kind, item)
+
+
+def mention_foreign(environment: Mapping[str, str] | None = None) -> None:
+    """One line of the log about variables that are for another system in our place, if there are some."""
+    names = sorted(
+        name for name in (os.environ if environment is None else environment) if name.startswith(lmcache.VARIABLES)
+    )
+    if names:
+        logging.getLogger(__name__).warning(
+            "%s in the environment: pdlink does not read what is for LMCache; "
+            "`pdlink config from lmcache env` prints settings of pdlink",
+            ", ".join(names),
+        )
 
 
 def parse_value(text: str, where: str) -> Any:
@@ -173,6 +200,8 @@ def _read_file(kind: type[BaseModel], path: Path) -> dict[str, Any]:
         raise ConfigError(f"config file {path} must hold keys and values, got a {type(data).__name__}")
     data = {str(key): value for key, value in data.items()}
     if not _fits(kind, data):
+        if data.keys() <= lmcache.RULES.keys():
+            raise ConfigError(f"config file {path} holds LMCache's settings; use `pdlink config from lmcache {path}`")
         for other, what in _KINDS.items():
             if _fits(other, data):
                 names: dict[type[BaseModel], str] = {ProxyConfig: "proxy", StoreConfig: "store", UpConfig: "up"}
@@ -285,7 +314,7 @@ def _explain(kind: type[BaseModel], item: Any) -> str:
         section = _at(kind, where)
         keys = ", ".join(f"{name}.{key}" for key in section.model_fields) if section is not None else ""
         return f"{name}: is a section, got {_shown(kind, where, got)}; its settings are {keys}"
-    must = _MUST.get(what) or item["msg"].replace("Input should be ", "must be ").replace("String should", "must")
+    must = must_be(item)
     if isinstance(got, dict) and what not in ("dict_type",):
         inside = [f"{name}.{key}" for key in got]
         near = [dotted for dotted in settings_of(kind) if any(dotted.endswith(f".{key}") for key in inside)]
@@ -326,21 +355,6 @@ def _named(kind: type[BaseModel], where: Sequence[object]) -> list[str]:
     ]
 
 
-_MUST = {
-    "int_type": "must be a whole number",
-    "int_parsing": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "float_type": "must be a number",
-    "float_parsing": "must be a number",
-    "bool_type": "must be true or false",
-    "bool_parsing": "must be true or false",
-    "string_type": "must be text",
-    "tuple_type": "must be a list",
-    "dict_type": "must be keys with values",
-}
-"""pydantic's kinds of errors, in the words of people who write YAML."""
-
-
 def _shown(kind: type[BaseModel], where: Sequence[str], got: Any) -> str:
     """A value for an error's text; secrets are not shown."""
     field = kind.model_fields.get(where[0]) if where else None
@@ -376,7 +390,8 @@ def _at(kind: type[BaseModel], key: Sequence[str]) -> type[BaseModel] | None:
     found: type[BaseModel] | None = kind
     for part in key:
         field = found.model_fields.get(part) if found is not None else None
-        found = _section_of(field) if field is not None else None
+        kinds = (field.annotation, *get_args(field.annotation)) if field is not None else ()  # a section may be None
+        found = next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)
     return found
 
 

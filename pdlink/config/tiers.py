@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from pdlink.config.section import Port, Seconds, Section, in_pairs, no_use
 
@@ -17,6 +17,10 @@ OF_A_WORKER = (
     "priority_limit",
 )
 """Settings that a worker has wherever its store is; the others are the store's."""
+
+
+CACHE_POLICIES = ("adaptive", "fifo", "lfu", "lru", "mru", "s3fifo")
+"""Names that `pdlink.store.policies` has."""
 
 
 class TiersConfig(Section):
@@ -83,6 +87,25 @@ class TiersConfig(Section):
     def disks(self) -> tuple[str, ...]:
         """The directories of `local_disk`, with {name} in them."""
         return (self.local_disk,) if isinstance(self.local_disk, str) else self.local_disk or ()
+
+    @field_validator("local_disk", mode="after")
+    @classmethod
+    def _directories(cls, given: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        for path in (given,) if isinstance(given, str) else given or ():
+            if "://" in path:
+                plain = path.removeprefix("file://")
+                raise ValueError(f"tiers.local_disk: got {path!r}; expected a directory; write {plain!r}")
+        return given
+
+    @field_validator("cache_policy", mode="after")
+    @classmethod
+    def _known_policy(cls, name: str) -> str:
+        if name not in CACHE_POLICIES and ":" not in name:
+            raise ValueError(
+                f"tiers.cache_policy: got {name!r}; expected {', '.join(CACHE_POLICIES)}, or path.to.module:Class; "
+                "use one of them"
+            )
+        return name
 
     @model_validator(mode="after")
     def _together(self) -> TiersConfig:

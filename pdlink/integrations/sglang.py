@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 from sglang.srt.runtime_context import get_server_args
 
 from pdlink.config import SglangConfig, load
+from pdlink.config.loading import mention_foreign
 from pdlink.integrations.sglang_parts import versions
 from pdlink.integrations.sglang_parts.hicache import HostPages, RankScheme
 from pdlink.integrations.sglang_parts.metrics import SHOWN
@@ -73,6 +74,7 @@ class PDLinkHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not inst
         """Raises UnsupportedSglang and ConfigError, with which the server does not start."""
         self._settings = read_storage(storage_config.extra_config or {})
         versions.check(sglang.__version__, accept_newer=self._settings.untested_sglang == "accept")
+        mention_foreign()
         self._config = storage_config
         self._pages: HostPages | None = None
 

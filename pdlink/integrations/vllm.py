@@ -30,6 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from pdlink.config.loading import mention_foreign
 from pdlink.integrations import stats
 from pdlink.integrations.vllm_parts import cache_groups, versions
 from pdlink.integrations.vllm_parts import settings as settings_of
@@ -124,6 +125,7 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         if role == KVConnectorRole.WORKER:
             self._rank = Rank(vllm_config, kv_cache_config, settings)
         else:
+            mention_foreign()
             versions.watch_weights(self._weights_changed)
 
     # -- scheduler: what it is told ----------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pdlink.config import TiersConfig
+from pdlink.config.foreign.hicache import HICACHE
+from pdlink.config.loading import explain
 from pdlink.config.section import no_use
 from pdlink.errors import ConfigError
 
@@ -64,8 +66,4 @@ def _read(kind: type[Settings], given: Mapping[str, Any], flag: str) -> Settings
     try:
         return kind.model_validate(dict(given))
     except ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(str(part) for part in problem['loc']) or 'settings'}: {problem['msg']}"
-            for problem in error.errors()
-        )
-        raise ConfigError(f"{flag}: {problems}") from None
+        raise ConfigError(f"{flag}: {'; '.join(explain(kind, error, HICACHE))}") from None

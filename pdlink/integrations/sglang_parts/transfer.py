@@ -33,6 +33,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from pdlink import threads
 from pdlink.config import SglangConfig, load
+from pdlink.config.loading import mention_foreign
 from pdlink.errors import PdlinkError
 from pdlink.integrations.sglang_parts import opening, pool, versions, wire
 from pdlink.integrations.sglang_parts.arrivals import DecodeRooms
@@ -72,6 +73,7 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         """Raises UnsupportedSglang, ConfigError, OSError: the server does not start."""
         settings = load(SglangConfig)
         versions.check(sglang.__version__, accept_newer=settings.untested_sglang == "accept")
+        mention_foreign()
         opening.check(args, server_args)
         self.rows = pool.Rows(args)
         # The node is there before SGLang tells others about this rank.

@@ -13,7 +13,9 @@ from pdlink.config import (
     TransportConfig,
     WorkerConfig,
 )
+from pdlink.config.foreign.vllm import VLLM
 from pdlink.config.listen import LinkListen
+from pdlink.config.loading import explain
 from pdlink.errors import ConfigError
 from pdlink.protocol import auth
 from pdlink.transport.choice import check_kinds
@@ -98,10 +100,7 @@ def read(extra: Mapping[str, Any]) -> ConnectorSettings:
     try:
         settings = ConnectorSettings.model_validate(dict(extra))
     except ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(str(part) for part in problem['loc']) or 'settings'}: {problem['msg']}"
-            for problem in error.errors()
-        )
+        problems = "; ".join(explain(ConnectorSettings, error, VLLM))
         raise ConfigError(f"kv_connector_extra_config: {problems}") from None
     check_kinds(settings.transport)
     return settings
