@@ -31,3 +31,9 @@ def end(context: zmq.Context[Any], *, linger_ms: int = 0, limit_s: float = _LIMI
     if thread.is_alive():
         log.debug("a ZeroMQ context did not end within %.1f s; it stays until the process ends", limit_s)
     return not thread.is_alive()
+
+
+def take_ipv6(socket: zmq.Socket[Any], place: str) -> None:
+    """Before a socket is bound or connected to this place, HOST or an endpoint: have it take an IPv6 address, which
+    stands in brackets. libzmq has none else, and looks names up as IPv4."""
+    socket.ipv6 = "[" in place

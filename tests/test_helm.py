@@ -236,6 +236,20 @@ def test_a_proxy_with_a_certificate_serves_probes_and_scrapers_by_it() -> None:
     assert "scheme" not in monitor["pdlink-worker"]["spec"]["endpoints"][0]
 
 
+def test_where_pods_have_ipv6_addresses_alone_everything_listens_on_them() -> None:
+    result = helm(values={"insecure": True, "listen": "[::]"})
+    assert result.returncode == 0, result.stderr
+    assert "0.0.0.0" not in result.stdout
+    maps = [each for each in yaml.safe_load_all(result.stdout) if each and each["kind"] == "ConfigMap"]
+    for each in maps:
+        said = yaml.safe_load(each["data"]["pdlink.yaml"])
+        if "discover" in said:
+            assert ProxyConfig.model_validate(said).at.host == "::"
+        else:
+            assert WorkerConfig.model_validate(said).listen.control_host == "::"
+    assert len(maps) == 3
+
+
 @every_deployment
 def test_each_probe_asks_a_port_that_is_there(name: str) -> None:
     for owner, template in templates(name):

@@ -17,7 +17,12 @@ class HostPort(NamedTuple):
     """0 takes a free one."""
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return f"{in_url(self.host)}:{self.port}"
+
+
+def in_url(host: str) -> str:
+    """A host as it stands before a port: with brackets around an IPv6 address."""
+    return f"[{host}]" if ":" in host else host
 
 
 def place_of(text: str, default_port: int = 0) -> HostPort:
@@ -39,6 +44,14 @@ def place_of(text: str, default_port: int = 0) -> HostPort:
     if port and not (port.isascii() and port.isdecimal() and int(port) <= 65535):
         raise ValueError("must have a port from 0 to 65535; 0 takes a free one")
     return HostPort(host, int(port) if port else default_port)
+
+
+def is_numeric(host: str) -> bool:
+    """Whether it is an address, and no name."""
+    try:
+        return bool(ipaddress.ip_address(host))
+    except ValueError:
+        return False
 
 
 def is_every_address(host: str) -> bool:

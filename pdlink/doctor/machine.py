@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 import yaml
 
 from pdlink.config import ProxyConfig, StoreConfig, UpConfig, WorkerConfig, is_loopback, load, read_secrets
+from pdlink.config.listen import HostPort
 from pdlink.errors import ConfigError
 from pdlink.extras import installing
 from pdlink.observe.findings import Finding
@@ -157,7 +158,7 @@ def _ports(settings: WorkerConfig | ProxyConfig | StoreConfig) -> list[Finding]:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((host, port))
         except OSError as error:
-            text = f"{setting}: {host}:{port} cannot be had: {error.strerror or error}"
+            text = f"{setting}: {HostPort(host, port)} cannot be had: {error.strerror or error}"
             found.append(
                 Finding("bad", "settings", text, "end the program that has it, or take another; 0 takes a free one")
             )

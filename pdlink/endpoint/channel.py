@@ -26,10 +26,12 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from pdlink import zmq_context
+from pdlink.config.listen import HostPort, in_url, is_numeric
 from pdlink.endpoint.inflow import Inflow
 from pdlink.errors import ConfigError, InvalidRequest, TransportFailure
 from pdlink.protocol.auth import ControlAddress
 from pdlink.protocol.messages import MAX_FRAME_NBYTES
+from pdlink.zmq_context import take_ipv6
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -200,6 +202,8 @@ class Channel:
         """identity: unique per worker life (name and epoch)."""
         self._identity = identity.encode()
         self.credentials: Credentials | None = None
+        self._host = ""
+        """Of its own address."""
         """Set by `bind`; may be replaced between two polls, with another allow-list."""
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._router: zmq.Socket[bytes] | None = None
@@ -224,7 +228,7 @@ class Channel:
 
         credentials: of every connection, in and out; None accepts anybody, unencrypted.
         """
-        self.credentials = credentials
+        self.credentials, self._host = credentials, host
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         try:
@@ -238,12 +242,13 @@ class Channel:
                 self._questions = self._guard(self._router, credentials)
             self._gate = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | _any_of(_TURNED_AWAY))
             self._poller.register(self._gate)
-            self._router.bind(f"tcp://{host}:{port or '*'}")
+            take_ipv6(self._router, in_url(host))
+            self._router.bind(f"tcp://{in_url(host)}:{port or '*'}")
             self._poller.register(self._router)
         except zmq.ZMQError as error:
             self.close()
             reason = zmq.strerror(error.errno or 0)  # error.strerror repeats the address
-            raise ConfigError(f"listen.control: cannot bind tcp://{host}:{port}: {reason}") from None
+            raise ConfigError(f"listen.control: cannot bind tcp://{HostPort(host, port)}: {reason}") from None
         endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         return int(endpoint.rsplit(":", 1)[1])
 
@@ -278,6 +283,8 @@ class Channel:
                 monitor = self._socket(zmq.PAIR)
                 made.callback(monitor.close)
                 monitor.connect(monitored)
+                # A process that listens on IPv6 has names looked up as such: its cluster may have nothing else.
+                take_ipv6(dealer, in_url(target.host if is_numeric(target.host) else self._host))
                 dealer.connect(target.endpoint)
             except zmq.ZMQError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pdlink.config.listen import HostPort
 from pdlink.fleet.ports import free_ports
 from pdlink.fleet.server import ServerPlan, devices_of, find_program
 
@@ -38,7 +39,7 @@ def plan(
                 ServerPlan(
                     f"{role}-{index}",
                     role,
-                    f"http://{config.host}:{port}",
+                    f"http://{HostPort(config.host, port)}",
                     (),
                     (
                         *(executable, "serve", "--model-path", model, "--served-model-name", config.model_name),

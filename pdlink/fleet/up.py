@@ -8,12 +8,11 @@ loaded, and no other process gets one while its worker is away.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pdlink.config.listen import ListenConfig
+from pdlink.config.listen import ListenConfig, is_numeric
 from pdlink.config.model import SMALL_MODEL
 from pdlink.fleet import engines
 from pdlink.fleet.child import START_TIMEOUT_S, start, stop
@@ -104,13 +103,6 @@ def _hold(held: contextlib.ExitStack, host: str, port: int, setting: str) -> int
     return found
 
 
-def _is_address(host: str) -> bool:
-    try:
-        return bool(ipaddress.ip_address(host))
-    except ValueError:
-        return host == "localhost"
-
-
 def _start_own(config: UpConfig, stores: list[Post], workers: list[Post], held: contextlib.ExitStack) -> None:
     from pdlink.engine.places import find_model
 
@@ -125,7 +117,7 @@ def _start_own(config: UpConfig, stores: list[Post], workers: list[Post], held: 
     for _, side, settings in plans:  # all ports before the first model is loaded
         listen = ListenConfig.model_validate(settings["listen"])
         listen = listen.on(http=_hold(held, listen.host, listen.port, f"{side}.listen"))
-        if _is_address(listen.control_host):
+        if is_numeric(listen.control_host) or listen.control_host == "localhost":
             control = _hold(held, listen.control_host, listen.control_port, f"{side}.listen.control")
             listen = listen.on(control=control)
         settings["listen"] = listen.model_dump()

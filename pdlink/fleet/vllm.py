@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from pdlink.config.listen import LinkListen
+from pdlink.config.listen import HostPort, LinkListen
 from pdlink.fleet.ports import free_ports
 from pdlink.fleet.server import ServerPlan, devices_of, find_program
 
@@ -54,8 +54,8 @@ def plan(config: VllmConfig, num_prefill: int, num_decode: int, *, executable: s
                 ServerPlan(
                     label,
                     role,
-                    f"http://{config.host}:{port}",
-                    tuple(f"tcp://{host}:{control_port + number}" for number in range(num_ports)) if dialed else (),
+                    f"http://{HostPort(config.host, port)}",
+                    tuple(f"tcp://{HostPort(host, control_port + at)}" for at in range(num_ports)) if dialed else (),
                     (
                         *(executable, "serve", model, "--served-model-name", config.model_name),
                         *("--host", config.host, "--port", str(port)),

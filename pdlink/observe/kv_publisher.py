@@ -25,6 +25,7 @@ import zmq
 from pdlink import threads, zmq_context
 from pdlink.errors import ConfigError
 from pdlink.observe.kv_ledger import AllBlocksCleared, Event, EventBatch, Ledger, events_of
+from pdlink.zmq_context import take_ipv6
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -191,6 +192,7 @@ class KVPublisher:
 
 def _bind(socket: zmq.Socket[bytes], setting: str, endpoint: str) -> str:
     """Where it is bound in the end: a port for `*` or 0."""
+    take_ipv6(socket, endpoint)
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:

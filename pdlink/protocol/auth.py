@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdlink.config import is_loopback
+from pdlink.config.listen import HostPort
 from pdlink.errors import ConfigError, InvalidRequest, PeerNotAllowed
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ class ControlAddress:
     @property
     def endpoint(self) -> str:
         """What ZeroMQ connects to."""
-        return f"{_SCHEME}[{self.host}]:{self.port}" if ":" in self.host else f"{_SCHEME}{self.host}:{self.port}"
+        return f"{_SCHEME}{HostPort(self.host, self.port)}"
 
     def __str__(self) -> str:
         return self.endpoint + (f"{_KEY_MARK}{self.public_key}" if self.public_key else "")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from pdlink.config.listen import HostPort
 from pdlink.errors import ConfigError
 from pdlink.few_lines import http_logger
 
@@ -135,7 +136,7 @@ def bind(host: str, port: int, setting: str = "listen", *, shared: bool = False)
         remedy = "port 0 takes a free port"
         if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
             remedy = "this host has no such address; take one of its own, or 0.0.0.0 for all"
-        raise ConfigError(f"{setting}: cannot bind {host}:{port}: {reason}; {remedy}") from None
+        raise ConfigError(f"{setting}: cannot bind {HostPort(host, port)}: {reason}; {remedy}") from None
     return bound
 
 
@@ -185,11 +186,11 @@ async def serve(
     await runner.setup()
     await web.SockSite(runner, bound, backlog=1024, ssl_context=tls).start()
     stop = _stop_signals()  # before it reports ready: a stop may follow at once
-    host, port = bound.getsockname()[:2]
-    facts = ready(f"{'https' if tls else 'http'}://{host}:{port}")
+    place = HostPort(*bound.getsockname()[:2])
+    facts = ready(f"{'https' if tls else 'http'}://{place}")
     say(facts["line"])
     if parent is not None:
-        parent.ready({**facts, "port": port})
+        parent.ready({**facts, "port": place.port})
     await _until(stop, parent)
     await drain()
     await runner.cleanup()

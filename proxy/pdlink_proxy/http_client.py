@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
+from pdlink.config.listen import in_url
+
 from .http_connection import Connection, NoConnection
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ class Address(NamedTuple):
 
     @property
     def authority(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        host = in_url(self.host)
         return host if self.port == (443 if self.scheme == "https" else 80) else f"{host}:{self.port}"
 
 

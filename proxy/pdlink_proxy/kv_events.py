@@ -22,6 +22,7 @@ import zmq
 import zmq.asyncio
 
 from pdlink.errors import ConfigError
+from pdlink.zmq_context import take_ipv6
 
 from .kv_index import SHARED, KVIndex, Publisher, events_in
 from .upstream import printable
@@ -259,6 +260,7 @@ class EventListener:
                 socket.linger = 0
                 socket.setsockopt(zmq.MAXMSGSIZE, MAX_BATCH_NBYTES)
                 socket.setsockopt(zmq.SUBSCRIBE, b"")
+                take_ipv6(socket, self.publisher.endpoint)
                 socket.connect(self.publisher.endpoint)
                 await self._ask_again(model)  # what was published before anybody listened
                 while True:
@@ -293,6 +295,7 @@ class EventListener:
         socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_BATCH_NBYTES)
         try:
+            take_ipv6(socket, self.replay)
             socket.connect(self.replay)
             await socket.send_multipart((b"", self._next.to_bytes(8, "big")))
             async for number, batch in _replies(socket):

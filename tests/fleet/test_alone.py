@@ -36,6 +36,25 @@ def transfer_of(words: list[str]) -> dict[str, object]:
     return found
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_server_on_an_ipv6_address_is_told_with_brackets_where_a_port_follows(
+    capsys: pytest.CaptureFixture[str], token: str, engine: str
+) -> None:
+    server, proxy = printed(capsys, engine, "prefill", "M", "--listen", "fd00::7", "--token", token, "--")
+    assert server[server.index("--host") + 1] == "fd00::7"
+    assert "http://[fd00::7]:8100" in proxy
+    if engine == "vllm":
+        extra = transfer_of(server)["kv_connector_extra_config"]
+        assert extra == {
+            "name": "prefill-fd00--7-8100",
+            "listen": "[fd00::7]:8500",
+            "security": {"token_file": token},
+        }
+        assert "http://[fd00::7]:8100=tcp://[fd00::7]:8500" in proxy
+    else:
+        assert "PDLINK_LISTEN=[fd00::7]:8500" in server
+
+
 def test_a_pair_on_two_hosts_needs_no_setting_but_its_addresses_and_a_token(
     capsys: pytest.CaptureFixture[str], token: str
 ) -> None:

@@ -43,6 +43,7 @@ class StoreNode:
         kind: str = "tcp",
         records: int = 8,
         payload_nbytes: int = 10_000,
+        host: str = "127.0.0.1",
         port: int = 0,
         credentials: Credentials | None = None,
         timeout_s: float = 5.0,
@@ -50,7 +51,13 @@ class StoreNode:
     ) -> None:
         self.shape = shape_of(payload_nbytes)
         self.link = PeerLink(
-            name, port=port, transport=kind, deadlines=TIMEOUTS, credentials=credentials, timeout_s=timeout_s
+            name,
+            host=host,
+            port=port,
+            transport=kind,
+            deadlines=TIMEOUTS,
+            credentials=credentials,
+            timeout_s=timeout_s,
         )
         self.tiers = [self.link.tier(peer) for peer in peers]
         slot_nbytes = -(-self.shape.nbytes // 4096) * 4096

@@ -61,6 +61,14 @@ def test_what_another_process_has_is_found_and_stays(kind: str, make_other: Make
     asker.store.check()
 
 
+def test_stores_find_each_other_over_ipv6(make_node: MakeNode) -> None:
+    owner = make_node("owner", host="::1")
+    assert owner.put(0, 1) == 2
+    asker = make_node("asker", owner.address(), host="::1")
+    assert owner.address().startswith("tcp://[::1]:")
+    assert asker.read(0, 1) == 2
+
+
 def test_an_arena_that_gets_its_memory_later_is_written_to_where_it_has_some(
     make_other: MakeOther, make_node: MakeNode
 ) -> None:

@@ -168,8 +168,9 @@ async def test_what_a_former_incarnation_had_is_forgotten(publisher: FakePublish
     events.close()
 
 
-async def test_what_our_own_workers_publish_is_understood() -> None:
-    ours = KVPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", topic="", buffer_steps=2, hwm=100, incarnation="1")
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+async def test_what_our_own_workers_publish_is_understood(host: str) -> None:
+    ours = KVPublisher(f"tcp://{host}:0", f"tcp://{host}:0", topic="", buffer_steps=2, hwm=100, incarnation="1")
     try:
         place, events = BlockPlace(2, "CPU"), KVEvents()
         ours.stored(place, b"a" * 32, Preimage(None, (1, 2)))
@@ -184,13 +185,14 @@ async def test_what_our_own_workers_publish_is_understood() -> None:
         ours.close()
 
 
-async def test_events_of_a_worker_on_all_addresses_come_from_its_host() -> None:
-    ours = KVPublisher("tcp://127.0.0.9:0", "tcp://127.0.0.9:0", topic="", buffer_steps=2, hwm=100, incarnation="1")
+@pytest.mark.parametrize(("host", "every"), [("127.0.0.9", "0.0.0.0"), ("127.0.0.9", "*"), ("[::1]", "[::]")])
+async def test_events_of_a_worker_on_all_addresses_come_from_its_host(host: str, every: str) -> None:
+    ours = KVPublisher(f"tcp://{host}:0", f"tcp://{host}:0", topic="", buffer_steps=2, hwm=100, incarnation="1")
     try:
         events = KVEvents()
         ours.stored(BlockPlace(2, "CPU"), b"a" * 32, Preimage(None, (1, 2)))
-        said = ours.address.replace("127.0.0.9", "0.0.0.0", 1).replace("127.0.0.9", "*")
-        events.heard("http://127.0.0.9:80", WorkerState("http://127.0.0.9:80#1"), "m", [said])
+        said = ours.address.replace(host, every)
+        events.heard(f"http://{host}:80", WorkerState(f"http://{host}:80#1"), "m", [said])
         await has(events, 2)
         events.close()
     finally:

@@ -31,6 +31,7 @@ from pdlink.api.health import Health
 from pdlink.api.kv_path import TRANSFERRED
 from pdlink.api.openai import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, has_several, sampling_of
 from pdlink.api.sse import ABORT_MARK, abort_of, rewritten
+from pdlink.config.listen import HostPort
 from pdlink.config.proxy import MAX_ENGINES
 from pdlink.errors import WorkerKeyRefused
 
@@ -114,9 +115,11 @@ class _Publisher(msgspec.Struct):
 
     def said(self) -> tuple[str, ...]:
         """As `kv_events.source` reads it."""
-        host, replay = self.endpoint_host, self.replay_endpoint_port_base
-        again = [f",tcp://{host}:{replay + rank}" if replay is not None else "" for rank in range(self.dp_size)]
-        return tuple(f"tcp://{host}:{self.endpoint_port_base + rank}{more}" for rank, more in enumerate(again))
+        host, bases = self.endpoint_host.strip("[]"), (self.endpoint_port_base, self.replay_endpoint_port_base)
+        return tuple(
+            ",".join(f"tcp://{HostPort(host, base + rank)}" for base in bases if base is not None)
+            for rank in range(self.dp_size)
+        )
 
 
 class _Info(msgspec.Struct):

@@ -10,6 +10,7 @@ import asyncio
 import socket
 from typing import TYPE_CHECKING
 
+from pdlink.config.listen import HostPort
 from pdlink.errors import ConfigError
 
 from ..membership import ListedWorker, Members
@@ -57,7 +58,7 @@ class DnsSource:
 
 
 def url_of(address: str, port: int, scheme: str = "http") -> str:
-    return f"{scheme}://[{address}]:{port}" if ":" in address else f"{scheme}://{address}:{port}"
+    return f"{scheme}://{HostPort(address, port)}"
 
 
 async def _addresses(host: str, port: int) -> list[str]:

@@ -53,13 +53,13 @@ all pods of all groups and before they are ready, so ours has another. Root, nam
 {{- $security = dict "insecure" true }}
 {{- end }}
 {{- if $values.httpKey.secret }}{{ $_ := set $security "http_key_file" "/etc/pdlink/http/key" }}{{ end }}
-{{- $all := dict "listen" (dict "address" (printf "0.0.0.0:%d" (int .pool.port)) "control" (printf "0.0.0.0:%d" (int .pool.controlPort))) "timeouts" (dict "drain_s" .pool.drainS) "security" $security }}
+{{- $all := dict "listen" (dict "address" (printf "%s:%d" $values.listen (int .pool.port)) "control" (printf "%s:%d" $values.listen (int .pool.controlPort))) "timeouts" (dict "drain_s" .pool.drainS) "security" $security }}
 {{- mergeOverwrite $all (deepCopy .pool.settings) | toJson }}
 {{- end }}
 
 {{- define "pdlink.proxySettings" -}}
 {{- $values := .Values }}
-{{- $all := dict "listen" (printf "0.0.0.0:%d" (int $values.proxy.port)) "routers" (max 1 (int $values.proxy.replicas)) }}
+{{- $all := dict "listen" (printf "%s:%d" $values.listen (int $values.proxy.port)) "routers" (max 1 (int $values.proxy.replicas)) }}
 {{- if $values.httpKey.secret }}{{ $_ := set $all "worker_key_file" "/etc/pdlink/http/key" }}{{ end }}
 {{- if $values.proxy.apiKeys.secret }}{{ $_ := set $all "api_key_file" "/etc/pdlink/api/keys" }}{{ end }}
 {{- if $values.proxy.adminKeys.secret }}{{ $_ := set $all "admin_key_file" "/etc/pdlink/admin/keys" }}{{ end }}
