@@ -157,6 +157,11 @@ async def _until(stop: asyncio.Event, parent: Parent | None) -> None:
         task.cancel()
 
 
+async def _nameless(_: web.Request, response: web.StreamResponse) -> None:
+    """aiohttp names itself and Python, with their versions, in every answer."""
+    response.headers.popall("Server", None)
+
+
 async def serve(
     app: web.Application,
     bound: socket.socket,
@@ -175,6 +180,7 @@ async def serve(
     """
     if reload is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+    app.on_response_prepare.append(_nameless)
     runner = runner_of(
         app,
         handler_cancellation=True,  # a client that leaves ends its request; aiohttp's default lets it run on

@@ -21,7 +21,7 @@ from tests.store.process import served
 from .tiered import opened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
     from aiohttp import web
@@ -74,10 +74,9 @@ async def test_a_foreign_page_is_refused_where_no_key_is_set(build: Callable[...
                 assert answer.status != 403, (method, path)
 
 
-async def test_what_is_no_http_costs_a_few_short_lines_of_the_log(
-    build: Callable[..., web.Application], caplog: pytest.LogCaptureFixture
-) -> None:
-    logging.getLogger("pdlink.http").filters.clear()
+@contextlib.asynccontextmanager
+async def serving(app: web.Application) -> AsyncIterator[tuple[str, int]]:
+    """Host and port of the app as processes serve it."""
     bound, started = bind("127.0.0.1", 0), asyncio.Event()
 
     def ready(_: str) -> dict[str, Any]:
@@ -87,16 +86,37 @@ async def test_what_is_no_http_costs_a_few_short_lines_of_the_log(
     async def drain() -> None:
         pass
 
-    serving = asyncio.create_task(serve(build("key"), bound, None, ready=ready, drain=drain, say=lambda _: None))
+    task = asyncio.create_task(serve(app, bound, None, ready=ready, drain=drain, say=lambda _: None))
     async with asyncio.timeout(20):
         await started.wait()
+        yield bound.getsockname()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await task
+
+
+async def test_what_is_no_http_costs_a_few_short_lines_of_the_log(
+    build: Callable[..., web.Application], caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("pdlink.http").filters.clear()
+    async with serving(build("key")) as place:
         for _ in range(3 * LINES):
-            reader, writer = await asyncio.open_connection(*bound.getsockname())
+            reader, writer = await asyncio.open_connection(*place)
             with contextlib.closing(writer):
                 writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"\x01" * 8000 + b"\r\n\r\n")
                 assert b" 400 " in (await reader.readline())
-    os.kill(os.getpid(), signal.SIGTERM)
-    await serving
     lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert 0 < len(lines) <= LINES
     assert all(record.exc_info is None and len(record.getMessage()) < 300 for record in lines)
+
+
+@pytest.mark.parametrize("path", ["health", "nothing"])
+async def test_answers_do_not_name_the_software_and_its_versions(
+    build: Callable[..., web.Application], path: str
+) -> None:
+    async with serving(build("key")) as place:
+        reader, writer = await asyncio.open_connection(*place)
+        with contextlib.closing(writer):
+            writer.write(f"GET /{path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+            head, _, _ = (await reader.read()).partition(b"\r\n\r\n")
+    assert b"Content-Type" in head
+    assert b"Server:" not in head
