@@ -58,6 +58,7 @@ class About:
     def add_routes(self, app: web.Application) -> None:
         """GET of each, and last, what answers every other path and method."""
         app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/v1/models/{id:.+}", self.model)
         app.router.add_get("/health", self.health)
         app.router.add_get("/readyz", self.ready)
         app.router.add_get("/livez", self.live)
@@ -69,11 +70,17 @@ class About:
     async def models(self, request: web.Request) -> web.Response:
         if not self._services.entry.may_enter(request):
             return self._services.entry.no_entry(request)
-        data = [
-            {"id": model, "object": "model", "created": self._services.started, "owned_by": "pdlink"}
-            for model in self._services.pools.models()
-        ]
-        return _json(200, {"object": "list", "data": data})
+        return _json(200, {"object": "list", "data": [self._card(name) for name in self._services.pools.models()]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        if not self._services.entry.may_enter(request):
+            return self._services.entry.no_entry(request)
+        name = request.match_info["id"]
+        known = name in self._services.pools.models()
+        return _json(200, self._card(name)) if known else self._services.entry.no_model(name)
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._services.started, "owned_by": "pdlink"}
 
     async def health(self, request: web.Request) -> web.Response:
         """GET /health: 200 if a request could be served now, from the last polls.

@@ -197,8 +197,9 @@ class Entry:
 
     def unknown_model(self, model: str) -> web.Response | None:
         """The error response if no worker serves it, also none that has not answered yet."""
-        if self._pools.serves(model):
-            return None
+        return None if self._pools.serves(model) else self.no_model(model)
+
+    def no_model(self, model: str) -> web.Response:
         message = f"model {model!r} is not served here; known: {', '.join(self._pools.models())}"
         return refused(UnknownModel.http_status, message, UnknownModel.code, "model")
 

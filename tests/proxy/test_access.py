@@ -46,6 +46,7 @@ async def proxy(prefill: FakeWorker, decode: FakeWorker, tmp_path: Path) -> Asyn
         ("POST", "/v1/completions"),
         ("POST", "/v1/chat/completions"),
         ("GET", "/v1/models"),
+        ("GET", "/v1/models/m"),
         ("GET", "/metrics"),
         ("GET", "/decisions"),
     ],

@@ -234,7 +234,12 @@ async def test_requests_go_to_workers_of_their_model(prefills: list[FakeWorker],
             error = (await response.json())["error"]
             assert (error["code"], error["param"]) == ("model_not_found", "model")
         async with proxy.client.get(f"{proxy.url}/v1/models") as response:
-            assert [model["id"] for model in (await response.json())["data"]] == ["m", "other"]
+            cards = (await response.json())["data"]
+            assert [card["id"] for card in cards] == ["m", "other"]
+        async with proxy.client.get(f"{proxy.url}/v1/models/other") as response:
+            assert (response.status, await response.json()) == (200, cards[1])
+        async with proxy.client.get(f"{proxy.url}/v1/models/nobody's") as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (404, "model_not_found")
         await decodes[1].stop()
         await until(lambda: states(proxy)[3] is State.UNREACHABLE)
         assert await status_of(proxy, model="other") == 503, "away is not unknown"

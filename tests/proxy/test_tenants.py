@@ -116,7 +116,7 @@ async def test_who_has_no_key_hides_no_request_from_its_owner(
 
 FOR_ALL = {"/", "/health", "/readyz", "/livez", "/pdlink"}
 """Text, a status, and files of the page, which hold no data."""
-OF_A_KEY = {"/decisions", "/v1/models", "/version", "/metrics"}
+OF_A_KEY = {"/decisions", "/v1/models", "/v1/models/{id}", "/version", "/metrics"}
 """Beside what generates: a key's own requests, and sums over all."""
 OF_OPERATORS = {"/pdlink/state", "/pdlink/timeline", "/pdlink/probe", "/workers"}
 
