@@ -262,9 +262,20 @@ def _refusal(url: str, status: int, text: bytes, *, with_key: bool) -> CannotFet
         other = "it has another key; --key-file must be" if with_key else "it asks for its key; give --key-file FILE,"
         return CannotFetch(f"{url}: {other} its security.http_key_file")
     if status == 404:
+        if workers := _workers_of(url):
+            return CannotFetch(f"{url} is a proxy, which keeps no KV; give one of its workers: {', '.join(workers)}")
         return CannotFetch(f"{url} keeps no KV: tiers.max_local_cpu_size is 0 there, or it is no pdlink worker")
     try:
         message = str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         message = f"answered {status}"
     return (ConfigError if status < 500 else CannotFetch)(f"{url}: {message}")
+
+
+def _workers_of(url: str) -> list[str]:
+    """URLs of a proxy's workers; empty of a worker, and of a proxy that shows them to operators alone."""
+    try:
+        health = json.loads(ask(url, "/health", {})[1])
+        return sorted({worker["url"] for side in ("prefill", "decode") for worker in health[side]})
+    except (ValueError, KeyError, TypeError, CannotFetch):
+        return []

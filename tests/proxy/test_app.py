@@ -11,6 +11,7 @@ import time
 import pytest
 
 from pdlink import __version__
+from pdlink.cli import main
 from pdlink_proxy.admission import Admission
 from pdlink_proxy.attempt import Attempt
 from pdlink_proxy.flow import Flow
@@ -50,6 +51,16 @@ async def test_other_routes_are_a_404_that_clients_can_read(method: str, path: s
     async with proxy_of([], []) as proxy, proxy.client.request(method, proxy.url + path) as response:
         assert response.status == 404
         assert (await response.json())["error"]["code"] == "not_found"
+
+
+async def test_cache_commands_that_are_given_a_proxy_name_its_workers(
+    prefill: FakeWorker, decode: FakeWorker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with proxy_of([prefill], [decode]) as proxy:
+        assert await asyncio.to_thread(main, ["cache", "stats", proxy.url]) == 1
+    assert "is a proxy, which keeps no KV; give one of its workers: " in (said := capsys.readouterr().err)
+    assert prefill.url in said
+    assert decode.url in said
 
 
 async def test_the_proxy_says_what_it_is_and_whose(prefill: FakeWorker, decode: FakeWorker) -> None:
