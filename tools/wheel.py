@@ -5,8 +5,7 @@ own C++ library linked in; so no container is needed. CPython 3.11 has a wheel o
 serves 3.12 and all later ones: --python, several times, names those to build with and to try on. The result is in
 dist/, checked by auditwheel and abi3audit, with the list of what an installation brings (SBOM, CycloneDX). Then it is
 installed with its dependencies into a new environment, which must hold no package of an extra, and there a proxy is
-started and KV moved between two processes. It fails if the installation takes more than 20 s or the proxy more than
-1 s to start; --lenient only reports these times, which depend on the machine and the network.
+started and KV moved between two processes. How long that takes depends on the machine and the network: it is printed.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ BUILDERS += ["libucx-cu13", "nvidia-cuda-nvcc"]  # headers of UCX, and the compi
 FIRST_STABLE = (3, 12)
 SHIPPED = ("pdlink/", "pdlink_proxy/", "pdlink-", "pdlink.libs/")
 """Beginnings of the paths in a wheel: no benchmark, no fault injection, which are another distribution's."""
-MOST_INSTALL_S = 20.0
-MOST_START_S = 1.0
 
 
 def main() -> int:
@@ -41,12 +38,10 @@ def main() -> int:
     parser.add_argument(
         "--python", action="append", metavar="PATH", help="to build with and to try on; repeatable (this one)"
     )
-    parser.add_argument("--lenient", action="store_true", help="report times without failing for them")
     args = parser.parse_args()
     pythons = sorted((version_of(path), path) for path in args.python or [sys.executable])
     tools = environment(args.venv, sys.executable, TOOLS)
     wheels: dict[str, Path] = {}
-    slow = False
     for version, path in pythons:
         abi = "abi3" if version >= FIRST_STABLE else f"cp{version[0]}{version[1]}"
         if abi not in wheels:
@@ -57,10 +52,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             install_s, start_s = tried(wheels[abi], path, Path(folder), tools, args.dist)
         name = f"CPython {version[0]}.{version[1]}"
-        print(f"{name}: installed in {install_s:.1f} s (at most {MOST_INSTALL_S:g})")
-        print(f"{name}: proxy ready in {start_s:.2f} s (at most {MOST_START_S:g})")
-        slow |= install_s > MOST_INSTALL_S or start_s > MOST_START_S
-    return 1 if slow and not args.lenient else 0
+        print(f"{name}: installed in {install_s:.1f} s")
+        print(f"{name}: proxy ready in {start_s:.2f} s")
+    return 0
 
 
 def version_of(python: str) -> tuple[int, int]:
