@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import resource
 import shutil
@@ -37,7 +38,8 @@ _KINDS: tuple[type[WorkerConfig] | type[ProxyConfig] | type[StoreConfig] | type[
 
 
 def read_settings(path: str) -> Settings:
-    """A settings file of any role: of the role whose keys it uses most. Raises ConfigError as that role's command."""
+    """A settings file of any role: of the role whose keys it uses most, or nearly. Raises ConfigError as that role's
+    command."""
     try:
         document = yaml.safe_load(Path(path).read_text())
     except (OSError, yaml.YAMLError, UnicodeDecodeError):
@@ -46,8 +48,10 @@ def read_settings(path: str) -> Settings:
     # The proxy and `up` both have `prefill`: a list of URLs, or the settings of workers.
     lists = isinstance(document, dict) and any(isinstance(document.get(key), list) for key in ("prefill", "decode"))
 
-    def fits(kind: type[WorkerConfig] | type[ProxyConfig] | type[StoreConfig] | type[UpConfig]) -> tuple[int, bool]:
-        return len(keys & set(kind.model_fields)), (kind is ProxyConfig) == lists
+    def fits(kind: type[WorkerConfig] | type[ProxyConfig] | type[StoreConfig] | type[UpConfig]) -> tuple[float, bool]:
+        known = kind.model_fields
+        misspelt = sum(bool(difflib.get_close_matches(str(key), known, n=1)) for key in keys - set(known))
+        return len(keys & set(known)) + misspelt / 2, (kind is ProxyConfig) == lists
 
     return load(max(_KINDS, key=fits), path)  # type: ignore[type-var]
 
