@@ -71,7 +71,7 @@ def _ceilings_line(case: Case) -> list[str]:
 
 
 def _case_table(case: Case, settings: RoundSettings) -> TextTable:
-    exposed = [f"exposed at\n{layer_ms:g} ms/layer" for layer_ms in settings.layer_ms]
+    exposed = [f"exposed at\n{layer_ms:g} ms/layer\nof whole" for layer_ms in settings.layer_ms]
     columns = (
         "transport",
         "lane",
@@ -100,7 +100,7 @@ def _cells(case: Case, settings: RoundSettings, measured: Measured) -> list[str]
         cells += [_speed(nbytes, layers, "\n"), f"{layers.median * 1e3 / case.workload.num_layers:.2f}"]
     for layer_ms in settings.layer_ms:
         left, share = measured.summary(f"prefill {layer_ms:g}"), ratios[f"exposed at {layer_ms:g} ms"]
-        cells.append(f"{share:.1%}\n{left.median * 1e3:.1f} ms" if left and share is not None else "-")
+        cells.append(f"{left.median * 1e3:.1f} ms\n{share:.2f}" if left and share is not None else "-")
     return cells
 
 
