@@ -28,7 +28,7 @@ _ANTHROPICS_TYPES = {
 }
 """By status: docs.anthropic.com/en/api/errors."""
 _MAX_MESSAGE_CHARS = 2000
-_MAX_EXCERPT_NBYTES = 300
+_MAX_EXCERPT_CHARS = 300
 _CODES = frozenset(
     found.code for found in vars(errors).values() if isinstance(found, type) and issubclass(found, PdlinkError)
 )
@@ -143,5 +143,6 @@ def is_rejection(document: bytes) -> bool:
 
 
 def excerpt(body: bytes) -> str:
-    """The beginning of a worker's bytes for the log: printable, in one line."""
-    return ascii(body[:_MAX_EXCERPT_NBYTES].decode(errors="replace"))
+    """What a worker's bytes say, for the log: the message of an error document, else how they begin; printable, in
+    one line."""
+    return ascii((error_of(body).message or body.decode(errors="replace"))[:_MAX_EXCERPT_CHARS])

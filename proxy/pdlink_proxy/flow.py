@@ -457,21 +457,22 @@ class Flow:
 
     def _on_bad_status(self, event: Answered, now: float) -> list[Action]:
         leg, status = event.leg, event.status
-        detail = f"it answered {status}: {excerpt(event.body)}"
+        said = excerpt(event.body)
+        detail = f"it answered {status}: {said}"
         if status == 403 and error_code(event.body) == PeerNotAllowed.code:
             return self._on_lost(leg, Loss.MISPAIRED, detail, now)
         if status in (401, 403) and self._keyed:
             return self._on_lost(leg, Loss.BARRED, detail, now)
         answer, summary = self._words.answered(leg, status, event.body)
         if leg is Leg.PREFILL and self._rules.prefill_may_misread and status <= 500:
-            blame = BlameLeg(self.attempts, leg, status, detail, "decode's answer decides")
+            blame = BlameLeg(self.attempts, leg, status, said, "decode's answer decides")
             if Leg.DECODE in self._legs:
                 return [blame]
             if self._limits.decode_alone:
                 return [blame, *self._again(Why.RETRY, answer, now, alone=True)]
         lost = News.LOST if status in self._rules.lost_statuses else News.FAILED
         news = News.REJECTED if 400 <= status < 500 else lost
-        return self._react(leg, news, status, answer, summary, detail, now)
+        return self._react(leg, news, status, answer, summary, said, now)
 
     def _on_prefilled(self, now: float) -> list[Action]:
         """Decode has waited for its answer."""

@@ -388,13 +388,16 @@ class Request:
         run = attempt.legs[action.leg]
         worker, run.fate = run.worker, reason
         self._admission.note("failed", f"{action.leg.value} leg on {worker.label}: {reason}; {action.then}")
-        log.log(
-            _level_of(action.reason),
-            "request %s, transfer %s: %s leg on %s failed (%s: %s); %s",
-            *(self._request_id, run.transfer_id, action.leg.value, worker.id),
-            *(reason, action.detail, action.then),
-            extra=self._about(run.transfer_id),
-        )
+        level = _level_of(action.reason)
+        more = worker.told.admits(time.monotonic()) if level >= logging.WARNING else ""
+        if more is not None:
+            log.log(
+                level,
+                "request %s, transfer %s: %s leg on %s failed (%s: %s); %s%s",
+                *(self._request_id, run.transfer_id, action.leg.value, worker.id),
+                *(reason, action.detail, action.then, more),
+                extra=self._about(run.transfer_id),
+            )
         if self._is_own_fault(action.reason):  # that it failed may show after its end
             run.blame()
         match action.reason:

@@ -20,6 +20,7 @@ import msgspec
 from pdlink.api.legs import PrefillAddress
 from pdlink.breaker import Breaker
 from pdlink.events import PeerChanged, emit
+from pdlink.few_lines import FewLines
 
 from .engines import id_of
 from .fleet import WorkerState
@@ -106,6 +107,8 @@ class Worker:
     """Set it to ask for health now."""
     quiet_until_s: float = 0.0
     """Until then its absence is expected."""
+    told: FewLines = field(default_factory=FewLines)
+    """Lines about failures of its legs."""
     breaker: Breaker = field(default_factory=lambda: Breaker(math.inf, failures=FAILURES))
     """Of its legs: it may answer GET /health and fail all the same."""
     outlier: Outlier = field(default_factory=Outlier)

@@ -12,6 +12,7 @@ import pytest
 
 from pdlink.api.answers import Usage, read_answer
 from pdlink.api.errors import error_code, excerpt, rejection
+from pdlink.few_lines import LINES
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.worker import State
 from tests.proxy.fakes import DONE, FakeWorker, Proxy, proxy_of, until
@@ -92,6 +93,20 @@ async def test_a_request_that_is_tried_again_is_logged_with_both_ids(
     (line,) = lines_about(caplog, "request req-mine")
     assert line.startswith(f"request req-mine, transfer {decodes[0].received[0].transfer_id}: decode leg on ")
     assert line.endswith("; tried again")
+
+
+async def test_a_worker_that_fails_many_requests_has_a_few_lines_in_its_own_words(
+    prefill: FakeWorker, decode: FakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    decode.fail_with, decode.fail_body = 502, DOCUMENT
+    async with proxy_of([prefill], [decode], retries=0) as proxy:
+        for _ in range(3 * LINES):
+            assert (await post(proxy))[0] == 502
+        assert proxy.counted("leg_failures_total", leg="decode", reason="502") == 3 * LINES
+    told = lines_about(caplog, "request req-mine")
+    assert len(told) == LINES
+    assert json.loads(DOCUMENT)["error"]["message"][:100] in told[0]
+    assert '{"error"' not in told[0]
 
 
 async def test_what_a_client_did_wrong_is_told_in_the_workers_words_and_not_logged(
