@@ -60,7 +60,10 @@ def fetch_explanation(url: str, request_id: str, *, key: str | None = None) -> E
 def table_of(explained: Explained) -> Table:
     """One row per decision, in order. In brackets: tokens that a worker had to do already."""
     decisions = explained.decisions
-    said = explained.record["prompt_tokens"] if explained.record is not None else f"about {decisions[0]['tokens']}"
+    record = explained.record
+    said = f"about {decisions[0]['tokens']}" if record is None else str(record["prompt_tokens"])
+    if record is not None and record["estimated"]:
+        said = f"about {said}"
     title = plain(f"request {decisions[0]['request_id']}: {said} tokens")
     table = Table(title=title, title_justify="left")
     for column in ("after s", "what", "worker (tokens)", "cached", "why"):
@@ -80,7 +83,7 @@ def table_of(explained: Explained) -> Table:
             rows.append((decisions[-1]["waited_s"], "KV", *legs, "", f"the worker does not say: {each['error']}"))
         else:
             rows.append((max(0.0, each["at_s"] - came_s), "KV", *legs, str(each["cached"]), _sourced(each)))
-    if (record := explained.record) is not None:
+    if record is not None:
         rows += [_moved(record, each) for each in explained.transfers if each["side"] == "sender"]
         if record["ttft_s"] is not None:
             rows.append((record["ttft_s"], "first token", "", "", "", _until_first(record, explained.slower_than)))

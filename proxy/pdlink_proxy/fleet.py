@@ -108,6 +108,11 @@ class PlacementRequest:
             return None
 
     @property
+    def counted(self) -> bool:
+        """`num_tokens` is exact: the prompt is a list of token ids."""
+        return _looks_like_ids(self.prompt)
+
+    @property
     def total_tokens(self) -> int:
         return self.num_tokens + self.answer_tokens
 

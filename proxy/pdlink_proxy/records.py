@@ -164,7 +164,7 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     kv: str
     """The way of its KV, as in X-Pdlink-KV."""
     prompt_tokens: int
-    """As the usage of the answer says, else estimated."""
+    """As the usage of the answer says, or counted in its token ids; else an estimate, see `estimated`."""
     attempts: int
     total_s: float
     queued_s: float
@@ -188,6 +188,8 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     """Times of all attempts, from the request's arrival."""
     per_token_s: float | None = None
     """Mean time of each token after the first one; None of an answer without such tokens."""
+    estimated: bool = False
+    """`prompt_tokens` is a guess by the length of the prompt's text."""
 
     @property
     def handover_s(self) -> float | None:

@@ -286,6 +286,7 @@ class Request:
             legs=legs,
             per_token_s=per_token_s,
             tries=tries,
+            estimated=not (prompt_tokens or self._admission.wanted.counted),
         )
 
     def fail(self, error: Exception) -> None:

@@ -28,7 +28,7 @@ def _explain() -> RenderableType:
     said = dict.fromkeys(("request_id", "verdict", "reason", "why"), HOSTILE)
     decision = {**said, **legs, "tokens": 7, "at_s": 5.0, "waited_s": 0.1, "cached_tokens": 2}
     times = {"queued_s": 0.1, "prefill_s": 0.2, "ttft_s": 0.3, "total_s": 0.4, "legs": [], "kv": HOSTILE}
-    times["prompt_tokens"] = HOSTILE
+    times |= {"prompt_tokens": HOSTILE, "estimated": True}
     moved: dict[str, Any] = {
         **dict.fromkeys(("transfer_id", "peer", "lane", "state", "reason"), HOSTILE),
         "side": "sender",
@@ -57,7 +57,9 @@ def _top() -> RenderableType:
     worker = {"label": HOSTILE, "state": HOSTILE, "in_flight": HOSTILE, "reason": HOSTILE}
     pair = dict.fromkeys(("prefill", "decode", "state", "lane", "reason"), HOSTILE) | {"gb_per_s": None}
     transfer = dict.fromkeys(("transfer_id", "worker", "peer", "lane", "layers"), HOSTILE)
-    request = dict.fromkeys(("request_id", "outcome", "kv", "prompt_tokens", "prefill", "decode"), HOSTILE)
+    request: dict[str, Any] = dict.fromkeys(
+        ("request_id", "outcome", "kv", "prompt_tokens", "prefill", "decode"), HOSTILE
+    ) | {"estimated": True}
     return top.picture(
         {
             "verdict": {"level": "bad", "text": HOSTILE},

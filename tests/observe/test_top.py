@@ -65,6 +65,7 @@ STATE: dict[str, Any] = {
             "outcome": "ok",
             "kv": "transferred",
             "prompt_tokens": 7,
+            "estimated": False,
             "prefill": "prefill-0",
             "decode": None,
             "queued_s": 0.001,

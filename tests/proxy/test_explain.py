@@ -59,7 +59,7 @@ DECISION: dict[str, Any] = {
 }
 DECISION |= {"prefill": None, "decode": None, "prefill_load": None, "decode_load": None, "cached_tokens": 0}
 RECORD: dict[str, Any] = {"queued_s": 0.01, "prefill_s": 0.4, "ttft_s": 0.412, "total_s": 2.0, "kv": "transferred"}
-RECORD["prompt_tokens"] = 25
+RECORD |= {"prompt_tokens": 25, "estimated": False}
 RECORD |= {"legs": [{"transfer_id": "t", "leg": "prefill", "worker": "prefill-1", "ended_s": 0.41}]}
 MOVED: dict[str, Any] = {
     "transfer_id": "t",
@@ -87,6 +87,11 @@ def test_explanation_shows_the_transfer_and_where_the_time_to_the_first_token_we
     assert "268.0 MB over mapped, 32 layers, 5.36 GB/s while it moved, 1.0 ms not hidden" in rows[0]
     assert "10.0 ms queued, 390.0 ms in prefill's leg, 12.0 ms then; slower than 93% of the last requests" in rows[2]
     assert advice(told()) == []
+
+
+def test_explanation_says_about_how_many_tokens_where_they_are_a_guess() -> None:
+    title = table_of(told(estimated=True)).title
+    assert str(title) == "request r: about 25 tokens"
 
 
 def test_explanation_of_a_rescued_stream_adds_up() -> None:

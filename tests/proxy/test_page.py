@@ -13,7 +13,7 @@ from pdlink_proxy.page.reports import Report
 from pdlink_proxy.page.view import view
 from pdlink_proxy.records import RequestRecord
 from tests.pictures import NAMES, ROOT, is_of_this_page
-from tests.proxy.fakes import FakeWorker, Proxy, proxy_of
+from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
 
 NOW_S = 1e9
 
@@ -204,8 +204,20 @@ async def test_a_record_has_the_tokens_that_the_usage_says_and_the_time_of_each_
         async with proxy.post(prompt="x") as response:
             assert response.status == 200
         (record,) = (await state_of(proxy))["requests"]
-    assert record["prompt_tokens"] == 25
+    assert (record["prompt_tokens"], record["estimated"]) == (25, False)
     assert record["per_token_s"] == pytest.approx((record["total_s"] - record["ttft_s"]) / 7)
+
+
+@pytest.mark.parametrize(("prompt", "estimated"), [("some text", True), ([5, 6, 7], False)])
+async def test_a_record_says_where_the_tokens_of_a_prompt_are_a_guess(
+    prefill: FakeWorker, decode: FakeWorker, prompt: Any, estimated: bool
+) -> None:
+    """Streams have no usage unless their client asks for it."""
+    async with proxy_of([prefill], [decode]) as proxy:
+        await proxy.stream(prompt=prompt)
+        await until(lambda: not proxy.router.services.requests, "the end of the request")
+        (record,) = (await state_of(proxy))["requests"]
+    assert (record["prompt_tokens"], record["estimated"]) == (3, estimated)
 
 
 def test_pictures_in_the_docs_are_of_this_page() -> None:
