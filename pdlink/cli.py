@@ -119,19 +119,19 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
     proxy = add("proxy", "the router in front of the workers", runs.proxy, ("--listen",))
     proxy.add_argument("--prefill", action="append", metavar="URL", help="base URL of a prefill worker; repeatable")
     proxy.add_argument("--decode", action="append", metavar="URL", help="base URL of a decode worker; repeatable")
-    proxy.add_argument(
-        "--processes", type=int, metavar="N", help="number of processes that serve the port together (1)"
-    )
+    proxy.add_argument("--processes", type=int, metavar="N", help="number of processes that share the port (1)")
     proxy.add_argument("--dialect", choices=get_args(DialectName), help="what the workers run (pdlink)")
     proxy.add_argument(
         "--control",
         action="append",
         type=_address_of,
         metavar="URL=TCP",
-        help="dialect vllm: where the connector of the prefill server URL listens: tcp://HOST:PORT, or one for each "
-        "rank with commas between; repeatable",
+        help="dialect vllm: control address tcp://HOST:PORT of the prefill server URL; of several ranks, one each, "
+        "separated by commas; repeatable",
     )
-    proxy.add_argument("--token", metavar="FILE", help="with the secret that the workers share, their --token")
+    proxy.add_argument(
+        "--token", metavar="FILE", help="file with the secret of the deployment, as the workers' --token"
+    )
     _add_parent(proxy)
     for name, (title, _) in engine.ENGINES.items():
         server = commands.add_parser(
@@ -145,11 +145,13 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
     store.add_argument(
         "--socket",
         metavar="PATH",
-        help="Unix socket for the workers, their tiers.store; in a directory that no other user may enter",
+        help="Unix socket that workers connect to; in a directory that no other user may enter",
     )
-    store.add_argument("--memory", type=float, metavar="GIB", help="most memory for records (1)")
-    store.add_argument("--disk", metavar="DIR", help="directory for what memory cannot keep; needs --disk-size")
-    store.add_argument("--disk-size", type=float, metavar="GIB", help="space for all that is in it")
+    store.add_argument("--memory", type=float, metavar="GIB", help="memory for KV (1)")
+    store.add_argument(
+        "--disk", metavar="DIR", help="directory for KV that memory has no room for; needs --disk-size"
+    )
+    store.add_argument("--disk-size", type=float, metavar="GIB", help="disk space to use")
     _add_parent(store)
     add("check", "what works on this machine, and why the rest does not", runs.check, ("--transport",))
 

@@ -239,3 +239,46 @@ def test_the_settings_that_help_shows_are_settings_of_the_command(command: str) 
 def test_an_address_of_another_host_is_not_blamed_on_the_port() -> None:
     with pytest.raises(ConfigError, match="this host has no such address"):
         bind("203.0.113.9", 0)
+
+
+WRONG_WAYS = {
+    "a setting that does not exist": (["proxy", "--set", "polcy=cost"], 2, "did you mean 'policy'"),
+    "a value that is none of a setting": (["proxy", "--set", "queue_size=many"], 2, "queue_size"),
+    "a file of another role": (["prefill", "--config", "{decode}"], 2, "use `pdlink decode`"),
+    "a file that is no YAML": (["proxy", "--config", "{broken}"], 2, "{broken}"),
+    "a file that is not there": (["proxy", "--config", "/nowhere.yaml"], 2, "/nowhere.yaml"),
+    "a port that is taken": (["up", "--listen", "127.0.0.1:{port}"], 2, "Address already in use"),
+    "an address of another host": (["proxy", "--listen", "203.0.113.9"], 2, "this host has no such address"),
+    "a model that is nowhere": (["up", "--model", "/nowhere"], 2, "no such directory: /nowhere"),
+    "a disk without its size": (["store", "--disk", "/tmp/x"], 2, "--disk-size: missing"),
+    "vLLM's disk without its size": (["vllm", "both", "M", "--disk", "/tmp/x", "--print"], 2, "--disk-size: missing"),
+    "a secret that others can read": (["cache", "stats", "h:1", "--key-file", "{open}"], 2, "{open}"),
+    "a secret that is not there": (["explain", "r", "--key-file", "/nowhere"], 2, "/nowhere"),
+    "an option that does not exist": (["up", "--prefil", "2"], 2, "did you mean --prefill?"),
+    "nobody at a URL, doctor": (["doctor", "127.0.0.1:{free}"], 1, "127.0.0.1:{free}"),
+    "nobody at a URL, cache": (["cache", "stats", "127.0.0.1:{free}"], 1, "did not answer"),
+    "a plan without traffic": (["plan"], 2, "--prompt"),
+    "a trace that is none": (["plan", "{broken}"], 2, "{broken}"),
+}
+
+
+@pytest.mark.parametrize("way", WRONG_WAYS)
+def test_a_wrong_way_ends_with_its_status_and_words_and_no_traceback(
+    way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, status, said = WRONG_WAYS[way]
+    files = {"decode": "role: decode\n", "broken": "{[", "open": "secret\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o644)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        places = {name: str(tmp_path / name) for name in files}
+        places |= {"port": str(taken.getsockname()[1]), "free": str(free_ports(1))}
+
+        def filled(text: str) -> str:
+            return re.sub(r"\{(\w+)\}", lambda found: places[found.group(1)], text)
+
+        assert exits(list(map(filled, words))) == status
+    told = "".join(capsys.readouterr())
+    assert filled(said) in told
+    assert "Traceback" not in told

@@ -7,7 +7,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pdlink.commands.runs import say
+from pdlink.commands.runs import NO_DISK_SIZE, say
 from pdlink.config import environment_with, parse_assignments
 from pdlink.errors import ConfigError
 
@@ -21,8 +21,8 @@ ENGINES = {"vllm": ("vLLM", ("prefill", "decode", "both")), "sglang": ("SGLang",
 """Name of the command to that of the engine, and what a server of it can be."""
 
 DESCRIPTION = """\
-Start one {engine} server with all that pdlink needs on several hosts, and print the proxy's line for it. The server
-takes the place of this command. Flags of {engine} stand behind --.
+Start one {engine} server with everything set for a deployment on several hosts, and print the command of its proxy.
+The process becomes the {engine} server. Flags of {engine} stand after --.
 
   openssl rand -hex 32 > token; chmod 600 token                   once; the same file on every host
   pdlink {command} prefill MODEL --listen 10.0.0.1 --token token -- {flags}
@@ -47,21 +47,21 @@ def add_arguments(command: Parser, name: str) -> None:
         "--listen",
         default="127.0.0.1",
         metavar="HOST[:PORT]",
-        help="where others reach its HTTP (127.0.0.1, port 8100 of prefill, 8200 of decode, 8000 of both); control "
-        "plane takes the port 400 above",
+        help="address where others reach its HTTP (127.0.0.1; port 8100 for prefill, 8200 for decode, 8000 for "
+        "both); the control plane listens 400 ports above",
     )
     command.add_argument(
         "--token",
         metavar="FILE",
-        help="with a secret that all servers and the proxy share; needed where other hosts reach the server, or "
-        "--set security.insecure=true",
+        help="file with the secret of the deployment, the same on all servers and the proxy; required if other hosts "
+        "reach the server (or --set security.insecure=true)",
     )
     if name == "vllm":
-        command.add_argument("--disk", metavar="DIR", help="keep prompts there; needs --disk-size")
-        command.add_argument("--disk-size", type=float, metavar="GIB", help="space for them")
+        command.add_argument("--disk", metavar="DIR", help="keep the KV of prompts there; needs --disk-size")
+        command.add_argument("--disk-size", type=float, metavar="GIB", help="disk space to use")
     command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting; repeatable")
     command.add_argument("--print", action="store_true", help="print the command instead of running it")
-    command.hint = f"; flags of {engine} stand behind --"
+    command.hint = f"; flags of {engine} stand after --"
     command.set_defaults(run=run, engine=name)
 
 
@@ -70,6 +70,8 @@ def run(args: argparse.Namespace) -> None:
 
     settings: dict[str, Any] = {}
     if getattr(args, "disk", None) is not None:
+        if args.disk_size is None:
+            raise ConfigError(NO_DISK_SIZE)
         settings |= {"tiers.local_disk": os.path.join(os.path.abspath(args.disk), "{name}")}
     if getattr(args, "disk_size", None) is not None:
         settings |= {"tiers.max_local_disk_size": args.disk_size}

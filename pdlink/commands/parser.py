@@ -88,9 +88,9 @@ def add_log_behind(command: argparse.ArgumentParser) -> None:
 
 def add_log(parser: argparse.ArgumentParser, default: str | None) -> None:
     """`--log-level` and `--log-format`."""
-    level = "least important line that is logged (warning; of a deployment info)"
+    level = "lowest level that is logged (warning; `up`: info)"
     parser.add_argument("--log-level", choices=logs.LEVELS, default=default, help=level)
-    form = "how a line looks: text, or json with one object a line (text)"
+    form = "text, or json: one object a line (text)"
     parser.add_argument("--log-format", choices=logs.FORMATS, default=default, help=form)
 
 

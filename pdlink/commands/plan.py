@@ -9,8 +9,9 @@ from pdlink.commands.parser import positive, positive_float
 from pdlink.config.proxy import DEFAULT_POLICIES
 
 DESCRIPTION = """\
-How many prefill and decode workers a traffic needs: the ratio in closed form, then the best splits, simulated behind
-the proxy's own policies, with the highest rate at which each keeps the promise. docs/deploy.md says what is modelled.
+How many prefill and decode workers a traffic needs, and whether P/D pays for it. Computes the ratio in closed form,
+then simulates splits behind the proxy's own policies: the highest rate at which each keeps the promised TTFT and time
+per token. docs/deploy.md says what is modelled.
 
   pdlink plan trace.jsonl --workers 24 --ttft 2 --per-token 0.02
   pdlink plan trace.csv --curves curves.json --rate 40
@@ -19,10 +20,10 @@ the proxy's own policies, with the highest rate at which each keeps the promise.
 """
 EPILOG = """\
 traces: Mooncake's JSON lines, the proxy's decision_log, Azure's CSV.
-curves: what `pdlink bench curves` measured, or aiconfigurator's disagg/pareto.csv; without any an 8B model on an
-H100, roughly.
+curves: what `pdlink bench curves` measured, or aiconfigurator's disagg/pareto.csv; without any, roughly an 8B model
+on an H100.
 
-exit status: 0 a split keeps the promise, 1 none does, 2 wrong usage or files
+exit status: 0 a split keeps the promise, 1 no split does, 2 wrong usage or files
 """
 MOST_WORKERS = 2000
 
@@ -30,31 +31,39 @@ MOST_WORKERS = 2000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `pdlink plan`."""
     add = parser.add_argument
-    add("trace", nargs="?", type=Path, metavar="TRACE", help="requests; else --prompt and --answer")
-    add("--prompt", type=_quantiles, metavar="P:TOKENS,...", help="percentiles of prompts: 50:1000,99:8000")
-    add("--answer", type=_quantiles, metavar="P:TOKENS,...", help="percentiles of answers")
-    add("--rate", type=positive_float, metavar="PER_S", help="to be served; default: the trace's")
-    add("--workers", type=_workers, metavar="N", help="to be split; default: as few as serve the rate")
-    add("--ttft", type=positive_float, default=2.0, metavar="S", help="promised time to first token (%(default)s)")
-    text = "promised time per token after it (%(default)s)"
+    add("trace", nargs="?", type=Path, metavar="TRACE", help="file of requests; without one, --prompt and --answer")
+    add("--prompt", type=_quantiles, metavar="P:TOKENS,...", help="percentiles of prompt lengths: 50:1000,99:8000")
+    add("--answer", type=_quantiles, metavar="P:TOKENS,...", help="percentiles of answer lengths")
+    add("--rate", type=positive_float, metavar="PER_S", help="requests per second to serve (the trace's)")
+    add("--workers", type=_workers, metavar="N", help="workers to split (the fewest that serve the rate)")
+    add("--ttft", type=positive_float, default=2.0, metavar="S", help="promised TTFT (%(default)s)")
+    text = "promised time per token after the first (%(default)s)"
     add("--per-token", type=positive_float, default=0.03, metavar="S", help=text)
-    add("--share", type=_share, default=0.9, metavar="SHARE", help="of requests with both (%(default)s)")
-    text = "of `pdlink bench curves`, or .csv of aiconfigurator, one for each length of prompts"
+    add(
+        "--share",
+        type=_share,
+        default=0.9,
+        metavar="SHARE",
+        help="share of requests that must meet both (%(default)s)",
+    )
+    text = "speeds of a worker: a file of `pdlink bench curves`, or .csv of aiconfigurator, one per prompt length"
     add("--curves", type=Path, nargs="+", metavar="FILE", help=text)
-    add("--link", type=positive_float, metavar="GB_PER_S", help="of one prefill worker, instead of the curves'")
-    add("--kv-bytes", type=positive_float, metavar="BYTES", help="of a token's KV, instead of the curves'")
-    text = "KV that all tiers keep, for prompts that begin alike (none)"
+    add("--link", type=positive_float, metavar="GB_PER_S", help="speed of a prefill worker's link (the curves')")
+    add("--kv-bytes", type=positive_float, metavar="BYTES", help="KV of one token (the curves')")
+    text = "tokens whose KV the tiers keep, for prompts with equal beginnings (none)"
     add("--cache-tokens", type=positive, metavar="TOKENS", help=text)
-    add("--requests", type=positive, default=12_000, metavar="N", help="simulated (%(default)s)")
-    add("--as-traced", action="store_true", help="requests come in the trace's rhythm, not at random")
-    text = "of the proxy, one or PREFILL,DECODE (%(default)s)"
+    add("--requests", type=positive, default=12_000, metavar="N", help="number of simulated requests (%(default)s)")
+    add("--as-traced", action="store_true", help="requests arrive as in the trace, not at random")
+    text = "placement policy, one for both or PREFILL,DECODE (%(default)s)"
     add("--policy", default=",".join(DEFAULT_POLICIES.values()), metavar="NAME", help=text)
-    add("--seed", type=int, default=1, help="of what is drawn (%(default)s)")
-    text = "a proxy: its rate and number of workers are taken, its times compared"
+    add("--seed", type=int, default=1, help="seed of random draws (%(default)s)")
+    text = "running proxy: take its rate and number of workers, and compare its times"
     add("--live", metavar="URL", help=text)
-    add("--live-s", type=positive_float, default=10.0, metavar="S", help="how long it is watched (%(default)s)")
-    add("--key-file", metavar="FILE", help="with one of the proxy's api_keys")
-    add("--json", type=Path, metavar="FILE", help="write everything here; - is standard output, without the table")
+    add("--live-s", type=positive_float, default=10.0, metavar="S", help="seconds to watch it (%(default)s)")
+    add("--key-file", metavar="FILE", help="file with one of the proxy's API keys")
+    add(
+        "--json", type=Path, metavar="FILE", help="write all results here; - is standard output, instead of the table"
+    )
 
 
 def _quantiles(text: str) -> dict[float, float]:

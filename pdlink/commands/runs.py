@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pdlink.cli")
 
+NO_DISK_SIZE = "--disk-size: missing; say how many GiB of --disk may be used"
+
 
 def settings_of_flags(args: argparse.Namespace, *flags: str) -> dict[str, Any]:
     """The flags that were given, by dotted key; `--set` last."""
@@ -119,7 +121,12 @@ def store(args: argparse.Namespace) -> int | None:
     flags = {"socket": args.socket, "tiers.max_local_cpu_size": args.memory}
     flags |= {"tiers.local_disk": args.disk, "tiers.max_local_disk_size": args.disk_size}
     settings = _given(flags) | _log_flags(args) | settings_of_flags(args, "--listen")
-    config = load(StoreConfig, args.config, flags=settings)
+    try:
+        config = load(StoreConfig, args.config, flags=settings)
+    except ConfigError as error:
+        if args.disk is not None and str(error).startswith("tiers.max_local_disk_size: missing"):
+            raise ConfigError(NO_DISK_SIZE) from None
+        raise
     _log_as(config.log, args)
     run_store(config, None, mention)
     return None

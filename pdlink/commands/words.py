@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _EXAMPLES: dict[str, tuple[str, str]] = {
     "proxy": ("queue_size=64", "policy=cost"),
-    "store": ("tiers.max_local_cpu_size=16", "transport.kind=tcp"),
+    "store": ("tiers.max_local_cpu_size=16", "tiers.ttl_s=3600"),
     "up": ("prefill.cache.num_blocks=2048", "decode.transport.kind=tcp"),
 }
 
@@ -14,8 +14,8 @@ def settings_help(command: str) -> str:
     one, other = _EXAMPLES.get(command, ("cache.num_blocks=2048", "transport.kind=ucx"))
     key, _, value = one.partition("=")
     return f"""\
-settings come from the defaults, then --config FILE (YAML), then the environment
-(PDLINK_{key.upper().replace(".", "__")}={value}), then the flags here; --set reaches every setting:
+Later ones win: defaults, --config FILE (YAML), the environment
+(PDLINK_{key.upper().replace(".", "__")}={value}), flags. --set reaches every setting:
   --set {one} --set {other}
 """
 
@@ -23,21 +23,21 @@ settings come from the defaults, then --config FILE (YAML), then the environment
 FLAGS: dict[str, tuple[str, str]] = {
     "--listen": (
         "listen",
-        "HOST[:PORT] where others reach it; port 0 takes a free one (127.0.0.1, a proxy on port 8000)",
+        "address where others reach it (127.0.0.1; the proxy on port 8000); port 0 takes a free one",
     ),
     "--name": ("name", "name of this worker, unique in the deployment"),
     "--model": (
         "model.path",
-        "local directory or hub id of a transformers causal LM (a small random one)",
+        "local directory or hub id of a transformers causal LM (a small one, made on the spot)",
     ),
     "--token": (
         "security.token_file",
-        "file with a secret that all workers and the proxy share; keys are made of it",
+        "file with a secret that all workers and the proxy share; their keys are derived from it",
     ),
     "--transport": ("transport.kind", "auto, mapped, ucx or tcp (auto: the best that both sides have)"),
     "--on-transfer-failure": (
         "on_transfer_failure",
-        "what decode does without the KV: recompute or fail (recompute)",
+        "what decode does if the KV does not come: recompute or fail (recompute)",
     ),
 }
 
@@ -50,8 +50,8 @@ LABORATORY: dict[str, str] = {
 
 DESCRIPTIONS: dict[str, str] = {
     "up": """\
-Start a proxy and its prefill and decode workers on this machine, print a URL and a curl line, and start again what
-ends, until Ctrl-C. Without --model a tiny one is used: no download, no GPU.
+Start a proxy with prefill and decode workers on this machine and print a URL and a curl line. Restart a process that
+dies, until Ctrl-C. Without --model it uses the small one that comes with pdlink: no download, no GPU.
 
   pdlink up                                  one prefill and one decode worker
   pdlink up --prefill 2 --decode 3 --model DIR_OR_HUB_ID
@@ -77,15 +77,15 @@ Serve either leg of requests, and whole ones. A proxy may list it on both sides.
   pdlink both --listen 10.0.0.1:8100 --model DIR_OR_HUB_ID
 """,
     "proxy": """\
-Serve OpenAI's API, and send the two legs of each request to workers. It starts without them, and follows them as they
-come and go. A page for people is at /pdlink/, its health at /health, /readyz and /livez.
+Serve OpenAI's API in front of prefill and decode workers: each request goes to one of either. Workers may start
+later, and may come and go. The page for people is /pdlink/; health is at /health, /readyz and /livez.
 
   pdlink proxy --prefill http://10.0.0.1:8100 --decode http://10.0.0.2:8200
   pdlink proxy --config configs/proxy.yaml
 """,
     "store": """\
-Keep the KV of prompts for all workers of this host, which find it by their setting tiers.store, and keep it when they
-end.
+Keep the KV of prompts for all workers of this host. Workers connect to its socket (their setting tiers.store); what
+it keeps outlives them.
 
   pdlink store --memory 16 --disk /var/tmp/kv --disk-size 200
   pdlink prefill --set tiers.store=ipc:///tmp/pdlink-1000/store.sock

@@ -34,7 +34,7 @@ store process: its places.
 """
 EPILOG = """\
   pdlink doctor --config configs/prefill.yaml    before a start
-  pdlink doctor 127.0.0.1:8000                   of a deployment that runs
+  pdlink doctor 127.0.0.1:8000                   a running deployment
   pdlink doctor 127.0.0.1:8000 --json            for a script, or for an issue
 
 exit status: 0 nothing found, 1 something is wrong, 2 wrong usage
@@ -49,15 +49,17 @@ _TIMES_AGAIN = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", nargs="?", metavar="URL", help="of a proxy or a store; http:// may be left out")
-    parser.add_argument("--config", metavar="FILE", help="settings of any role, to be looked at, too")
+    parser.add_argument("--config", metavar="FILE", help="settings file to check, of any role")
     parser.add_argument(
         "--key-file",
         metavar="FILE",
-        help="with the proxy's API key; where it has several, with one of admin_key_file",
+        help="file with the proxy's API key; where it has several, with one of admin_key_file",
     )
-    parser.add_argument("--tokens", type=int, default=256, metavar="N", help="of each pair's transfer (%(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=256, metavar="N", help="tokens to transfer between each pair (%(default)s)"
+    )
     parser.add_argument("--pairs", type=int, default=64, metavar="N", help="most pairs to measure (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="print all that was found as JSON")
+    parser.add_argument("--json", action="store_true", help="print all results as JSON")
     parser.set_defaults(run=run)
 
 

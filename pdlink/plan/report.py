@@ -68,8 +68,8 @@ def sentences(plan: PlanReport) -> list[str]:
         return said
     said.append(
         f"{found.name} of {plan.workers} workers: {found.per_s:.1f} requests/s, {promised}, placed by the proxy's"
-        f" policies ({','.join(asked.policies)}). {_beside_closed_form(plan)} At more the {found.limit} is missed"
-        f" first; what limits it is {plan.limit}."
+        f" policies ({','.join(asked.policies)}). {_beside_closed_form(plan)} At a higher rate the"
+        f" {found.limit} is missed first; the bottleneck is {plan.limit}."
     )
     said.append(
         f"Closed form: {form.num_prefill(plan.workers):.1f} prefill workers of {plan.workers}, batch {form.batch:.0f}"
@@ -81,16 +81,16 @@ def sentences(plan: PlanReport) -> list[str]:
             f"For the {plan.per_s:.1f} requests/s of {plan.name}: {plan.fewest} workers, about {num}P{other}D."
         )
     elif plan.per_s:
-        said.append(f"For the {plan.per_s:.1f} requests/s of {plan.name}: no fleet that was tried is enough.")
+        said.append(
+            f"For the {plan.per_s:.1f} requests/s of {plan.name}: no number of workers that was tried is enough."
+        )
     return said
 
 
 def _beside_closed_form(plan: PlanReport) -> str:
     most = f"{plan.closed_per_s:.1f} requests/s of the closed form"
     if plan.usable > 1:
-        return (
-            f"That is more than the {most}, which knows no prompts that share a pass and no requests that may miss."
-        )
+        return f"That is more than the {most}, which lets no prompts share a pass and no request miss the promise."
     return f"That is {plan.usable:.0%} of the {most}, where no request ever waits."
 
 
@@ -99,12 +99,12 @@ def _why_none(plan: PlanReport) -> str:
     alone = plan.asked.most_alone
     if alone < promise.share:
         return (
-            f"{1 - alone:.0%} of the prompts take longer to compute with nobody before them; promise more time, or a"
+            f"{1 - alone:.0%} of the prompts take longer to compute even without a queue; promise more time, or a"
             " smaller share"
         )
     if promise.per_token_s <= curves.decode_step_s(1, plan.form.context):
         step_ms = curves.decode_step_s(1, plan.form.context) * 1e3
         return f"a decode step of one sequence takes {step_ms:.1f} ms; promise more time a token"
     if plan.form.link_loses:
-        return "KV comes too late for the second token; see the link"
-    return f"the {plan.splits[0].limit} is missed; promise more"
+        return "KV arrives too late for the second token; see the link"
+    return f"the {plan.splits[0].limit} is missed; promise more time"
