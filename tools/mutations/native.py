@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
+_COMMON = "pdlink_common"
+"""What modules share."""
+
 
 class Native:
     def __init__(self, copy: Path) -> None:
@@ -41,12 +44,15 @@ class Native:
             if not self.build(module):
                 raise SystemExit(f"{module} does not build")
             self._whole[module] = self._build / f"whole-{module}"
-            shutil.copytree(self._objects(module), self._whole[module])
+            for target in (module, _COMMON):
+                shutil.copytree(self._objects(target), self._whole[module] / target)
 
     def give_back(self, module: str) -> None:
         """Undo builds since `keep`. The source has to have its old time again: then nothing is compiled for it."""
-        shutil.rmtree(self._objects(module))
-        shutil.copytree(self._whole[module], self._objects(module))
+        for target in (module, _COMMON):
+            shutil.rmtree(self._objects(target))
+            shutil.copytree(self._whole[module] / target, self._objects(target))
+        (self._build / f"lib{_COMMON}.a").unlink(missing_ok=True)  # newer than its objects are now
 
     def _objects(self, module: str) -> Path:
         return self._build / "CMakeFiles" / f"{module}.dir"
