@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdlink.api.health import Health
-from pdlink_proxy.fleet import Fleet, WorkerState, compare, mean_speed
+from pdlink_proxy.fleet import Fleet
 from pdlink_proxy.pair_times import PairTimes
 from pdlink_proxy.placement import Placer
 from pdlink_proxy.queue import Queue
 from pdlink_proxy.side import Side
 from pdlink_proxy.steps import Leg
+from pdlink_proxy.table import WorkerState, compare, mean_speed
 from pdlink_proxy.worker import State, Worker
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from pdlink.api.fields import decoded
 from pdlink.errors import ConfigError, InvalidApiKey, InvalidRequest
 
 from .access import may_enter
-from .membership import ListedWorker, Members, Membership, Role, parse
+from .members import ListedWorker, Members, Role
+from .membership import Membership, parse
 from .steps import Leg
 
 if TYPE_CHECKING:

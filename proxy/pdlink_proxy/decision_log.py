@@ -24,9 +24,8 @@ from .decisions import Considered  # noqa: TC001  (msgspec reads the annotation 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping
 
-    from .admission import Admission
-    from .attempt import Attempt
     from .decisions import Decision
+    from .fleet import PlacementRequest
     from .records import RequestRecord
 
 log = logging.getLogger("pdlink.proxy")
@@ -150,9 +149,14 @@ class Tally:
         return self._said or self._ids or self._events
 
 
-def logged(record: RequestRecord, admission: Admission, tally: Tally, attempts: Iterable[Attempt]) -> Logged:
-    """The line of a request that has ended."""
-    wanted, last = admission.wanted, admission.decision
+def logged(
+    record: RequestRecord,
+    wanted: PlacementRequest,
+    last: Decision | None,
+    tally: Tally,
+    attempts: list[LoggedAttempt],
+) -> Logged:
+    """The line of a request that has ended. last: what was decided about it last."""
     return Logged(
         timestamp=int((record.at_s - record.total_s) * 1000),
         input_length=record.prompt_tokens if tally.prompt_tokens is None else tally.prompt_tokens,
@@ -168,7 +172,7 @@ def logged(record: RequestRecord, admission: Admission, tally: Tally, attempts: 
         prefill_s=record.prefill_s,
         ttft_s=record.ttft_s,
         total_s=record.total_s,
-        attempts=[attempt.logged() for attempt in attempts],
+        attempts=attempts,
     )
 
 

@@ -15,7 +15,7 @@ from pdlink.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from .membership import ListedWorker
+    from .members import ListedWorker
 
 HEADER = "X-data-parallel-rank"
 """Of vLLM (0.24 to 0.32), which counts the engines behind one port from 0."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import re
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -19,11 +17,11 @@ from pdlink.kv.hashing import Origin, namespace
 from pdlink.kv.hashing import chain as chained
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     from pdlink.api.openai import Call
 
-    from .table import Column, Table, Workers
+    from .table import Column, Workers, WorkerState
 
     Tokens: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
@@ -33,13 +31,6 @@ UNKNOWN_ANSWER_TOKENS = 256
 """Of a request without a limit."""
 
 _KEY_NBYTES = BYTES_PER_TOKEN * KEY_TOKENS
-_DECAY = 0.97
-_MOST_OF_MEAN = 4
-_FIRST_MEAN_TOKENS = 4096
-"""Where tokens are what clients allow: one request counts in a worker's pace as at most so many mean ones, and nobody
-knows the mean of the first. Else a client that allows millions, and gets ten, makes its worker look quick."""
-_NOISE = 1.3
-"""Speeds this far from the mean are measured where workers are equal: their prompts differ."""
 
 
 class PlacementRequest:
@@ -164,156 +155,6 @@ def wanted(call: Call, session: str | None) -> PlacementRequest:
         session or said.user or "",
         said.priority or 0,
     )
-
-
-@dataclass(slots=True, eq=False)
-class WorkerState:
-    """One worker as placement sees it, kept up to date by what is sent to it and what it says of itself."""
-
-    key: str
-    """Names the worker and its incarnation."""
-    label: str = ""
-    """Names it for people."""
-    load: float = 0.0
-    """Tokens it has to do: those of unfinished requests of ours, and the requests it has from others. For prefill the
-    tokens it must compute, for decode those of prompt and answer."""
-    requests: int = 0
-    """Ours, not finished."""
-    tokens: int = 0
-    """Of those."""
-    foreign: int = 0
-    """Requests of others, by its own account."""
-    foreign_tokens: float | None = None
-    """What it has to do for them, by its own account; None if it says only how many they are."""
-    room_tokens: int | None = None
-    """Tokens whose KV it can still take; None if it does not say."""
-    pool_tokens: int | None = None
-    """Tokens whose KV it can hold; None if it does not say."""
-    tokens_per_s: float | None = None
-    """Finished per second in which there was something to do; None if not measured."""
-    publishes: bool = False
-    """It says what KV it has, in events; some have come."""
-    silence: str = ""
-    """Why it does not although it should, for people."""
-    group: tuple[str, str] = ("", "")
-    """Its cell and the fingerprint of its KV: KV moves within a group only. Unknown parts fit everything."""
-    taken: float = 0.0
-    """KV that it has computed of late, in shares of its pool: see `policies.cost`."""
-    slowness: float = 1.0
-    """Time for a token, relative to the mean of its pool. 1 for differences that may be chance."""
-    allowed: bool = False
-    """Its tokens are what clients allow (decode), and not what it computes for sure (prefill)."""
-    table: Table | None = None
-    """Where `row` is kept up to date."""
-    row: int = 0
-    _mean_tokens: float = 0.0
-    _most_counted: float = math.inf
-    """As so many tokens a request counts at most, in means and paces."""
-    _done_tokens: float = 0.0
-    """Finished, each request counting less than the next; `_done_s` they took."""
-    _done_s: float = 0.0
-    _since_s: float = 0.0
-    _counts_alone: bool = False
-    """Nothing but our tokens changes its load, and it has told no room."""
-
-    def __post_init__(self) -> None:
-        if self.allowed:
-            self._most_counted = _FIRST_MEAN_TOKENS
-
-    def sent(self, tokens: int, now: float) -> None:
-        """A request of ours leaves for it."""
-        requests, mean = self.requests, self._mean_tokens
-        if not requests:
-            self._since_s = now
-        self.requests = requests + 1
-        counted = tokens if tokens < self._most_counted else self._most_counted
-        self._mean_tokens = mean = mean + 0.1 * (counted - mean) if mean else float(counted)
-        if self.allowed:
-            self._most_counted = mean * _MOST_OF_MEAN or _FIRST_MEAN_TOKENS
-        self.tokens += tokens
-        if self._counts_alone:
-            self.load = load = self.load + tokens
-            if (table := self.table) is not None:
-                table.load[self.row] = load
-            return
-        if self.room_tokens is not None:
-            self.room_tokens -= tokens
-        self._weigh()
-
-    def finished(self, tokens: int, now: float, *, served: bool) -> None:
-        """A request that was `sent` needs nothing of it any more. served: it did what it was asked."""
-        self.requests = requests = self.requests - 1
-        self.tokens -= tokens
-        if served:
-            counted = tokens if tokens < self._most_counted else self._most_counted
-            self._done_tokens = done = self._done_tokens * _DECAY + counted
-            self._done_s = took_s = self._done_s * _DECAY + now - self._since_s
-            self.tokens_per_s = done / took_s if took_s > 0 else None
-        self._since_s = now
-        if self._counts_alone:  # at rest it is counted anew: sums of floats lose a little
-            self.load = load = self.load - tokens if requests else self.tokens + (self.foreign_tokens or 0)
-            if (table := self.table) is not None:
-                table.load[self.row] = load
-            return
-        if self.room_tokens is not None:
-            self.room_tokens += tokens
-        self._weigh()
-
-    def heard(self, requests: int, free_tokens: int | None, load_tokens: int | None = None) -> None:
-        """By its own account it has this many requests, room for so many tokens, and so many to do."""
-        self.foreign = max(0, requests - self.requests)
-        self.foreign_tokens = None if load_tokens is None else max(0, load_tokens - self.tokens)
-        self.room_tokens = free_tokens
-        self._weigh()
-        if self.table is not None:
-            self.table.tell_room(self, self.row)
-
-    @property
-    def idle(self) -> bool:
-        """It has no request, of nobody."""
-        return self.requests + self.foreign == 0
-
-    def grouped(self, group: tuple[str, str]) -> None:
-        if group != self.group:
-            self.group = group
-            if self.table is not None:
-                self.table.tell_group(self, self.row)
-
-    def compared(self, slowness: float) -> None:
-        if slowness != self.slowness:
-            self.slowness = slowness
-            if self.table is not None:
-                self.table.tell(self, self.row)
-
-    def took(self, taken: float) -> None:
-        self.taken = taken
-        if self.table is not None:
-            self.table.taken[self.row] = taken
-
-    def _weigh(self) -> None:
-        foreign = self.foreign_tokens
-        if foreign is None:
-            foreign = self.foreign * (self._mean_tokens or 1.0)
-        self.load = load = self.tokens + foreign
-        self._counts_alone = not self.foreign and self.room_tokens is None
-        if (table := self.table) is not None:
-            table.load[self.row] = load
-            if self.room_tokens is not None:
-                table.tell_room(self, self.row)
-
-
-def mean_speed(workers: Iterable[WorkerState]) -> float:
-    """Tokens per second of those of which it is measured; 0 if there are none."""
-    speeds = [worker.tokens_per_s for worker in workers if worker.tokens_per_s is not None]
-    return sum(speeds) / len(speeds) if speeds else 0.0
-
-
-def compare(workers: Sequence[WorkerState]) -> None:
-    """Set `slowness` of the workers of one pool."""
-    mean = mean_speed(workers)
-    for worker in workers:
-        ratio = mean / worker.tokens_per_s if worker.tokens_per_s else 1.0
-        worker.compared(ratio if ratio > _NOISE or ratio * _NOISE < 1 else 1.0)
 
 
 class Fleet(msgspec.Struct, frozen=True):

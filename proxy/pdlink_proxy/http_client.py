@@ -10,13 +10,11 @@ import asyncio
 import ssl
 import time
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
-from pdlink.config.listen import in_url
-
-from .http_connection import Connection, NoConnection
+from .http_connection import Address, Connection, Host, NoConnection
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,27 +25,6 @@ KEEPALIVE_S = 2.5
 """Lifetime of an idle connection: shorter than the servers' (5 s for uvicorn and vLLM), or requests would go into
 closed connections."""
 _MAX_KNOWN = 10_000
-
-
-class Address(NamedTuple):
-    scheme: str
-    host: str
-    port: int
-
-    @property
-    def authority(self) -> str:
-        host = in_url(self.host)
-        return host if self.port == (443 if self.scheme == "https" else 80) else f"{host}:{self.port}"
-
-
-class Host:
-    """A worker's address, and the connections to it that nobody uses, the newest last."""
-
-    __slots__ = ("__weakref__", "address", "idle")
-
-    def __init__(self, address: Address) -> None:
-        self.address = address
-        self.idle: deque[Connection] = deque()
 
 
 class HttpClient:

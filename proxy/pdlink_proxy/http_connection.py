@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import functools
 import socket
+from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast, overload
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast, overload
 
 import httptools
 
 from pdlink._http import BAD, BETWEEN, END, MORE, Answers
+from pdlink.config.listen import in_url
 
 if TYPE_CHECKING:
     from pdlink._http import Head
-
-    from .http_client import Host
 
 _T = TypeVar("_T")
 
@@ -35,6 +35,27 @@ _SOCKET_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
+
+
+class Address(NamedTuple):
+    scheme: str
+    host: str
+    port: int
+
+    @property
+    def authority(self) -> str:
+        host = in_url(self.host)
+        return host if self.port == (443 if self.scheme == "https" else 80) else f"{host}:{self.port}"
+
+
+class Host:
+    """A worker's address, and the connections to it that nobody uses, the newest last."""
+
+    __slots__ = ("__weakref__", "address", "idle")
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.idle: deque[Connection] = deque()
 
 
 class HttpError(Exception):

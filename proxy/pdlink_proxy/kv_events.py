@@ -30,7 +30,8 @@ from .upstream import printable
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
-    from .fleet import PlacementRequest, WorkerState
+    from .fleet import PlacementRequest
+    from .table import WorkerState
 
 log = logging.getLogger("pdlink.proxy")
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from .alarms import Alarms
-    from .fleet import WorkerState
     from .http_client import HttpClient, HttpRequest
     from .http_connection import Connection, Headers, HttpError
     from .steps import Loss
+    from .table import WorkerState
     from .worker import Worker
 
 LET_GO_S = 1.0

@@ -20,9 +20,9 @@ from .table import Workers
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set
 
-    from .fleet import Fleet, PlacementRequest, WorkerState
+    from .fleet import Fleet, PlacementRequest
     from .policies.base import Policy
-    from .table import Column
+    from .table import Column, WorkerState
 
 
 class Pair(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from .engines import id_of, workers_of
-from .fleet import KEY_TOKENS, Fleet, PlacementRequest, WorkerState, compare, mean_speed
+from .fleet import KEY_TOKENS, Fleet, PlacementRequest
 from .kv_events import KVEvents, source
 from .mismatches import mismatched
 from .outliers import leave_out
@@ -22,6 +22,7 @@ from .placement import Pair, Placer, ProxyBarred, Queued
 from .refusals import Refusals
 from .side import Side
 from .steps import Leg
+from .table import WorkerState, compare, mean_speed
 from .worker import State, Worker
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from pdlink.api.health import Health
 
-    from .membership import Members
+    from .members import Members
     from .mismatches import Mismatch
     from .records import Records
     from .refusals import RefusedPair

@@ -242,7 +242,8 @@ class Request:
         )
         shared.metrics.ended(record, self._stages, self._exemplar)
         if self._tally is not None and shared.decision_log is not None:
-            shared.decision_log.add(logged(record, admission, self._tally, self._attempts.values()))
+            attempts = [attempt.logged() for attempt in self._attempts.values()]
+            shared.decision_log.add(logged(record, admission.wanted, admission.decision, self._tally, attempts))
         if self._trace is not None:
             self._trace.ended(record, self._call)
 

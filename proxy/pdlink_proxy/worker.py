@@ -23,8 +23,8 @@ from pdlink.events import PeerChanged, emit
 from pdlink.few_lines import FewLines
 
 from .engines import id_of
-from .fleet import WorkerState
 from .outliers import Outlier
+from .table import WorkerState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -21,8 +21,9 @@ from pdlink.fleet.child import Child, start, stop
 from pdlink.fleet.ports import free_ports
 from pdlink.fleet.server import Server
 from pdlink_bench import resting
-from pdlink_proxy.fleet import PlacementRequest, WorkerState
+from pdlink_proxy.fleet import PlacementRequest
 from pdlink_proxy.kv_events import KVEvents
+from pdlink_proxy.table import WorkerState
 
 from .deployment import Answer, request, until
 from .readers import Reader

@@ -19,7 +19,7 @@ from pdlink_proxy.discovery.dns import DnsSource
 from pdlink_proxy.discovery.file import FileSource
 from pdlink_proxy.discovery.joined import Discovery, _Told, joined, source_of
 from pdlink_proxy.discovery.kubernetes import EndpointSlice, KubernetesSource, members_of
-from pdlink_proxy.membership import ListedWorker, Members
+from pdlink_proxy.members import ListedWorker, Members
 from pdlink_proxy.steps import Leg
 from tests.proxy.fakes import FakeWorker, proxy_of, until
 from tests.proxy.kubernetes_server import ApiServer, endpoint

@@ -12,7 +12,7 @@ import pytest
 
 from pdlink.api.answers import Usage, read_answer
 from pdlink_proxy.dialects.own import read_health
-from pdlink_proxy.fleet import WorkerState
+from pdlink_proxy.table import WorkerState
 from tests.private import write_private
 from tests.proxy.fake_sglang import FakeSglang
 from tests.proxy.fakes import FakeWorker, proxy_of

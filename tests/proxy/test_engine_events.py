@@ -13,9 +13,10 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from pdlink_proxy.fleet import PlacementRequest, WorkerState
+from pdlink_proxy.fleet import PlacementRequest
 from pdlink_proxy.kv_events import KVEvents
 from pdlink_proxy.kv_index import KVIndex, Publisher, events_in
+from pdlink_proxy.table import WorkerState
 from tests.proxy.events.frames import OTHER, PROMPT
 from tests.proxy.fakes import until
 from tests.proxy.test_kv_index import tokens_in

@@ -19,7 +19,8 @@ from pdlink_proxy.dialects import DIALECTS
 from pdlink_proxy.discovery.joined import joined, source_of
 from pdlink_proxy.discovery.kubernetes import EndpointSlice, KubernetesSource, members_of
 from pdlink_proxy.engines import HEADER
-from pdlink_proxy.membership import ListedWorker, Members, parse
+from pdlink_proxy.members import ListedWorker, Members
+from pdlink_proxy.membership import parse
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.worker import State
 from tests.proxy.fake_vllm import FakeVllm

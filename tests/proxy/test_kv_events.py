@@ -14,9 +14,10 @@ import zmq.asyncio
 from pdlink.kv.hashing import Preimage
 from pdlink.observe.kv_ledger import BlockPlace
 from pdlink.observe.kv_publisher import KVPublisher
-from pdlink_proxy.fleet import PlacementRequest, WorkerState
+from pdlink_proxy.fleet import PlacementRequest
 from pdlink_proxy.kv_events import LOADING, SILENT_S, KVEvents
 from pdlink_proxy.kv_index import events_in
+from pdlink_proxy.table import WorkerState
 from tests.proxy.fakes import until
 from tests.proxy.test_kv_index import batch, stored
 

@@ -13,7 +13,8 @@ from pdlink.config import ProxyConfig
 from pdlink.errors import ConfigError
 from pdlink_proxy.app import build_app
 from pdlink_proxy.dialects import DIALECTS
-from pdlink_proxy.membership import ListedWorker, Members, parse
+from pdlink_proxy.members import ListedWorker, Members
+from pdlink_proxy.membership import parse
 from pdlink_proxy.steps import Leg
 from tests.proxy.fakes import FakeWorker, Proxy, event, proxy_of, until
 

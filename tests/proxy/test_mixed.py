@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdlink_proxy.fleet import Fleet, PlacementRequest, WorkerState
+from pdlink_proxy.fleet import Fleet, PlacementRequest
 from pdlink_proxy.placement import Pair, Placer, Queued
+from pdlink_proxy.table import WorkerState
 from tests.proxy.fake_sglang import FakeSglang
 from tests.proxy.fake_vllm import FakeVllm
 from tests.proxy.fakes import FakeWorker, proxy_of, until

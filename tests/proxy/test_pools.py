@@ -14,7 +14,7 @@ from pdlink.config import ProxyConfig
 from pdlink.errors import ConfigError
 from pdlink_proxy.app import build_app
 from pdlink_proxy.dialects.own import read_health
-from pdlink_proxy.membership import ListedWorker, Members
+from pdlink_proxy.members import ListedWorker, Members
 from pdlink_proxy.placement import Placer
 from pdlink_proxy.pools import Pools
 from pdlink_proxy.steps import Leg

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from pdlink.api.health import Health
-from pdlink_proxy.fleet import Fleet, PlacementRequest, WorkerState, compare
+from pdlink_proxy.fleet import Fleet, PlacementRequest
 from pdlink_proxy.placement import Pair, Placer
 from pdlink_proxy.policies.registry import POLICIES
 from pdlink_proxy.side import Side
 from pdlink_proxy.steps import Leg
-from pdlink_proxy.table import Table, Workers
+from pdlink_proxy.table import Table, Workers, WorkerState, compare
 from pdlink_proxy.worker import FAILURES, State, Worker
 
 GROUPS = [("", ""), ("a", ""), ("a", "1"), ("b", "1"), ("b", "2")]

@@ -38,7 +38,8 @@ from pdlink_proxy.client_answer import ClientAnswer
 from pdlink_proxy.decisions import Decisions
 from pdlink_proxy.dialects import DIALECTS
 from pdlink_proxy.http_connection import Headers, NoConnection, WorkerGone
-from pdlink_proxy.membership import ListedWorker, Members, Membership
+from pdlink_proxy.members import ListedWorker, Members
+from pdlink_proxy.membership import Membership
 from pdlink_proxy.metrics import Metrics
 from pdlink_proxy.placement import Placer
 from pdlink_proxy.queue import Queue

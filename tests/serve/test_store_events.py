@@ -12,8 +12,9 @@ import pytest
 from pdlink.kv import hashing
 from pdlink.kv.hashing import Origin, Preimage
 from pdlink.serve.health import health
-from pdlink_proxy.fleet import PlacementRequest, WorkerState
+from pdlink_proxy.fleet import PlacementRequest
 from pdlink_proxy.kv_events import KVEvents
+from pdlink_proxy.table import WorkerState
 
 from ..observe.subscriber import Subscriber
 from ..store.process import client, process

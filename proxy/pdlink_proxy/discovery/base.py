@@ -9,7 +9,7 @@ from pdlink.errors import ConfigError, LocalError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..membership import Members
+    from ..members import Members
 
 ROLES = ("prefill", "decode", "both")
 

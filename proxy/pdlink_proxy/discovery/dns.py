@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pdlink.config.listen import HostPort
 from pdlink.errors import ConfigError
 
-from ..membership import ListedWorker, Members
+from ..members import ListedWorker, Members
 from .base import ROLES, SourceDown, pairs_of
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ import yaml
 
 from pdlink.errors import ConfigError
 
-from ..membership import Members, parse
+from ..members import Members
+from ..membership import parse
 from .base import ROLES, SourceDown
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import msgspec
 
 from pdlink.errors import ConfigError
 
-from ..membership import ListedWorker, Members
+from ..members import ListedWorker, Members
 from .base import ROLES, SourceDown
 from .dns import DnsSource
 from .file import FileSource

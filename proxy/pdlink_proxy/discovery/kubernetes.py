@@ -20,7 +20,7 @@ import msgspec
 from pdlink.config.proxy import MAX_ENGINES
 from pdlink.errors import ConfigError
 
-from ..membership import ListedWorker, Members
+from ..members import ListedWorker, Members
 from .base import ROLES, SourceDown, pairs_of
 from .dns import url_of
 

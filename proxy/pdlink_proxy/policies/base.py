@@ -9,8 +9,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..fleet import PlacementRequest, WorkerState
-    from ..table import Column, Names, Workers
+    from ..fleet import PlacementRequest
+    from ..table import Column, Names, Workers, WorkerState
 
 
 class Pick(NamedTuple):

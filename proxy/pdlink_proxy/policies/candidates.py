@@ -17,7 +17,8 @@ from .consistent_hash import rendezvous
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..fleet import PlacementRequest, WorkerState
+    from ..fleet import PlacementRequest
+    from ..table import WorkerState
 
 NUM_BY_CHANCE = 2
 NUM_KEYS = (1, 4, 16)

@@ -16,7 +16,8 @@ from .base import Pick, Policy, all_mixed, within
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..fleet import PlacementRequest, WorkerState
+    from ..fleet import PlacementRequest
+    from ..table import WorkerState
 
 NUM_KEYS = 4
 """Of a prompt that count: more than most system prompts, which many requests have in common."""

@@ -24,7 +24,8 @@ from .prefix import Prefix
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..fleet import PlacementRequest, WorkerState
+    from ..fleet import PlacementRequest
+    from ..table import WorkerState
 
 SPARED = 16
 """What it is worth, in tokens computed, to compute a token where nothing was computed of late, and not where a whole

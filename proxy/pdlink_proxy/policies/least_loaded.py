@@ -10,7 +10,8 @@ from .base import Pick, Policy
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..fleet import PlacementRequest, WorkerState
+    from ..fleet import PlacementRequest
+    from ..table import WorkerState
 
 
 class LeastLoaded(Policy):

@@ -12,7 +12,8 @@ from .base import Pick, Policy, mixed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..fleet import PlacementRequest, WorkerState
+    from ..fleet import PlacementRequest
+    from ..table import WorkerState
 
 
 class PowerOfTwo(Policy):

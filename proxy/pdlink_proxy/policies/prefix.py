@@ -11,7 +11,8 @@ from .prefix_index import PrefixIndex
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..fleet import PlacementRequest, WorkerState
+    from ..fleet import PlacementRequest
+    from ..table import WorkerState
 
 BOUND = 1.25
 """Times the mean load."""

@@ -10,8 +10,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
 
-    from ..fleet import PlacementRequest, WorkerState
-    from ..table import Column, Rows, Table, Workers
+    from ..fleet import PlacementRequest
+    from ..table import Column, Rows, Table, Workers, WorkerState
 
 MAX_KEYS = 500_000
 """Of all workers: 83 MB if no two workers share one (measured)."""

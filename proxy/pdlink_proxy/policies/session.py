@@ -11,7 +11,8 @@ from .consistent_hash import rendezvous
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..fleet import PlacementRequest, WorkerState
+    from ..fleet import PlacementRequest
+    from ..table import WorkerState
 
 BOUND = 2.0
 """Times the mean load. More than for prompts: a session that moves computes all of its prompt again."""

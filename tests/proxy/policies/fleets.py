@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from pdlink_proxy.fleet import PlacementRequest, WorkerState
+from pdlink_proxy.fleet import PlacementRequest
+from pdlink_proxy.table import WorkerState
 
 
 def worker(key: str, load: int = 0, **more: int | float | None) -> WorkerState:

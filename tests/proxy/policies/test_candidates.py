@@ -6,9 +6,10 @@ from collections import Counter
 
 import pytest
 
-from pdlink_proxy.fleet import Fleet, PlacementRequest, WorkerState
+from pdlink_proxy.fleet import Fleet, PlacementRequest
 from pdlink_proxy.placement import Pair, Placer
 from pdlink_proxy.policies.candidates import Candidates
+from pdlink_proxy.table import WorkerState
 
 WORKERS = [WorkerState(f"http://w{number}:1#e") for number in range(50)]
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdlink.errors import ConfigError
-from pdlink_proxy.fleet import WorkerState
 from pdlink_proxy.policies.registry import POLICIES, make_policy
+from pdlink_proxy.table import WorkerState
 from tests.proxy.policies.fleets import pool, request, some_request
 
 if TYPE_CHECKING:

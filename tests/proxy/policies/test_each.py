@@ -7,10 +7,10 @@ from collections import Counter, OrderedDict
 
 import pytest
 
-from pdlink_proxy.fleet import PlacementRequest, compare, count_tokens
+from pdlink_proxy.fleet import PlacementRequest, count_tokens
 from pdlink_proxy.policies.prefix_index import MAX_UNHEARD_KEYS, PrefixIndex
 from pdlink_proxy.policies.registry import make_policy
-from pdlink_proxy.table import FEW, Workers
+from pdlink_proxy.table import FEW, Workers, compare
 from tests.proxy.policies.fleets import pool, request, worker
 
 
