@@ -92,17 +92,17 @@ class ProxyLoad:
 
 
 LOADS = (
-    ProxyLoad("small request", "hello", 64, 0.8),
-    ProxyLoad("prompt of 4k tokens (16 KB of text)", "word" * 4096, 32, 0.8),
-    ProxyLoad(f"stream of {CHUNKS} events at once", "hello", 16, 0.4, stream=True),
-    ProxyLoad("64 paced streams", "paced", 64, 0.8, stream=True, unit="event", per_request=CHUNKS),
+    ProxyLoad("small request", "hello", clients=64, at_most=0.8),
+    ProxyLoad("prompt of 4k tokens (16 KB of text)", "word" * 4096, clients=32, at_most=0.8),
+    ProxyLoad(f"stream of {CHUNKS} events at once", "hello", clients=16, at_most=0.4, stream=True),
+    ProxyLoad("64 paced streams", "paced", clients=64, at_most=0.8, stream=True, unit="event", per_request=CHUNKS),
 )
-_HOLDING = ProxyLoad("held", "held", _HELD, 0.0, stream=True)
+_HOLDING = ProxyLoad("held", "held", clients=_HELD, at_most=0.0, stream=True)
 _PARTS = ("user", "kernel")
 _ADDED = "added latency"
 _ADDED_AT_MOST_S = 0.5e-3
 _MEMORY_AT_MOST_KB = 20.0
-_ALONE = ProxyLoad("one request at a time", "hello", 1, 0.0)
+_ALONE = ProxyLoad("one request at a time", "hello", clients=1, at_most=0.0)
 _MEMORY = "open stream"
 
 
@@ -139,7 +139,9 @@ def _report(args: argparse.Namespace, progress: Progress) -> BenchReport:
                 for role in ("prefill", "decode")
             }
             routers = [
-                stack.enter_context(RouterProcess(name, args.routers, workers, cores[0], args.dialect))
+                stack.enter_context(
+                    RouterProcess(name, args.routers, workers=workers, core=cores[0], dialect=args.dialect)
+                )
                 for name in (OURS, *_ROUTERS)
             ]
             for router in routers:
@@ -379,7 +381,9 @@ class RouterProcess(BenchProcess):
     async def _held(self) -> float:
         """KB that an open stream takes."""
         before = self._pss_kb()
-        protocols = [await _Client(self.port, _HOLDING, number, _Drive()).connect() for number in range(_HELD)]
+        protocols = [
+            await _Client(self.port, _HOLDING, number=number, drive=_Drive()).connect() for number in range(_HELD)
+        ]
         await asyncio.sleep(_SETTLE_S)
         grown = self._pss_kb() - before
         for client in protocols:
@@ -491,7 +495,7 @@ class _Client(asyncio.Protocol):
 async def _drive(port: int, load: ProxyLoad, seconds: float) -> _Drive:
     """`seconds` long, and until the last answer has ended."""
     drive = _Drive()
-    clients = [await _Client(port, load, number, drive).connect() for number in range(load.clients)]
+    clients = [await _Client(port, load, number=number, drive=drive).connect() for number in range(load.clients)]
     await asyncio.sleep(seconds)
     drive.going = False
     await asyncio.gather(*(client.ended for client in clients))

@@ -104,10 +104,10 @@ class Admission:
         self._waiting = Waiting(
             self._tenant,
             wanted.model,
-            wanted.total_tokens,
-            since_s,
-            self,
-            wanted.priority,
+            tokens=wanted.total_tokens,
+            since_s=since_s,
+            item=self,
+            priority=wanted.priority,
             kind=(wanted.whole, wanted.plain, first),
         )
         if not shared.queue.put(self._waiting):

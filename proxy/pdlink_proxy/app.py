@@ -93,7 +93,9 @@ class Router:
                 stack.callback(relays.close)
             if config.tokenize_wait_s:
                 own, wait_s = services.tokenizers, config.tokenize_wait_s
-                shared.tokenizing = Tokenizing(services.pools, control, services.metrics, own, wait_s)
+                shared.tokenizing = Tokenizing(
+                    services.pools, control, metrics=services.metrics, own=own, wait_s=wait_s
+                )
                 stack.push_async_callback(shared.tokenizing.close)
             if services.spans is not None:
                 services.spans.open()
@@ -176,7 +178,7 @@ class Router:
         if call.path in PATHS:
             headers = {**own_headers(self.services, request), **headers}
         client, over = ClientAnswer.of(request), asyncio.Event()
-        made = Request(self.services.shared, client, call, headers, request.headers, over.set)
+        made = Request(self.services.shared, client, call=call, headers=headers, said=request.headers, over=over.set)
         with self.services.running(made):
             made.begin()
             try:
@@ -205,7 +207,7 @@ class Router:
                 services.idle.set()
             ended()
 
-        made = Request(shared, client, call, headers, said, over)
+        made = Request(shared, client, call=call, headers=headers, said=said, over=over)
         if not running:
             services.idle.clear()
         running.add(made)

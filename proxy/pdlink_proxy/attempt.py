@@ -41,6 +41,7 @@ class Attempt:
 
     def __init__(
         self,
+        *,
         shared: Shared,
         number: int,
         admission: Admission,
@@ -121,7 +122,7 @@ class Attempt:
             tokens = asked.num_tokens + asked.answer_tokens
         now_s = time.monotonic()
         work = shared.pools.sent(asked, worker, tokens, now_s)
-        self.legs[leg] = running = WorkerLeg(worker, work, tokens, now_s, shared.freed)
+        self.legs[leg] = running = WorkerLeg(worker, work, tokens=tokens, now_s=now_s, freed=shared.freed)
         if self._trace is not None:
             running.span_id = new_span_id()
             headers = {**headers, "traceparent": self._trace.below(running.span_id)}

@@ -149,11 +149,11 @@ def wanted(call: Call, session: str | None) -> PlacementRequest:
     return PlacementRequest(
         call.model,
         count_tokens(prompt),
-        UNKNOWN_ANSWER_TOKENS if most is None else most,
-        prompt,
-        said.cache_salt if isinstance(said.cache_salt, str) else "",
-        session or said.user or "",
-        said.priority or 0,
+        answer_tokens=UNKNOWN_ANSWER_TOKENS if most is None else most,
+        prompt=prompt,
+        salt=said.cache_salt if isinstance(said.cache_salt, str) else "",
+        session=session or said.user or "",
+        priority=said.priority or 0,
     )
 
 

@@ -294,7 +294,7 @@ class Flow:
             self._legs[Leg.DECODE] = LegState(event.decode, now)
         if event.prefill is not None:
             self._legs[Leg.PREFILL] = LegState(event.prefill, now)
-        return [StartLegs(self.attempts, event.prefill, event.decode, at_once)]
+        return [StartLegs(self.attempts, event.prefill, decode=event.decode, at_once=at_once)]
 
     def _on_chunk(self, leg: Leg, state: LegState, data: bytes, now: float) -> list[Action]:
         buffer, forward = state.events, b""
@@ -348,7 +348,9 @@ class Flow:
             marks = marks_of(forward, look)
             self._error_passed = self._error_passed or bool(errors)
             then = _THEN[Reaction.ANSWER]
-            blames += [BlameLeg(self.attempts, Leg.DECODE, reason, text, then) for reason, text in errors]
+            blames += [
+                BlameLeg(self.attempts, Leg.DECODE, reason=reason, detail=text, then=then) for reason, text in errors
+            ]
         if self._recovery is not None and self._recovery.joins:
             try:
                 forward = self._recovery.join(forward)
@@ -367,7 +369,10 @@ class Flow:
         if leg is Leg.DECODE and marks & NAMED and has_named(forward, FAILURES):
             self._error_passed = True
             detail = excerpt(forward)
-            blames = [*blames, BlameLeg(self.attempts, Leg.DECODE, Loss.ERROR, detail, _THEN[Reaction.ANSWER])]
+            blames = [
+                *blames,
+                BlameLeg(self.attempts, Leg.DECODE, reason=Loss.ERROR, detail=detail, then=_THEN[Reaction.ANSWER]),
+            ]
         if leg is Leg.DECODE and (marks & DONE or self._last_events) and self._is_last(forward):
             if not (self._finished or self._error_passed):
                 return self._failed_by(leg, before_end(forward), Loss.MALFORMED, _NO_FINISH, b"", now)
@@ -465,7 +470,7 @@ class Flow:
             return self._on_lost(leg, Loss.BARRED, detail, now)
         answer, summary = self._words.answered(leg, status, event.body)
         if leg is Leg.PREFILL and self._rules.prefill_may_misread and status <= 500:
-            blame = BlameLeg(self.attempts, leg, status, said, "decode's answer decides")
+            blame = BlameLeg(self.attempts, leg, reason=status, detail=said, then="decode's answer decides")
             if Leg.DECODE in self._legs:
                 return [blame]
             if self._limits.decode_alone:
@@ -538,7 +543,10 @@ class Flow:
             if not refusal:
                 self._avoid |= self._to_avoid(leg, reason)
                 then = "the stream goes on elsewhere"
-                return [BlameLeg(self.attempts, leg, reason, detail, then), *self._again(Why.RECOVER, answer, now)]
+                return [
+                    BlameLeg(self.attempts, leg, reason=reason, detail=detail, then=then),
+                    *self._again(Why.RECOVER, answer, now),
+                ]
             why = f"; the stream cannot go on elsewhere: {refusal}"
             summary += why
         if lost_stream:
@@ -547,7 +555,7 @@ class Flow:
         if reaction is Reaction.RETRY and self._retries_left == 0:
             alone = leg is Leg.PREFILL and self._limits.decode_alone  # once: this attempt has no prefill leg to lose
             reaction = Reaction.RETRY if alone else Reaction.ANSWER
-        blame = BlameLeg(self.attempts, leg, reason, detail, _THEN[reaction] + why)
+        blame = BlameLeg(self.attempts, leg, reason=reason, detail=detail, then=_THEN[reaction] + why)
         match reaction:
             case Reaction.TELL_DECODE:
                 return [blame, *self._tell_decode(summary, now)]

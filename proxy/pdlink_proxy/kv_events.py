@@ -170,7 +170,7 @@ class KVEvents:
         listening = self._listening.get((where, model))
         if listening is None:
             publisher = Publisher(where.endpoint, next(self._numbers))
-            listener = EventListener(self.index, publisher, where.replay, where.scope)
+            listener = EventListener(self.index, publisher, replay=where.replay, scope=where.scope)
             listening = _Listening(listener, asyncio.create_task(listener.listen(model)), set())
             listener.spoke = partial(self._spoke, listening)
             self._listening[where, model] = self._of[publisher] = listening

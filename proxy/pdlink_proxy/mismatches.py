@@ -65,10 +65,10 @@ def mismatched(prefills: Iterable[Worker], decodes: Iterable[Worker]) -> list[Mi
             Mismatch(
                 factor,
                 ours[one][0].name,
-                len(ours[one]),
-                theirs[other][0].name,
-                len(theirs[other]),
-                " and ".join(alone),
+                num_prefill=len(ours[one]),
+                decode=theirs[other][0].name,
+                num_decode=len(theirs[other]),
+                stranded=" and ".join(alone),
             )
         )
     found.sort(key=lambda mismatch: not mismatch.stranded)

@@ -106,7 +106,7 @@ class PassThrough:
         if said.model is not None and (unknown := services.entry.unknown_model(said.model)) is not None:
             return unknown, Outcome.REJECTED
         most = said.max_tokens or said.max_output_tokens or 0
-        wanted = PlacementRequest(said.model or "", count_tokens(body), most, body)
+        wanted = PlacementRequest(said.model or "", count_tokens(body), answer_tokens=most, prompt=body)
         if (refusal := services.entry.over_limit(request, wanted.total_tokens)) is not None:
             return refusal, Outcome.REJECTED
         shared.retries.num_new += 1
@@ -142,7 +142,9 @@ class PassThrough:
             return None
         if not config.no_worker_timeout_s or not config.queue_size:
             return self._nobody()
-        waiting = Waiting(key_of(request.headers), model or "", wanted.total_tokens, loop.time(), waits)
+        waiting = Waiting(
+            key_of(request.headers), model or "", tokens=wanted.total_tokens, since_s=loop.time(), item=waits
+        )
         if not shared.queue.put(waiting):
             message = f"queue_size: {config.queue_size} requests wait already; try again later"
             return refused(
@@ -292,7 +294,7 @@ class _Count:
         self._shared, self._worker, now_s = shared, worker, time.monotonic()
         tokens = wanted.total_tokens
         worker.work.sent(tokens, now_s)
-        self._account = LegAccount(worker, worker.work, tokens, now_s, shared.freed)
+        self._account = LegAccount(worker, worker.work, tokens=tokens, now_s=now_s, freed=shared.freed)
         self._well: bool | None = None
         """As of `LegAccount.end`."""
 

@@ -105,7 +105,7 @@ class Pools:
                 worker = known.pop(id_of(url, engine.number), None)
                 if worker is None or worker.plain != plain:
                     label = f"both-{next(self._both)}" if plain else f"{side.value}-{next(self._labels[side])}"
-                    worker = Worker(url, side, label, engine.number, engine.headers, plain=plain)
+                    worker = Worker(url, side, label=label, engine=engine.number, headers=engine.headers, plain=plain)
                 worker.cell, worker.control = entry.cell, engine.control
                 worker.listed_as_draining = entry.drain
                 found.append(worker)
@@ -303,12 +303,12 @@ class Pools:
         fleet = Fleet(
             prefill.pair,
             decode.pair,
-            self.refusals.now() if refused_pairs else _NO_PAIRS,
-            _NOBODY if prefill.pair.num and decode.pair.num else self._barred_legs(),
-            needs_prefill,
-            decode.plain or (),
-            len(self._groups) > 1,
-            self._pair_times.behind,
+            refused=self.refusals.now() if refused_pairs else _NO_PAIRS,
+            barred=_NOBODY if prefill.pair.num and decode.pair.num else self._barred_legs(),
+            needs_prefill=needs_prefill,
+            plain=decode.plain or (),
+            grouped=len(self._groups) > 1,
+            behind=self._pair_times.behind,
         )
         known = _Known(fleet, (prefill.model or model) if prefill.pair.num else None)
         settled = prefill_side.settled(model) and decode_side.settled(model)

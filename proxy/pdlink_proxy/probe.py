@@ -162,8 +162,8 @@ class Prober:
         found = Probed(
             prefill.label,
             decode.label,
-            said or kv_path.UNKNOWN,
-            printable(error),
+            kv=said or kv_path.UNKNOWN,
+            error=printable(error),
             took_s=took_s,
             transfer_id=transfer_id,
         )

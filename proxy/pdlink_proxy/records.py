@@ -43,8 +43,8 @@ class Try(msgspec.Struct, gc=False):
         return Try(
             self.wanted_s - zero_s,
             None if placed_s is None else placed_s - zero_s,
-            None if prefill_s is None else prefill_s - zero_s,
-            None if decode_s is None else decode_s - zero_s,
+            prefill_s=None if prefill_s is None else prefill_s - zero_s,
+            decode_s=None if decode_s is None else decode_s - zero_s,
         )
 
 
@@ -72,7 +72,7 @@ def phases(tries: Sequence[Try], end_s: float, *, well: bool) -> list[Phase]:
             if reached_s is None:
                 continue
             to_s = min(until_s, max(at_s, reached_s))
-            found.append(Phase(number, name, at_s, to_s))
+            found.append(Phase(number, name, begin_s=at_s, end_s=to_s))
             at_s = to_s
     return found
 

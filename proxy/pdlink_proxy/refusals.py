@@ -106,7 +106,9 @@ class Refusals:
         if found is not None:
             now = time.monotonic()
             factor, local, remote = map(printable, (found.factor, found.local, found.remote))
-            pair = RefusedPair(prefill, decode, factor, local, remote, now + FIRST_PAUSE_S)
+            pair = RefusedPair(
+                prefill, decode, factor=factor, local=local, remote=remote, until_s=now + FIRST_PAUSE_S
+            )
             if found.retry_s > 0:
                 pair.until_s = now + min(found.retry_s, LONGEST_PAUSE_S)
             elif known is not None:
@@ -123,7 +125,7 @@ class Refusals:
         if known is None:
             until_s = time.monotonic() + FIRST_PAUSE_S
             lives = (prefill.key, decode.key)
-            pair = RefusedPair(prefill, decode, factor, "", "", until_s, lives=lives)
+            pair = RefusedPair(prefill, decode, factor=factor, local="", remote="", until_s=until_s, lives=lives)
             self._add(pair)
             _tell(pair)
 

@@ -142,7 +142,9 @@ class Request:
         if call.streaming:
             resumes, most = dialect.resumes, shared.config.recover_streams
             if most and resumes is not None and call.path in PATHS:
-                self._recovery = Recovery(call, resumes, most, self._seed, lambda: shared.pools.links)
+                self._recovery = Recovery(
+                    call, resumes, limit=most, seed=self._seed, links=lambda: shared.pools.links
+                )
         self._flow = Flow(
             shared.limits,
             now_s,
@@ -418,7 +420,14 @@ class Request:
     def _start_legs(self, action: StartLegs) -> None:
         recovery = self._recovery
         call = self._call if recovery is None else recovery.call  # the client's request, or the rest of it
-        attempt = Attempt(self._shared, action.attempt, self._admission, call, self._leg_headers, self._trace)
+        attempt = Attempt(
+            shared=self._shared,
+            number=action.attempt,
+            admission=self._admission,
+            call=call,
+            leg_headers=self._leg_headers,
+            trace=self._trace,
+        )
         self._attempts[action.attempt] = self._attempt = attempt
         attempt.start(self, self._seed, at_once=action.at_once)
 
@@ -466,13 +475,13 @@ class Request:
             if said.source is not None:
                 self._tell_source(leg.worker, said.source)
         kind = "application/json" if headers.is_json else headers.content_type
-        self.happen(Answered(leg.attempt, leg.leg, status, body, kind))
+        self.happen(Answered(leg.attempt, leg.leg, status=status, body=body, content_type=kind))
         leg.close(well=True)
 
     def lost(self, leg: WorkerLeg, loss: Loss, detail: str) -> None:
         """It ended without an answer."""
         self._failed(leg, loss)
-        self.happen(Lost(leg.attempt, leg.leg, loss, detail))
+        self.happen(Lost(leg.attempt, leg.leg, loss=loss, detail=detail))
 
     def _failed(self, leg: WorkerLeg, reason: Loss | int) -> None:
         """Its end, before another attempt is placed."""
@@ -641,7 +650,7 @@ class Request:
     def broke(self, leg: WorkerLeg, error: Exception) -> None:
         """Our own code failed at what it said."""
         if not self._flow.over:
-            self.happen(Lost(leg.attempt, leg.leg, Loss.LOCAL, f"internal error: {type(error).__name__}"))
+            self.happen(Lost(leg.attempt, leg.leg, loss=Loss.LOCAL, detail=f"internal error: {type(error).__name__}"))
         if not self._flow.over or not self.client.ended:
             self.fail(error)
 

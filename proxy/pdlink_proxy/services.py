@@ -240,7 +240,9 @@ class Services:
         def doing(records: Any) -> object:
             in_flight = {f"{worker.side.value} {worker.id}": worker.in_flight for worker in self.pools.all}
             kept = list(self.records) if records else []
-            return Doing(self.num_running, self.num_queued, in_flight, kept, self.records.num_ended)
+            return Doing(
+                self.num_running, self.num_queued, in_flight=in_flight, records=kept, num_ended=self.records.num_ended
+            )
 
         def members(_: Any) -> object:
             self.membership.read_kept()

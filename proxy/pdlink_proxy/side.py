@@ -124,7 +124,7 @@ class Side:
                     if worker.on_trial:
                         trial.append((row, worker))
             first = well[0].health.model if well and well[0].health else None
-            found = self._well[model] = _Well(well, mask, trial, self._split(mask, first))
+            found = self._well[model] = _Well(well, mask, trial=trial, usable=self._split(mask, first))
         return found
 
     def _split(self, mask: Mask, model: str | None) -> Usable:

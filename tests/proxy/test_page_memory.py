@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdlink_proxy.page.memory import NUM_STEPS, STEP_S, PageMemory
+from pdlink_proxy.page.memory import NUM_STEPS, STEP_S, PageMemory, StepFacts
 from pdlink_proxy.page.reports import Report
 from pdlink_proxy.page.view import before
 from pdlink_proxy.records import RequestRecord
@@ -26,21 +26,21 @@ class Told:
         self.records: list[RequestRecord] = []
         self.step()
 
-    def step(self, *more: RequestRecord, ended: int | None = None, **known: object) -> None:
+    def step(self, *records: RequestRecord, ended: int | None = None, **more: object) -> None:
         self.now_s += STEP_S
-        self.records += more
-        self.num_ended += len(more) if ended is None else ended
-        self.memory.step(
-            self.now_s,
-            self.records,
-            self.num_ended,
+        self.records += records
+        self.num_ended += len(records) if ended is None else ended
+        facts = StepFacts(
+            records=self.records,
+            num_ended=self.num_ended,
             running=2,
             queued=1,
-            reports=known.get("reports", {}),  # type: ignore[arg-type]
-            problems=known.get("problems", {}),  # type: ignore[arg-type]
-            misfits=known.get("misfits", ()),  # type: ignore[arg-type]
-            labels=known.get("labels", {"prefill-0", "decode-0"}),  # type: ignore[arg-type]
+            reports=more.get("reports", {}),  # type: ignore[arg-type]
+            problems=more.get("problems", {}),  # type: ignore[arg-type]
+            misfits=more.get("misfits", ()),  # type: ignore[arg-type]
+            labels=more.get("labels", {"prefill-0", "decode-0"}),  # type: ignore[arg-type]
         )
+        self.memory.step(self.now_s, facts)
 
     @property
     def texts(self) -> list[str]:

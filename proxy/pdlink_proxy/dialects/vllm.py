@@ -316,7 +316,7 @@ async def look(asking: Asking, known: KnownHealth) -> Health | str:
     # vLLM reports no epoch. A server that was away counts as restarted.
     epoch = str(int(known.last.epoch) + 1) if known.last else "1"
     name = urlsplit(asking.url).netloc
-    return Health("ok", name, epoch, None, names[0], None, aliases=tuple(names[1:]))
+    return Health("ok", name, epoch=epoch, role=None, model=names[0], control=None, aliases=tuple(names[1:]))
 
 
 def unless_repeatable(call: Call, _links: Links) -> str:
@@ -350,9 +350,9 @@ def rules_for(rules: Rules) -> Callable[[Call], Rules | None]:
 VLLM = Dialect(
     "vllm",
     _legs,
-    look,
-    _RULES,
-    rules_for(_RULES),
+    look=look,
+    rules=_RULES,
+    rules_of=rules_for(_RULES),
     paths=_PATHS,
     whole=needs_all_of_it,
     resumes=Resumes(unless_repeatable),

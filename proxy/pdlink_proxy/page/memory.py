@@ -94,6 +94,25 @@ class Happening(msgspec.Struct):
                 return f"{self.what} do not fit together{more}"
 
 
+class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known when a step ends."""
+
+    records: Sequence[RequestRecord]
+    """Oldest first, at least the newest ones of the step."""
+    num_ended: int
+    """Requests since the start, which may be more."""
+    running: int
+    queued: int
+    reports: Mapping[str, Report]
+    """By URL."""
+    problems: Mapping[str, str]
+    """By place of a tier, why it keeps less than its settings say."""
+    misfits: Iterable[tuple[str, str]]
+    """Names of two workers, and what differs."""
+    labels: Set[str]
+    """Of the workers that are listed."""
+
+
 class PageMemory:
     """Of one proxy, with all its processes."""
 
@@ -113,37 +132,20 @@ class PageMemory:
     def worker_changed(self, now_s: float, label: str, state: str, reason: str) -> None:
         """A worker came or went. Its first coming is no news."""
         if state in _AWAY and label not in self._away:
-            self._away[label] = away = Happening(now_s, now_s, "away", label, detail=reason[:MAX_CHARS])
+            self._away[label] = away = Happening(now_s, now_s, kind="away", what=label, detail=reason[:MAX_CHARS])
             self.happenings.append(away)
         elif state == State.OK.value and (left := self._away.pop(label, None)) is not None:
             left.until_s, left.over = now_s, True
 
-    def step(
-        self,
-        now_s: float,
-        records: Sequence[RequestRecord],
-        num_ended: int,
-        running: int,
-        queued: int,
-        reports: Mapping[str, Report],
-        problems: Mapping[str, str],
-        misfits: Iterable[tuple[str, str]],
-        labels: Set[str],
-    ) -> None:
-        """A step ends.
-
-        records: oldest first, at least the newest ones of it. num_ended: requests since the start, which may be more.
-        problems: by place of a tier, why it keeps less than its settings say. misfits: names of two workers, and what
-        differs.
-        labels: of the workers that are listed.
-        """
+    def step(self, now_s: float, facts: StepFacts) -> None:
+        """A step ends."""
         took_s = now_s - self._last_s if self._last_s else STEP_S
-        since = [record for record in records if self._last_s < record.at_s <= now_s] if self._last_s else []
-        ended = max(len(since), num_ended - self._num_ended) if self._last_s else 0
+        since = [record for record in facts.records if self._last_s < record.at_s <= now_s] if self._last_s else []
+        ended = max(len(since), facts.num_ended - self._num_ended) if self._last_s else 0
         share = ended / len(since) if since else 0.0  # requests that ended, for each record that is kept
         ttft = sorted(record.ttft_s for record in since if record.ttft_s is not None)
         failed = [record for record in since if record.outcome in ("failed", "broken")]
-        kv, sources = self._moved(reports, took_s)
+        kv, sources = self._moved(facts.reports, took_s)
         self.steps.append(
             Step(
                 at_s=now_s,
@@ -151,21 +153,21 @@ class PageMemory:
                 failed_per_s=len(failed) * share / took_s,
                 ttft_p50_ms=quantile_ms(ttft, 0.5),
                 ttft_p95_ms=quantile_ms(ttft, 0.95),
-                running=running,
-                queued=queued,
+                running=facts.running,
+                queued=facts.queued,
                 kv_bytes_per_s=kv,
                 sources=sources,
             )
         )
-        self._last_s, self._num_ended = now_s, num_ended
+        self._last_s, self._num_ended = now_s, facts.num_ended
         for label, away in list(self._away.items()):
-            away.until_s, away.over = now_s, label not in labels
+            away.until_s, away.over = now_s, label not in facts.labels
             if away.over:
                 del self._away[label]
         self._note_requests(now_s, since, failed)
-        for place, why in problems.items():
+        for place, why in facts.problems.items():
             self._note(now_s, "tier", place, detail=why)
-        for names, why in misfits:
+        for names, why in facts.misfits:
             self._note(now_s, "misfit", names, detail=why)
 
     def said(self, now_s: float) -> dict[str, Any]:
@@ -201,7 +203,7 @@ class PageMemory:
             if (each.kind, each.what) == (kind, what) and each.until_s >= now_s - _SAME_S:
                 each.until_s, each.count = now_s, each.count + count
                 return
-        self.happenings.append(Happening(now_s, now_s, kind, what, count, detail[:MAX_CHARS]))
+        self.happenings.append(Happening(now_s, now_s, kind=kind, what=what, count=count, detail=detail[:MAX_CHARS]))
 
     def _moved(self, reports: Mapping[str, Report], took_s: float) -> tuple[float | None, dict[str, float]]:
         """Bytes of KV a second, and prompt tokens a second by source."""

@@ -16,7 +16,7 @@ from pdlink.events import Event, PeerChanged, listen
 
 from ..steps import Leg
 from ..worker import State
-from .memory import STEP_S
+from .memory import STEP_S, StepFacts
 from .view import view
 
 if TYPE_CHECKING:
@@ -123,13 +123,19 @@ async def remember(services: Services) -> None:
             reports = await services.reports.now() if len(pools.all) <= _MAX_ASKED else {}
             healths = [(worker.label, worker.health) for worker in pools.all if worker.health is not None]
             refused = [pair.describe() for pair in itertools.islice(pools.refusals, _MAX_MISFITS)]
-            memory.step(
-                time.time(),
-                services.recorded(beside),
-                services.records.num_ended + sum(each.num_ended for each in beside.values()),
-                *services.num_doing(beside),
-                reports,
-                {f"{place} of {label}": why for label, health in healths for place, why in health.problems.items()},
-                [(f"{pair['prefill']} and {pair['decode']}", f"{pair['factor']} differs") for pair in refused],
-                {worker.label for worker in pools.all},
+            running, queued = services.num_doing(beside)
+            facts = StepFacts(
+                records=services.recorded(beside),
+                num_ended=services.records.num_ended + sum(each.num_ended for each in beside.values()),
+                running=running,
+                queued=queued,
+                reports=reports,
+                problems={
+                    f"{place} of {label}": why for label, health in healths for place, why in health.problems.items()
+                },
+                misfits=[
+                    (f"{pair['prefill']} and {pair['decode']}", f"{pair['factor']} differs") for pair in refused
+                ],
+                labels={worker.label for worker in pools.all},
             )
+            memory.step(time.time(), facts)
