@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +11,14 @@ import pytest
 
 from pdlink.errors import ConfigError
 from pdlink_proxy.dialects import DIALECTS
-from pdlink_proxy.discovery.base import SourceDown, WorkerSource
+from pdlink_proxy.discovery.base import SourceDown
 from pdlink_proxy.discovery.dns import DnsSource
 from pdlink_proxy.discovery.file import FileSource
-from pdlink_proxy.discovery.joined import Discovery, _Told, joined, source_of
+from pdlink_proxy.discovery.joined import joined, source_of
 from pdlink_proxy.discovery.kubernetes import EndpointSlice, KubernetesSource, members_of
 from pdlink_proxy.members import ListedWorker, Members
 from pdlink_proxy.steps import Leg
+from tests.conformance.discovery.sources import Seen, followed, write
 from tests.proxy.fakes import FakeWorker, proxy_of, until
 from tests.proxy.kubernetes_server import ApiServer, endpoint
 
@@ -30,54 +28,17 @@ if TYPE_CHECKING:
 PDLINK = DIALECTS["pdlink"]
 
 
-class Seen:
-    """A discovery of one source, and what the pools were told."""
-
-    def __init__(self, source: WorkerSource) -> None:
-        self.lists: list[Members] = []
-        self.discovery = Discovery({"it": _Told(source)}, self.lists.append, pause_s=0.01)
-
-    @property
-    def urls(self) -> list[str]:
-        return [each.url for each in (*self.lists[-1].prefill, *self.lists[-1].decode)] if self.lists else []
-
-    @property
-    def stale(self) -> bool:
-        return bool(self.discovery.describe()["it"]["stale"])
-
-
-@contextlib.asynccontextmanager
-async def followed(source: WorkerSource) -> AsyncIterator[Seen]:
-    seen = Seen(source)
-    task = asyncio.create_task(seen.discovery.follow("it"))
-    try:
-        yield seen
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert task.cancelled(), task
-
-
-def write(directory: Path, name: str, **worker: Any) -> None:
-    hidden = directory / f".{name}"
-    hidden.write_text(json.dumps(worker))
-    hidden.rename(directory / f"{name}.json")
-
-
 # ---- file:
 
 
-async def test_a_directory_lists_one_worker_a_file(tmp_path: Path) -> None:
+async def test_a_worker_file_that_is_replaced_moves_its_worker(tmp_path: Path) -> None:
     async with followed(FileSource(str(tmp_path), PDLINK, look_s=0.01)) as seen:
         await until(lambda: bool(seen.lists), "the empty list")
         write(tmp_path, "a", role="prefill", url="http://a:1", cell="rack1")
-        write(tmp_path, "b", role="decode", url="http://b:1")
-        await until(lambda: seen.urls == ["http://a:1", "http://b:1"], "both")
+        await until(lambda: seen.urls == ["http://a:1"], "the worker")
         assert seen.lists[-1].prefill[0].cell == "rack1"
-        write(tmp_path, "b", role="decode", url="http://c:1")  # another address after a restart
-        await until(lambda: seen.urls == ["http://a:1", "http://c:1"], "the new address")
-        (tmp_path / "a.json").unlink()
-        await until(lambda: seen.urls == ["http://c:1"], "the removal")
+        write(tmp_path, "a", role="prefill", url="http://c:1")  # another address after a restart
+        await until(lambda: seen.urls == ["http://c:1"], "the new address")
 
 
 async def test_what_files_list_is_told_at_the_first_look(tmp_path: Path) -> None:
@@ -102,37 +63,16 @@ async def test_a_file_that_breaks_keeps_what_it_listed(tmp_path: Path, caplog: p
     assert [each.levelname for each in about] == ["WARNING", "WARNING"]
 
 
-async def test_a_list_that_vanishes_leaves_the_workers_and_is_stale(tmp_path: Path) -> None:
-    path = tmp_path / "workers.yaml"
-    path.write_text("decode: ['http://a:1']")
-    async with followed(FileSource(str(path), PDLINK, look_s=0.01)) as seen:
-        await until(lambda: seen.urls == ["http://a:1"], "the worker")
-        path.unlink()
-        await until(lambda: seen.stale, "the mark")
-        assert seen.urls == ["http://a:1"]
-        path.write_text("decode: ['http://b:1']")
-        await until(lambda: seen.urls == ["http://b:1"] and not seen.stale, "the file's return")
-
-
 # ---- dns:
 
 
-async def test_all_addresses_of_a_name_are_workers_and_no_answer_changes_nothing() -> None:
-    addresses = {"p": ["10.0.0.2", "10.0.0.1", "10.0.0.1"], "d": ["fd00::1"]}
-
+async def test_each_address_of_a_name_is_one_worker() -> None:
     async def resolve(host: str, _port: int) -> list[str]:
-        if not addresses[host]:
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return addresses[host]
+        return {"p": ["10.0.0.2", "10.0.0.1", "10.0.0.1"], "d": ["fd00::1"]}[host]
 
-    async with followed(DnsSource("prefill=p:80,decode=d:81", resolve=resolve, ask_s=0.01)) as seen:
-        both = ["http://10.0.0.1:80", "http://10.0.0.2:80", "http://[fd00::1]:81"]
-        await until(lambda: seen.urls == both, "the addresses")
-        addresses["d"] = []
-        await until(lambda: seen.stale, "the mark")
-        assert seen.urls == both
-        addresses["d"] = ["10.0.0.9"]
-        await until(lambda: seen.urls == [*both[:2], "http://10.0.0.9:81"], "the new address")
+    async with followed(DnsSource("prefill=p:80,decode=d:81", resolve=resolve)) as seen:
+        await until(lambda: bool(seen.lists), "the addresses")
+        assert seen.urls == ["http://10.0.0.1:80", "http://10.0.0.2:80", "http://[fd00::1]:81"]
 
 
 # ---- kubernetes:
@@ -206,18 +146,6 @@ async def test_bookmarks_change_nothing(tmp_path: Path) -> None:
         api.delete("d-1")
         await until(lambda: len(seen.lists) > before, "the change behind it")
         assert (len(seen.lists), api.lists) == (before + 1, 1)
-
-
-async def test_an_api_server_that_is_away_empties_no_pool(tmp_path: Path) -> None:
-    async with cluster(tmp_path) as (api, seen):
-        urls = seen.urls
-        api.down = True
-        api.cut()
-        await until(lambda: seen.stale, "the mark")
-        assert seen.urls == urls
-        api.delete("d-1")
-        api.down = False
-        await until(lambda: seen.urls == urls[:2] and not seen.stale, "its return")
 
 
 @pytest.mark.parametrize(

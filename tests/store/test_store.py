@@ -329,8 +329,6 @@ def test_a_record_goes_below_when_it_is_wanted_a_second_time() -> None:
         assert put(store, KEYS[1:2]) == 1, "memory has lost it, and its history knows it"
         assert tier.kept.acquire(timeout=WAIT_S)
         assert set(tier.records) == {KEYS[0], KEYS[1]}
-    with pytest.raises(ConfigError, match="ingestion: got 'none'"):
-        Store(1 << 20, make_policy("lru"), ingestion="none")
 
 
 def test_a_record_that_one_thread_evicted_and_another_stored_again_at_once_can_be_lent(
