@@ -87,18 +87,20 @@ void Relay::run() {
         for (int i = 0; i < num; ++i) {
             const Key key = events[static_cast<std::size_t>(i)].data.u64;
             if (key == kStop) return;
-            turn(key);
+            turn(key, (events[static_cast<std::size_t>(i)].events & EPOLLERR) != 0);
         }
     }
 }
 
-void Relay::turn(Key key) {
+void Relay::turn(Key key, bool broken) {
     const std::lock_guard lock(mutex_);
     const auto found = streams_.find(key);
     if (found == streams_.end()) return;  // taken meanwhile
     Stream& stream = found->second;
     std::string unread, unsent;
-    if (!pass(stream, unread, unsent)) {
+    if (broken) {  // the system tells of a reset once: to its owner, when that reads
+        tell(end(key, std::move(stream.part), {}));
+    } else if (!pass(stream, unread, unsent)) {
         tell(end(key, std::move(unread), std::move(unsent)));
     } else if (stream.passed.size() >= kTellNbytes) {
         tell({key, std::exchange(stream.passed, {}), false, {}, {}});

@@ -64,7 +64,7 @@ class Relay {
     };
 
     void run();
-    void turn(Key key);
+    void turn(Key key, bool broken);
 
     // False if the stream comes back, with `unread` and `unsent`.
     bool pass(Stream& stream, std::string& unread, std::string& unsent);

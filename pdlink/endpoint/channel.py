@@ -47,9 +47,6 @@ _BACKLOG = 4096
 """Connections that wait to be accepted, as far as net.core.somaxconn allows. libzmq's default is 100: of 2,000 that
 come at once the rest try again seconds later."""
 
-_MAX_KNOWN_ROUTES = 65_536
-"""Some 300 bytes each; those of former connections are among them."""
-
 _QUEUE_FRAMES = 16
 """Frames that libzmq queues for one peer. More of them wait in `Sessions`, which counts their bytes."""
 
@@ -212,10 +209,6 @@ class Channel:
         self._gate: zmq.Socket[bytes] | None = None
         """The ROUTER's monitor: accepted connections, and with credentials failed handshakes."""
         self._inflow = Inflow()
-        self._known_routes: dict[bytes, tuple[str, str, int]] = {}
-        """By route, of connections that libzmq has named itself: its text, the proven key, the descriptor. libzmq
-        uses such a name once, and no client can choose one (it begins with a zero), so the key stays that of its
-        route."""
         self._dealers: dict[str, _Dialed] = {}
         self._routes: dict[zmq.Socket[bytes], str] = {}
         """Of every socket in `_dealers`."""
@@ -402,26 +395,17 @@ class Channel:
             route = self._router.recv(zmq.NOBLOCK)
         except zmq.Again:
             return None
-        known = self._known_routes.get(route)
-        if known is None:
-            parts = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-            frame, num_parts = parts[-1].bytes, len(parts)
-            public_key = str(parts[-1].get("User-Id")) if self.credentials is not None else ""  # set by libzmq
-            try:
-                fd = int(parts[-1].get(zmq.SRCFD))
-            except zmq.ZMQError:  # a client with a ZeroMQ from before 2013
-                fd = -1
-            known = route.hex(), public_key, fd
-            if route.startswith(b"\0"):
-                self._known_routes[route] = known
-                while len(self._known_routes) > _MAX_KNOWN_ROUTES:
-                    del self._known_routes[next(iter(self._known_routes))]
-        else:  # without its properties a frame is read in half the time
-            frame, num_parts = self._router.recv(zmq.NOBLOCK), 1
-            while self._router.getsockopt(zmq.RCVMORE):
-                frame, num_parts = self._router.recv(zmq.NOBLOCK), num_parts + 1
-        self._inflow.delivered.add(known[2])
-        return [Received(known[0], frame, known[1])] if num_parts == 1 else []
+        part, num_parts = self._router.recv(zmq.NOBLOCK, copy=False), 1
+        while part.more:
+            part, num_parts = self._router.recv(zmq.NOBLOCK, copy=False), num_parts + 1
+        # Asked of each frame: a route may be another client's by now, also one that libzmq has named.
+        public_key = str(part.get("User-Id")) if self.credentials is not None else ""  # set by libzmq
+        try:
+            fd = int(part.get(zmq.SRCFD))
+        except zmq.ZMQError:  # a client with a ZeroMQ from before 2013
+            fd = -1
+        self._inflow.delivered.add(fd)
+        return [Received(route.hex(), part.bytes, public_key)] if num_parts == 1 else []
 
     def _guard(self, router: zmq.Socket[bytes], credentials: Credentials) -> zmq.Socket[bytes]:
         """Let only holders of allowed keys connect to `router`."""

@@ -207,7 +207,8 @@ class Impostor:
     def __init__(self, site: Site, identity: bytes, keys: KeyPair = OTHER) -> None:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.IDENTITY, identity)
+        if identity:
+            self.socket.setsockopt(zmq.IDENTITY, identity)
         self.socket.setsockopt(zmq.RCVTIMEO, 5000)
         self.socket.setsockopt_string(zmq.CURVE_SERVERKEY, PREFILL.public)
         self.socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
@@ -275,20 +276,23 @@ def test_frames_count_for_the_key_that_sent_them(settled: tuple[Site, Node], sto
         assert site.prefill.endpoint.peers() == [victim]
 
 
-def test_session_of_a_worker_that_died_is_not_inherited_with_its_route(settled: tuple[Site, Node]) -> None:
+@pytest.mark.parametrize("chosen", [b"known", b""], ids=["its own route", "a route of libzmq's"])
+def test_session_of_a_worker_that_died_is_not_inherited_with_its_route(
+    settled: tuple[Site, Node], chosen: bytes
+) -> None:
     """The route is free again before the listener has missed a heartbeat; who comes on it next is somebody else."""
     site, decode = settled
     prefill = site.prefill.endpoint
     decode.close()
     until(lambda: not prefill.peers(), "the session is over")
-    with closing(Impostor(site, b"known", DECODE)) as dying:
+    with closing(Impostor(site, chosen, DECODE)) as dying:
         hello = messages.Hello("decode", decode.endpoint.local.identity, (LOOPBACK,))
         dying.send(messages.Envelope(messages.VERSION, "decode", "e", "", 7, 0, (hello,)))
         assert isinstance(dying.receive(), messages.Welcome)
     (victim,) = prefill.peers()
     answered = False
     while not answered:  # until libzmq has noticed the death, nobody is heard on this route
-        with closing(Impostor(site, b"known")) as impostor:
+        with closing(Impostor(site, bytes.fromhex(victim.route))) as impostor:
             until(impostor.is_connected, "the handshake is over")
             bye = messages.Bye("go away")
             impostor.send(messages.Envelope(messages.VERSION, "decode", "e", prefill.epoch, 7, 0, (bye,)))
