@@ -185,7 +185,7 @@ class Request:
         try:
             await prepared
             self._preparing = None
-            if not self._closed:
+            if not self._flow.over:  # it may be, with a client that has not read its answer yet
                 self.happen(self._admission.place(FIRST))
         except Exception as error:  # noqa: BLE001 -- of any tokenizer, policy or dialect
             self._preparing = None

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import os
 import random
+import socket
+import struct
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +15,13 @@ import pytest
 
 from pdlink_proxy.relaying import Relays
 from pdlink_proxy.request import Request
-from tests.proxy.fakes import END, FakeWorker, Proxy, event, proxy_of, tokens_of, until
+from tests.proxy.fakes import END, FakeWorker, Proxy, abort, event, proxy_of, tokens_of, until
 from tests.proxy.test_client_answer import connected, request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
+
+    from aiohttp import web
 
 pytest.importorskip("pdlink._relay", reason="the native relay is built where there is epoll")
 
@@ -148,6 +152,27 @@ async def test_a_worker_that_falls_silent_in_a_lent_stream_is_given_up(
             got += await response.read()
         assert b"decode worker lost (timeout)" in got
         assert got.endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_reset_in_a_lent_stream_is_its_failure_and_told_as_a_reset(
+    prefill: FakeWorker, decode: FakeWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def reset(request: web.Request) -> None:
+        assert request.transport is not None
+        made = request.transport.get_extra_info("socket")
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        abort(request)
+
+    monkeypatch.setattr("tests.proxy.fakes.abort", reset)
+    async with proxy_of([prefill], [decode], retries=0, recover_streams=0) as proxy:
+        decode.break_after = 7
+        async with contextlib.aclosing(lent(proxy, decode)) as streams:
+            await anext(streams)
+            assert len(relays_of(proxy)) == 1
+            decode.gates[7].set()
+            got = await anext(streams)
+    assert b"decode worker lost (reset)" in got
+    assert "Connection reset by peer" in caplog.text
 
 
 async def test_a_lent_stream_goes_on_elsewhere_when_its_worker_dies(

@@ -14,6 +14,7 @@ import pytest
 
 from pdlink.api.openai import CHAT, COMPLETIONS, parse
 from pdlink.errors import ConfigError
+from pdlink_proxy.client_answer import ClientAnswer
 from pdlink_proxy.fleet import wanted
 from pdlink_proxy.known_tokens import CHUNK_NBYTES, KnownTokens, Text, Worth, text_of
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, tokens_in, until
@@ -107,6 +108,40 @@ async def test_a_late_answer_holds_no_request_and_serves_the_next(
         async with proxy.post(prompt=TEXT) as answer:
             assert answer.headers["X-Pdlink-Prefill"] == "prefill-1"
         assert proxy.counted("tokenized_total", how="known") == 1
+
+
+async def test_a_request_that_ends_while_its_tokens_are_asked_for_is_not_placed(
+    prefills: list[FakeWorker], decode: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client has not read the answer yet, so it is not closed."""
+    read, gate = asyncio.Event(), asyncio.Event()
+
+    async def caught_up(_self: ClientAnswer, _timeout_s: float) -> None:
+        await read.wait()
+
+    monkeypatch.setattr(ClientAnswer, "behind", True)
+    monkeypatch.setattr(ClientAnswer, "caught_up", caught_up)
+    async with told(prefills), proxy_of(prefills, [decode], **COST) as proxy:
+        await heard(proxy)
+        for worker in prefills:
+            worker.tokenize_gate = gate
+
+        async def ask() -> int:
+            async with proxy.post(prompt=TEXT) as answer:
+                return int(answer.status)
+
+        asking = asyncio.create_task(ask())
+        await until(lambda: any(worker.tokenized for worker in prefills), "the question")
+        (running,) = proxy.router.services.requests
+        running.shut_down()
+        gate.set()
+        await until(lambda: proxy.counted("tokenized_total", how="asked") == 1, "the tokens")
+        await asyncio.sleep(0)
+        read.set()
+        assert await asking == 503
+        decided = proxy.router.services.shared.decisions
+        await until(lambda: any(each.verdict == "ended" for each in decided), "its end")
+        assert [each.verdict for each in decided] == ["ended"]
 
 
 async def test_nobody_is_asked_where_it_cannot_help(prefills: list[FakeWorker], decode: FakeWorker) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -721,3 +722,12 @@ def test_transfer_parameters_are_read_and_kept_from_the_client_wherever_they_sta
     document = msgspec.json.encode(answer)
     assert DIALECTS["vllm"].said({}, document).kv == kv
     assert msgspec.json.decode(DIALECTS["vllm"].rules.merge_answer(b"", document)) == client
+
+
+def test_an_answer_is_not_kept_once_the_client_has_it() -> None:
+    answer = msgspec.json.encode({"choices": [{"text": "x"}], "kv_transfer_params": {"pdlink_kv": "transferred"}})
+    before = sys.getrefcount(answer)
+    dialect = DIALECTS["vllm"]
+    assert dialect.said({}, answer).kv == "transferred"
+    assert dialect.rules.merge_answer(b"", answer) == b'{"choices":[{"text":"x"}],"kv_transfer_params":null}'
+    assert sys.getrefcount(answer) == before

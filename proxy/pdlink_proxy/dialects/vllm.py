@@ -22,7 +22,6 @@ this proxy sent it counts.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -247,37 +246,26 @@ class _WithParams(msgspec.Struct):
 _WITH_PARAMS, _ONLY_PARAMS = msgspec.json.Decoder(_WithParams), msgspec.json.Decoder(_Params)
 
 
-@lru_cache(1)
-def _last_field(document: bytes) -> tuple[int, _Params] | None:
-    """Transfer parameters that are the last field of a document, where vLLM 0.32 writes them, and where they begin.
-    None if they are not: only then must all of it be read. Asked for what it says, and again for what the client
-    gets of it."""
-    if (at := document.rfind(_PARAMS_MARK)) < 0:
-        return None
-    begin = at + len(_PARAMS_MARK) - 1
-    try:
-        return begin, _ONLY_PARAMS.decode(memoryview(document)[begin:-1])
-    except (ValueError, RecursionError):  # what follows them, or is around them, makes it no JSON
-        return None
-
-
 def _said(_headers: Mapping[str, str], body: bytes) -> Said:
     """What the connector writes into the answer; in a stream into the last event (vLLM 0.33), or nowhere (0.32)."""
     if _PARAMS_MARK not in body:
         return _NOTHING
-    if (found := _last_field(body)) is not None:
-        params: _Params | None = found[1]
-    else:
-        try:
-            params = _WITH_PARAMS.decode(body).kv_transfer_params
-        except (ValueError, RecursionError):
-            return _NOTHING
+    try:
+        params = _WITH_PARAMS.decode(body).kv_transfer_params
+    except (ValueError, RecursionError):
+        return _NOTHING
     return Said(params.pdlink_kv, params.pdlink_source) if params is not None else _NOTHING
 
 
 def _merge_answer(_prefill_answer: bytes, answer: bytes) -> bytes:
-    if (found := _last_field(answer)) is not None:
-        return answer[: found[0]] + b"null}"  # as vLLM writes an absent value
+    if (at := answer.rfind(_PARAMS_MARK)) >= 0:
+        begin = at + len(_PARAMS_MARK) - 1
+        try:
+            _ONLY_PARAMS.decode(memoryview(answer)[begin:-1])
+        except (ValueError, RecursionError):  # they are not the last field, where vLLM 0.32 writes them
+            pass
+        else:
+            return answer[:begin] + b"null}"  # as vLLM writes an absent value
     return _without_params(answer)
 
 
