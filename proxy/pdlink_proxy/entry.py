@@ -44,9 +44,12 @@ _ADDRESS_MARKS = ("___prefill_addr_", "___decode_addr_")
 class Entry:
     """Of one proxy."""
 
-    def __init__(self, config: ProxyConfig, pools: Pools, *, keyed: bool) -> None:
-        """keyed: workers get the proxy's own Authorization. Raises ConfigError for a key file without keys."""
+    def __init__(self, config: ProxyConfig, pools: Pools, *, keyed: bool, unserved: Mapping[str, str]) -> None:
+        """keyed: workers get the proxy's own Authorization. unserved: of the dialect.
+
+        Raises ConfigError for a key file without keys."""
         self._config, self._pools, self._keyed = config, pools, keyed
+        self._unserved = unserved
         self._admin_keys = admin_keys(config)
         self.read_keys()
         self._loopback = is_loopback(config.at.host)
@@ -79,7 +82,7 @@ class Entry:
             call = parse(path, body)
         except BadField:
             return None
-        if not self._pools.serves(call.model):
+        if not (self._pools.serves(call.model) and self._unserved.keys().isdisjoint(call.fields)):
             return None
         limits = self.limits
         if limits is not None and limits.take(key_of(said), wanted(call, None).total_tokens, time.monotonic()):
@@ -102,9 +105,16 @@ class Entry:
         try:
             models = self._pools.models() if request.path == GENERATE else ()
             call = parse(request.path, data, models[0] if len(models) == 1 else None)
+            self._refuse_unserved(call)
         except BadField as error:
             return refusal_of(error)
         return self.unknown_model(call.model) or call
+
+    def _refuse_unserved(self, call: Call) -> None:
+        """Raises BadField."""
+        for name in self._unserved.keys() & call.fields.keys():
+            if bytes(call.fields[name]) != b"null":
+                raise BadField(f"{name}: {self._unserved[name]}; leave it out", name)
 
     async def admitted(self, request: web.Request, *, operators: bool = False) -> bytes | web.Response:
         """The body of a request that may be served, or the error response. operators: may send it, too."""

@@ -77,7 +77,8 @@ class Services:
         self.membership.found_by = ", ".join(config.discover)
         self.discovery = Discovery.of(config.discover, self.dialect, self.membership.replace, members)
         self.worker_headers = worker_headers(config, bearer=self.dialect.key_as_bearer)
-        self.entry = Entry(config, self.pools, keyed="Authorization" in self.worker_headers)
+        keyed = "Authorization" in self.worker_headers
+        self.entry = Entry(config, self.pools, keyed=keyed, unserved=self.dialect.unserved)
         self.tokenizers = opened(config.tokenizers)
         self.metrics = Metrics()
         self.metrics.before_reading(self._take_stock)

@@ -106,6 +106,8 @@ class Dialect:
     sources: Callable[[Asking, str], Awaitable[tuple[Sourced, ...]]] | None = None
     """Asks a worker where the KV of a request's prompt came from, by the request's id; None for an engine that does
     not say. Raises as `upstream.ask`, and ValueError for another answer."""
+    unserved: Mapping[str, str] = field(default_factory=dict)
+    """Fields that are refused unless they are null, and why."""
     key_as_bearer: bool = False
     """The secret shared by proxy and workers is the engine's API key."""
     key_setting: str = "worker_key_file must hold the secret of the worker's security.http_key_file"

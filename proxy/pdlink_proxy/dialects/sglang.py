@@ -40,6 +40,7 @@ from ..recovery import Resumes
 from ..rules import Rules
 from ..upstream import ask, post
 from .base import Dialect, KnownHealth, Said, TransferTerms
+from .unserved import OF_SGLANG
 from .vllm import answers_in_turns, small_field
 
 if TYPE_CHECKING:
@@ -302,6 +303,7 @@ SGLANG = Dialect(
     whole=_whole,
     resumes=Resumes(_unless_repeatable),
     said=_said,
+    unserved=OF_SGLANG,
     key_as_bearer=True,
     key_setting=_KEY_SETTING,
     decode_computes=False,

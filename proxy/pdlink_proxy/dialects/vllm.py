@@ -39,6 +39,7 @@ from ..recovery import Resumes
 from ..rules import Rules
 from ..upstream import ask
 from .base import Dialect, KnownHealth, Said, TransferTerms
+from .unserved import OF_VLLM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -345,6 +346,7 @@ VLLM = Dialect(
     whole=needs_all_of_it,
     resumes=Resumes(unless_repeatable),
     said=_said,
+    unserved=OF_VLLM,
     prefill_says=True,
     key_as_bearer=True,
     key_setting=_KEY_SETTING,
