@@ -110,6 +110,13 @@ POSTED: dict[str, tuple[str, str, dict[str, Any], dict[str, str]]] = {
         {},
         {"remote_url": "protocol", "remote_serde": "changes the KV"},
     ),
+    "a bucket by its host, with a key that must not be shown": (
+        "lmcache",
+        "local_cpu: False\nremote_url: s3://kv.s3express-use1-az4.us-east-1.amazonaws.com\n"
+        "extra_config: {s3_num_io_threads: 64, aws_secret_access_key: hush}\n",
+        {"tiers.remote_url": "s3://kv?region=us-east-1"},
+        {"local_cpu": "pass through memory", "extra_config.s3_num_io_threads": "options of a tier"},
+    ),
     "a shared directory": (
         "lmcache",
         "remote_url: fs://host:0/mnt/shared\nsave_decode_cache: true\n",

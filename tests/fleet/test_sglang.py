@@ -22,6 +22,13 @@ def said(plan: ServerPlan, flag: str) -> str:
     return plan.command[plan.command.index(flag) + 1]
 
 
+def test_servers_on_an_ipv6_address_are_told_with_brackets() -> None:
+    made = plans(host="::1")
+    assert [plan.url for plan in made] == ["http://[::1]:30000", "http://[::1]:30100"]
+    environment = {"PDLINK_LISTEN": made[0].environment["PDLINK_LISTEN"]}
+    assert load(SglangConfig, environment=environment).listen.control_host == "::1"
+
+
 def test_each_server_knows_its_part_and_the_proxy_knows_them_all() -> None:
     made = plans(2, 1, args=["--page-size", "64"], decode_args=["--max-running-requests", "4"])
     assert [plan.url for plan in made] == [f"http://127.0.0.1:{port}" for port in (30000, 30001, 30100)]

@@ -54,6 +54,16 @@ def test_each_server_knows_its_part_and_the_proxy_knows_them_all() -> None:
     }
 
 
+def test_servers_on_an_ipv6_address_are_told_with_brackets() -> None:
+    config = VllmConfig(host="::1")
+    made = vllm.plan(config, 1, 1, executable="/bin/vllm", model="/m")
+    listen = transfer(made[0])["kv_connector_extra_config"]["listen"]
+    assert settings.read({"listen": listen}).listen.control_host == "::1"
+    told = ProxyConfig.model_validate(vllm.proxy_settings(config, made))
+    assert told.control == {"http://[::1]:8100": ("tcp://[::1]:8500",)}
+    assert told.decode == ("http://[::1]:8200",)
+
+
 def test_ranks_have_an_address_each_and_servers_their_devices() -> None:
     made = plans(
         2,

@@ -6,6 +6,7 @@ Keys as in its own documentation of settings; older names that people still post
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -26,6 +27,9 @@ _THROUGH_MEMORY = "records pass through memory on their way to other tiers; its 
 _BLENDING = lacking("blending changes the KV; only equal prefixes are reused")
 _SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix", "s3", "gs", "az", "abfs")
 
+_OF_AWS = re.compile(r"(?P<bucket>.+)\.s3(?:express-[\w-]+)?\.(?P<region>[\w-]+)\.amazonaws\.com")
+"""LMCache names a bucket by its host."""
+
 
 def _memory(value: Any) -> Verdict:
     return NoCounterpart(_THROUGH_MEMORY) if no_room(value) else gib("tiers.max_local_cpu_size")(value)
@@ -44,6 +48,9 @@ def _remote(value: Any) -> Verdict:
         return NoCounterpart("no URL")
     if parts.scheme in ("file", "fs") and parts.path:
         return OurSettings({"tiers.remote_url": f"file://{parts.path}"}, "a directory that nodes mount")
+    if parts.scheme == "s3" and (host := _OF_AWS.fullmatch(parts.netloc)) is not None:
+        url = f"s3://{host['bucket']}{parts.path}?region={host['region']}"
+        return OurSettings({"tiers.remote_url": url}, "credentials are looked for where the provider's tools do")
     if parts.scheme in _SCHEMES:
         return OurSettings({"tiers.remote_url": str(value)})
     return NoCounterpart("its protocol is not spoken; use redis://, s3:// or file:// in tiers.remote_url")
@@ -103,6 +110,7 @@ RULES: dict[str, Rule] = {
     "max_local_cache_size": _memory,
     "reserve_local_cpu_size": gib("tiers.reserve_local_cpu_size"),
     "local_disk": directories,
+    "local_disk_path": directories,
     "max_local_disk_size": _disk_room,
     "local_disk_path_sharding": NotNeeded("with several directories each record is in one of them"),
     "remote_url": _remote,
@@ -140,7 +148,7 @@ RULES: dict[str, Rule] = {
         "lookup_server_worker_ids enable_scheduler_bypass_lookup lookup_url distributed_url",
     ),
     **same(NotNeeded("tiers.load_if_faster decides by measured pace"), "min_retrieve_tokens hit_miss_ratio"),
-    **same(NotNeeded("all tiers are asked, the nearest first"), "retrieve_locations"),
+    **same(NotNeeded("all tiers are asked, the nearest first"), "retrieve_locations pd_retrieve_locations"),
     **same(
         NotNeeded("nothing is registered: workers publish KV events, and answer `pdlink cache`"),
         "enable_controller lmcache_instance_id controller_url controller_pull_url controller_reply_url"
@@ -191,7 +199,7 @@ RULES: dict[str, Rule] = {
         lacking("only KV is kept, no hidden states"),
         "enable_hidden_state_cache max_hidden_state_cpu_size hidden_state_layers hidden_states_retrieve_mode",
     ),
-    "store_location": lacking("tiers.ingestion says which records go below memory"),
+    **same(lacking("tiers.ingestion says which records go below memory"), "store_location pd_store_location"),
     **same(lacking("settings come from a file, the environment and flags"), "remote_config_url app_id"),
     **same(
         NoCounterpart("start `pdlink store`, and name its Unix socket in tiers.store"),

@@ -1,4 +1,4 @@
-"""Flags of sglang-router (0.3, and its successor smg): those of `pdlink proxy` in their place."""
+"""Flags of sglang-router (0.3): settings of `pdlink proxy` in their place."""
 
 from __future__ import annotations
 

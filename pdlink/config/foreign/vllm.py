@@ -99,7 +99,7 @@ RULES: dict[str, Rule] = {
     ),
     **same(
         NotNeeded("`listen` is where others reach a server, and `pdlink vllm` sets it; the proxy knows all"),
-        "kv_ip kv_port kv_rank kv_parallel_size proxy_ip proxy_port proxy_ping_port http_port handshake_port"
+        "kv_ip kv_port kv_rank kv_parallel_size proxy_ip proxy_port proxy_ping_port http_ip http_port handshake_port"
         " notify_port host_ip bootstrap_server_address lookup_rpc_port mooncake_rpc_port kv_producers_size"
         " tensor_parallel_multiplier",
     ),
