@@ -50,17 +50,27 @@ def _shown_by_engines() -> frozenset[str]:
     )
 
 
+_AS_SHOWN = {"vllm": ("vllm:",), "sglang": ("sglang:", "sglang_")}
+"""Prefixes by engine. SGLang's server, asked for OpenMetrics as Prometheus asks, writes a colon as an underscore
+(prometheus_client 0.26)."""
+
+
 def everywhere(expr: str) -> str:
     """The same query of servers of other engines, too, which show our metrics as `vllm:NAME` and `sglang:NAME`."""
 
     def named(found: re.Match[str]) -> str:
-        name, where = found[1], found[2]
-        if name not in _shown_by_engines():
+        engine, name, where = found[1], found[2], found[3]
+        if engine is not None:
+            names = [prefix + name for prefix in _AS_SHOWN[engine[:-1]]]
+        elif name in _shown_by_engines():
+            names = [name, *(prefix + name for engine in ENGINES for prefix in _AS_SHOWN[engine])]
+        else:
             return found[0]
-        names = "|".join((name, *(f"{engine}:{name}" for engine in ENGINES)))
-        return f'{{__name__=~"{names}"{"," if where else ""}{where or ""}}}'
+        if len(names) == 1:
+            return found[0]
+        return f'{{__name__=~"{"|".join(names)}"{"," if where else ""}{where or ""}}}'
 
-    return re.sub(r"(?<![:\w])(pdlink_\w+)(?:\{([^}]*)\})?", named, expr)
+    return re.sub(r"\b(vllm:|sglang:)?((?<=:)\w+|pdlink_\w+)(?:\{([^}]*)\})?", named, expr)
 
 
 def _quantiles(metric: str, by: str = "", of: str = "") -> tuple[Query, ...]:

@@ -56,7 +56,7 @@ def traffic(deployment: Deployment) -> Iterator[list[str]]:
 
 def test_every_panel_has_data_and_every_rule_is_evaluated(tmp_path: Path) -> None:
     panels = panels_of()
-    ours = [expr for queries in panels.values() for expr in queries if not re.search(r"\((vllm|sglang):", expr)]
+    ours = [expr for queries in panels.values() for expr in queries if not re.search(r'[("](vllm|sglang):', expr)]
     with launched(tmp_path) as (deployment, _):
         workers = [deployment.url(name) for name in ("prefill-0", "prefill-1", "decode")]
         with scraped(tmp_path, deployment.url("proxy"), workers, [deployment.url("store")]) as prometheus:
