@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import msgspec
 
 from pdlink.capabilities import Capabilities
+from pdlink.errors import TransportUnavailable
 from pdlink.kv.layout import RunList as RunList  # noqa: TC001 (exported from here, too)
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
     from pdlink.config import TransportConfig
     from pdlink.kv.groups import KVGroups
     from pdlink.memory.buffers import AnyBuffer
+
+
+class NotBuilt(TransportUnavailable):
+    """This installation was built without the transport."""
 
 
 @dataclass(frozen=True, slots=True)

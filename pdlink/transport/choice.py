@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, cast
 
 from pdlink.errors import ConfigError, TransportUnavailable
-from pdlink.transport.base import Site
+from pdlink.transport.base import NotBuilt, Site
 from pdlink.transport.mapped import MappedTransport
 from pdlink.transport.mapped_cuda import MappedCudaTransport
 from pdlink.transport.staged import StagedMapped, StagedTcp, StagedUcx
@@ -73,17 +73,18 @@ def open_transports(
     device_index = cast("DeviceMemory", buffers[0]).device.index if memory == "cuda" else 0
     site = Site(memory, device_index, host, advertise_host, this_host_only)
     opened: list[Transport] = []
-    problems: list[str] = []
+    problems: dict[str, int] = {}
+    """To the level of its line in the log."""
     for one in candidates(config, memory):
         try:
             opened.append(_opened(one.configured(config, site), buffers))
         except TransportUnavailable as error:
-            problems.append(f"{one.name}: {error}")
+            problems[f"{one.name}: {error}"] = logging.INFO if isinstance(error, NotBuilt) else logging.WARNING
     if not opened:
         why = "; ".join(problems) or f"it does not move {memory} memory; use auto"
         raise TransportUnavailable(f"transport.kind = {config.kind}, KV in {memory} memory: {why}")
-    for problem in problems:  # not before: the error says the same
-        log.warning("transport cannot be used: %s", problem)
+    for problem, level in problems.items():  # not before: the error says the same
+        log.log(level, "transport cannot be used: %s", problem)
     return opened
 
 

@@ -21,7 +21,7 @@ import msgspec
 
 from pdlink.errors import LocalError, ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.memory.host import host_id
-from pdlink.transport.base import Probe, Site
+from pdlink.transport.base import NotBuilt, Probe, Site
 from pdlink.transport.edge import translated
 from pdlink.transport.native import CLOSE_GRACE_S, NativeTransport
 
@@ -113,7 +113,7 @@ def _wheel_library() -> str:
 def _load(library: str | None) -> _ucx.Library:
     """Raises TransportUnavailable."""
     if _ucx is None:
-        raise TransportUnavailable("built without UCX headers: reinstall with libucx-cu13 present")
+        raise NotBuilt("built without UCX headers: reinstall with libucx-cu13 present")
     try:
         return _ucx.Library.load(library or "", _wheel_library())
     except _ucx.Unavailable as error:

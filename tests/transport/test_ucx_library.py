@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from pdlink.config import TransportConfig
 from pdlink.errors import TransportUnavailable
 from pdlink.transport import ucx
+from pdlink.transport.choice import open_transports
 from pdlink.transport.ucx import UcxTransport
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +44,18 @@ def test_a_build_without_ucx_headers_says_what_to_do(monkeypatch: pytest.MonkeyP
     assert "libucx-cu13" in probe.reason
     with pytest.raises(TransportUnavailable, match="libucx-cu13"):
         UcxTransport().open()
+
+
+def test_a_worker_warns_of_what_does_not_work_and_not_of_what_was_left_out_of_the_build(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ucx, "_ucx", None)
+    with caplog.at_level("INFO", "pdlink.transport"):
+        opened = open_transports(TransportConfig(), [])
+    for one in opened:
+        one.close()
+    assert "tcp" in [one.name for one in opened]
+    assert [each.levelname for each in caplog.records if "libucx-cu13" in each.getMessage()] == ["INFO"]
 
 
 @needs_ucx
