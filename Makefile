@@ -4,14 +4,15 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+PIP := $(BIN)/python -m pip install -q -c constraints.txt
 # The compiler of the GPU kernels comes as a wheel (115 MB) where there is none; nothing else of CUDA is needed to build.
 NVCC := $(if $(shell PATH="$$PATH:/usr/local/cuda/bin" command -v nvcc),,nvidia-cuda-nvcc)
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
-# What `make up` needs, and what everything else here does.
+# What `make up` needs (no UCX, no GPU kernels, nothing of tests), and what everything else here does.
 UP_STAMP := $(VENV)/.usable
 STAMP := $(VENV)/.installed
-# The charts of the proxy's page, by the hash in package-lock.json; without npm the page shows its tables alone.
-PAGE := ! command -v npm > /dev/null || sh tools/page.sh
+REQUIREMENTS := 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print(*project["dependencies"], *project["optional-dependencies"]["engine"], sep="\n")'
 # Another vLLM than the one that everything is run with, in an environment beside it: docs/vllm.md, Versions.
 VLLM_VERSION ?= 0.32.0
 VLLM_TORCH ?= 2.13.0
@@ -26,7 +27,7 @@ RAY_VENV := .venv-ray
 RAY_BIN := $(RAY_VENV)/bin
 RAY_STAMP := $(RAY_VENV)/.installed
 
-.PHONY: up test docs reference pictures sanitize mutations check lint format bench vllm test-vllm sglang test-sglang ray test-ray gpu helm wheel clean help
+.PHONY: up packages native page test docs reference pictures sanitize mutations check lint format bench vllm test-vllm sglang test-sglang ray test-ray gpu helm wheel clean help
 
 up: $(UP_STAMP)  ## prefill, decode and proxy on this machine; prints a URL and a curl line
 	$(BIN)/pdlink up --config configs/up.yaml
@@ -78,18 +79,30 @@ gpu:  ## build and run everything that needs a GPU; exit status 3 without one. N
 bench: $(STAMP)  ## the transfer benchmark with its default workload
 	$(BIN)/pdlink bench transfer
 
+# Packages are fetched and unpacked while the native modules compile. Nothing is made byte code before it is imported:
+# most of it never is.
 $(UP_STAMP): pyproject.toml constraints.txt proxy/pdlink_proxy/page/package-lock.json $(NATIVE)
-	@echo 'set-up, once, in $(VENV): 1 of 2, torch and what builds the native modules'
+	@echo 'set-up, once, in $(VENV): builds the native modules, and fetches torch meanwhile; a minute or two'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja libucx-cu13 torch==2.13.0 $(NVCC)
-	@echo '2 of 2, pdlink, built here, and what it needs: the longest step, a minute or two'
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[engine,ucx,store]'
-	-$(PAGE)
+	$(PIP) --no-compile scikit-build-core nanobind cmake ninja
+	@$(MAKE) --no-print-directory -j3 packages native page
 	touch $@
+
+packages:
+	$(BIN)/python -c $(REQUIREMENTS) > $(VENV)/requirements.txt
+	$(PIP) --no-compile -r $(VENV)/requirements.txt
+
+native:
+	$(PIP) --no-deps --no-build-isolation -e .
+
+# The charts of the proxy's page, by the hash in package-lock.json; without npm the page shows its tables alone.
+page:
+	-! command -v npm > /dev/null || sh tools/page.sh
 
 $(STAMP): $(UP_STAMP) benchmarks/pyproject.toml
 	@echo 'what tests and benchmarks need; servers for tests, which skip without'
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]' -e './benchmarks[pictures,peers]'
+	$(PIP) libucx-cu13 $(NVCC)
+	$(PIP) --no-build-isolation -e '.[dev]' -e './benchmarks[pictures,peers]'
 	-sh tools/servers.sh $(VENV)/servers
 	touch $@
 
