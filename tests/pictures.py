@@ -29,7 +29,8 @@ def stamped(png: bytes) -> bytes:
     from PIL import Image  # of matplotlib; only who makes pictures needs it
 
     small = io.BytesIO()
-    Image.open(io.BytesIO(png)).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(
+    kept = Image.Quantize.MAXCOVERAGE  # of a colour that is rare, such as that of an error
+    Image.open(io.BytesIO(png)).convert("RGB").quantize(64, kept, dither=Image.Dither.NONE).save(
         small, "PNG", optimize=True
     )
     png = small.getvalue()

@@ -104,6 +104,8 @@ class Engine:
         self._origin = origin or Origin(model.name, model.revision, model.dtype)
         self._chunk_tokens = chunk_tokens
         self.pace = Pace()
+        self.num_sampled = 0
+        """Tokens of answers made since the start, also of requests that go on."""
         self._sequences: dict[str, Sequence] = {}
         self._wakeup = threading.Condition()
         # Guarded by `_wakeup`:
@@ -406,6 +408,7 @@ class Engine:
         sampling = sequence.request.sampling
         index = sequence.num_output
         sequence.tokens.append(token)
+        self.num_sampled += 1
         reason: str | None = None
         if self._stops(sequence, token):
             text, reason = sequence.detokenizer.finish(), "stop"

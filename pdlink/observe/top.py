@@ -136,8 +136,8 @@ def _workers(state: dict[str, Any]) -> Table:
         "workers", "worker", "state", ">legs", ">running", ">waits for KV", ">queued", ">blocks held", "reason"
     )
     for worker in state["workers"]:
-        counts, blocks = worker["requests"] or {}, worker["blocks"] or {}
-        held = f"{1 - blocks['free'] / blocks['total']:.0%}" if blocks.get("total") else "–"
+        counts, share = worker["requests"] or {}, worker["held"]
+        held = f"{share:.0%}" if share is not None else "–"
         numbers = [counts.get(key, "–") for key in ("running", "awaiting_kv", "waiting")]
         style = "" if worker["state"] == "ok" else "red"
         add_row(

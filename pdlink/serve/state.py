@@ -33,5 +33,6 @@ def state(worker: Worker, metrics: Registry, timeline: Timeline) -> dict[str, An
         "refused": report.refused,
         "live": [transfer._asdict() for transfer in worker.node.transfers(_LIVE)],
         "ended": [msgspec.structs.asdict(transfer) for transfer in timeline.ended(_ENDED)],
+        "sampled": engine.num_sampled,
         "totals": metrics.totals(),
     }

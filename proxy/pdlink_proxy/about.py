@@ -39,7 +39,7 @@ POST {CHAT}
 POST /generate   with SGLang
 POST /v1/responses, /v1/messages, /v1/embeddings, /v1/rerank, /tokenize, ...  where a worker has them
 GET  /v1/models
-GET  /health     its workers, and which of them do not fit together
+GET  /health     its workers, and what is wrong, the worst first
 GET  /readyz     200 if a request could be served now
 GET  /livez      200 while the proxy runs
 GET  /metrics    for Prometheus

@@ -24,7 +24,7 @@ from pdlink.errors import InvalidRequest, PdlinkError
 from .dialects import KnownHealth, TransferTerms
 from .http_client import header_lines
 from .http_connection import HttpError
-from .page.reports import Report
+from .page.report import Report
 from .steps import Leg
 from .upstream import Asking, Streamed, ask, describe, printable, tell_to_stop
 

@@ -77,6 +77,19 @@ def phases(tries: Sequence[Try], end_s: float, *, well: bool) -> list[Phase]:
     return found
 
 
+def until_first_by_part(record: RequestRecord) -> dict[str, float]:
+    """Where the time to the first token went, or to the end of a request without one: seconds in queue, lost,
+    prefill and transfer, which add up to it. transfer: also decode's step for that token."""
+    end_s = record.total_s if record.ttft_s is None else record.ttft_s
+    found = {"queue": 0.0, "lost": 0.0, "prefill": 0.0, "transfer": 0.0}
+    tries = [each for each in record.tries if each.wanted_s <= end_s]
+    for phase in phases(tries, end_s, well=record.ttft_s is not None) if tries else ():
+        found["transfer" if phase.name == "decode" else phase.name] += phase.end_s - phase.begin_s
+    if tries:
+        found["queue"] += tries[0].wanted_s  # to read it, before workers were wanted
+    return found
+
+
 class UntilFirst(msgspec.Struct, gc=False):
     """What passed before the attempt that gave the first token had its workers."""
 
@@ -153,7 +166,7 @@ class LegRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     """Made when a request has ended. Times are durations on the proxy's clock.
 
-    Give the first three without names where it is made for each request: CPython 3.11 makes a dictionary of more than
+    Give the first five without names where it is made for each request: CPython 3.11 makes a dictionary of more than
     15 named arguments, which costs 0.5 us.
     """
 
@@ -190,6 +203,8 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     """Mean time of each token after the first one; None of an answer without such tokens."""
     estimated: bool = False
     """`prompt_tokens` is a guess by the length of the prompt's text."""
+    model: str = ""
+    """As the client has named it."""
 
     @property
     def handover_s(self) -> float | None:

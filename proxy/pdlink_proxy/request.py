@@ -274,8 +274,8 @@ class Request:
             self._request_id,
             time.time(),
             outcome.value,
-            kv=self._kv_value,
-            prompt_tokens=prompt_tokens or self._admission.num_prompt_tokens,
+            self._kv_value,
+            prompt_tokens or self._admission.num_prompt_tokens,
             attempts=flow.attempts,
             total_s=total_s,
             queued_s=until.queued_s,
@@ -290,6 +290,7 @@ class Request:
             per_token_s=per_token_s,
             tries=tries,
             estimated=not (prompt_tokens or self._admission.wanted.counted),
+            model=self._admission.wanted.model,
         )
 
     def fail(self, error: Exception) -> None:

@@ -282,6 +282,7 @@ class Worker:
             "heard_s_ago": None if self.heard_s is None else round(now - self.heard_s, 3),
             "in_flight": self.in_flight,
             "plain": self.plain,
+            "cell": self.cell,
             "fails": self.breaker.keeps_away(now),
             "left_out": self.outlier.why,
             "no_kv_events": self.work.silence,

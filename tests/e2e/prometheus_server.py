@@ -55,7 +55,7 @@ class Prometheus:
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
         targets = {job: [url.removeprefix("http://") for url in urls] for job, urls in jobs.items()}
         config = {
-            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "global": {"scrape_interval": "4s", "scrape_timeout": "4s", "evaluation_interval": "1s"},
             "rule_files": [str(ROOT / "deploy/prometheus/pdlink.rules.yml")],
             "scrape_configs": [
                 {"job_name": job, "static_configs": [{"targets": urls}]} for job, urls in targets.items()
@@ -89,6 +89,11 @@ class Prometheus:
         found = self.ask("query", query=expr.replace("$__rate_interval", "20s"))["result"]
         return [float(series["value"][1]) for series in found]
 
+    def troubles(self) -> list[str]:
+        """Why targets are not scraped."""
+        targets = self.ask("targets")["activeTargets"]
+        return [f"{each['scrapeUrl']}: {each['lastError']}" for each in targets if each["lastError"]]
+
     def close(self) -> None:
         self.process.terminate()
         self.process.wait(30)
@@ -110,7 +115,7 @@ class Prometheus:
                 found = (value for expr in queries for value in self.values(expr))
                 if any(math.isfinite(value) and value >= least(title) for value in found):
                     del silent[title]
-            assert time.monotonic() < deadline_s, f"no data: {silent}"
+            assert time.monotonic() < deadline_s, f"no data: {list(silent)}; {self.troubles()}"
             time.sleep(0.5)
 
     def wait_for_rules(self) -> None:

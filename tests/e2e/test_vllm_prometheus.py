@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from pdlink.api.openai import COMPLETIONS  # noqa: E402
+from tests.e2e.deployment import request  # noqa: E402
 from tests.e2e.prometheus_server import panels_of, scraped, with_prometheus  # noqa: E402
 from tests.e2e.proxied_vllm import Pair, proxied  # noqa: E402
 
@@ -63,5 +64,11 @@ def test_every_panel_has_data_and_every_rule_is_evaluated(tmp_path: Path) -> Non
         with traffic(pair):
             prometheus.wait_for_panels(panels_of(*OF_OUR_ENGINE))
             prometheus.wait_for_rules()
+            state = request(pair.url("proxy") + "/pdlink/state").body
         assert prometheus.values("sum(up)") == [3.0]
+        assert (state["engine"], [each["lane"] for each in state["pairs"]]) == ("vLLM", ["mapped"])
+        assert all(each["requests"] and each["held"] is not None for each in state["workers"])
+        assert state["rates"]["kv_bytes_per_s"]["mapped"] > 0
+        assert state["rates"]["tokens_per_s"] > 0
+        assert state["totals"]["store_chunks"]["memory"] > 0
         assert prometheus.values('count(ALERTS{alertstate="firing"})') == []

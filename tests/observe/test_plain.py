@@ -67,7 +67,7 @@ def _top() -> RenderableType:
             "summary": figures,
             "running": HOSTILE,
             "queued": HOSTILE,
-            "workers": [worker | {"requests": None, "blocks": None}],
+            "workers": [worker | {"requests": None, "held": None}],
             "pairs": [pair, pair | {"state": "refused"}, pair | {"lane": ""}],
             "live": [transfer | {"nbytes": 1, "age_s": 1}],
             "requests": [request | dict.fromkeys(("queued_s", "ttft_s", "total_s"))],

@@ -27,7 +27,7 @@ STATE: dict[str, Any] = {
             "in_flight": 1,
             "reason": "",
             "requests": {"running": 1},
-            "blocks": {"free": 25, "total": 100},
+            "held": 0.75,
         },
         {
             "label": "decode-0",
@@ -35,7 +35,7 @@ STATE: dict[str, Any] = {
             "in_flight": 0,
             "reason": "[/]",
             "requests": None,
-            "blocks": None,
+            "held": None,
         },
     ],
     "pairs": [

@@ -156,7 +156,7 @@ def test_each_cause_is_found_with_what_to_do(
 
 def test_what_is_meant_so_is_not_found() -> None:
     away = [worker("prefill-0"), worker("decode-0"), worker("decode-1", state="draining")]
-    assert found(workers=[*away, worker("decode-2", state="other role")]) == []
+    assert found(workers=[*away, worker("decode-1", state="draining")]) == []
     assert found(recent=[record(kv="recomputed;reason=short_prompt")]) == []
     assert found(recent=[record(outcome="client_left"), record(outcome="rejected")]) == []
     few = [*(record(number) for number in range(99)), record(99, kv="recomputed;reason=peer_lost")]

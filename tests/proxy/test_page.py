@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdlink_proxy.page.reports import Report
+from pdlink_proxy.page import reports
+from pdlink_proxy.page.report import Report
 from pdlink_proxy.page.view import view
 from pdlink_proxy.records import RequestRecord
 from tests.pictures import NAMES, ROOT, is_of_this_page
@@ -20,6 +21,7 @@ NOW_S = 1e9
 
 def worker(label: str, **more: Any) -> dict[str, Any]:
     said: dict[str, Any] = {"state": "ok", "reason": "", "in_flight": 0, "plain": False, "fails": False}
+    said["cell"] = ""
     said |= {"left_out": "", "no_kv_events": "", "health": {"name": label, "model": "m", "control": ""}}
     return {"label": label, "url": f"http://{label}", "side": label.partition("-")[0], **said, **more}
 
@@ -140,6 +142,16 @@ def test_pair_shows_its_lane_and_the_speed_while_kv_moves() -> None:
     assert (pair["state"], pair["lane"], pair["gb_per_s"]) == ("ready", "tcp/eth0", pytest.approx(1.0))
 
 
+def test_a_pair_of_an_engine_with_names_of_its_own_shows_its_lane_if_it_can_be_no_other() -> None:
+    session = {"peer": "decode/0", "state": "ready", "transport": "mapped", "lane": "mapped"}
+    reports = {"http://prefill-0": report(peers=[session], held=0.5)}
+    (pair,) = seen(reports=reports)["pairs"]
+    assert (pair["state"], pair["lane"]) == ("ready", "mapped")
+    several = [worker("prefill-0"), worker("decode-0"), worker("decode-1")]
+    assert {pair["state"] for pair in seen(reports=reports, workers=several)["pairs"]} == {"not told"}
+    assert {pair["state"] for pair in seen(workers=several)["pairs"]} == {"no session"}
+
+
 def test_causes_are_counted_with_the_newest_request_of_each() -> None:
     odd = [
         record(1, kv="recomputed;reason=lease"),
@@ -180,6 +192,50 @@ async def test_workers_are_asked_only_while_somebody_looks(prefill: FakeWorker, 
     )
     assert 0 <= newest["queued_s"] <= newest["ttft_s"] <= newest["total_s"]
     assert [one["requests"] for one in states[0]["workers"]] == [{"running": 3}, None]
+    assert (states[0]["engine"], newest["model"]) == ("built-in", "m")
+
+
+async def test_tokens_of_a_prompt_are_a_guess_unless_the_answer_or_the_client_has_counted_them(
+    prefill: FakeWorker, decode: FakeWorker
+) -> None:
+    async with proxy_of([prefill], [decode]) as proxy:
+        await proxy.stream(prompt="x" * 40)
+        await proxy.stream(prompt=[1, 2, 3])
+        decode.cached_tokens = 0
+        await proxy.stream(prompt="x" * 40, stream_options={"include_usage": True})
+        told = [(each["prompt_tokens"], each["estimated"]) for each in (await state_of(proxy))["requests"]]
+    assert told[1:] == [(3, False), (11, True)]
+    assert told[0][1] is False
+
+
+async def test_rates_are_of_seconds_and_of_workers_that_were_heard_at_both_ends(
+    prefill: FakeWorker, decode: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one second they came and went, and a late report made a figure 0."""
+    monkeypatch.setattr(reports, "_FRESH_S", 0.0)
+
+    def said(worker: FakeWorker, sampled: int, nbytes: int) -> None:
+        totals = {"transfer_bytes": {"mapped": nbytes}}
+        worker.report = json.dumps({"name": worker.name, "sampled": sampled, "totals": totals}).encode()
+
+    async with proxy_of([prefill], [decode]) as proxy:
+        said(prefill, 0, 1000)
+        said(decode, 100, 0)
+        assert (await state_of(proxy))["rates"] is None
+        said(prefill, 0, 3000)
+        said(decode, 150, 0)
+        await state_of(proxy)
+        prefill.report = None
+        said(decode, 200, 0)
+        rates = (await state_of(proxy))["rates"]
+        past = [at_s for at_s, _ in proxy.router.services.reports._past]
+        assert rates["tokens_per_s"] == pytest.approx(100 / (past[-1] - past[0]))
+        said(prefill, 0, 5000)
+        said(decode, 10, 0)
+        rates = (await state_of(proxy))["rates"]
+        took_s = proxy.router.services.reports._past[-1][0] - past[0]
+    assert rates["tokens_per_s"] == pytest.approx(10 / took_s), "another life counts from its start"
+    assert rates["kv_bytes_per_s"] == {"mapped": pytest.approx(4000 / took_s)}
 
 
 async def test_page_holds_no_data_and_its_state_wants_the_key(prefill: FakeWorker, decode: FakeWorker) -> None:

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import msgspec
 import pytest
 import pytest_asyncio
 from aiohttp import web
@@ -17,6 +18,7 @@ from aiohttp import web
 from pdlink_proxy.page import routes
 from pdlink_proxy.worker import State
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
+from tests.proxy.test_page import record, report, seen, sent, worker
 
 pytest.importorskip("playwright")
 from playwright.async_api import Browser, Page, async_playwright, expect
@@ -147,14 +149,14 @@ async def test_page_shows_what_the_state_says_also_with_a_dead_worker(browser: B
                 assert await page.locator("#verdict").text_content() == state["verdict"]["text"]
                 assert await page.locator("img").count() == 0, "what others say is text"
     for one in state["workers"]:
-        assert [one["label"], one["name"], one["state"]] in [row[:3] for row in rows]
+        assert [f"{one['label']} ({one['name']})", one["state"]] in [row[:2] for row in rows]
     assert ["prefill-0", "mapped 2.0 GB/s", "no session now", "no session now"] in rows
     (transfer,) = [row for row in rows if row[0] == "xfer-1"]
     assert transfer[1:6] == [prefill[0].name, HOSTILE, "mapped", "██▓▒░░", "1.5 MB"]
     requests = [row for row in rows if row[0].startswith("req-")]
     assert len(requests) == 20
     newest = state["requests"][0]
-    assert requests[0][1:5] == [newest["outcome"], newest["kv"], str(newest["prompt_tokens"]), newest["prefill"]]
+    assert requests[0][1:5] == [newest["outcome"], newest["kv"], f"≈ {newest['prompt_tokens']}", newest["prefill"]]
     assert any("lease_expired" in row for row in rows)
 
 
@@ -266,11 +268,147 @@ async def test_all_text_can_be_read_in_both_schemes(browser: Browser, scheme: st
     assert [each for each in found if each[1] < 4.5] == [], "WCAG 2, AA"
 
 
-async def test_page_is_no_wider_than_a_phone(browser: Browser) -> None:
-    """Its tables scroll by themselves."""
+CUT = """() => {
+  const over = (node) => node.getBoundingClientRect().right > innerWidth + 1;
+  const hidden = (node) => node.scrollWidth > node.clientWidth + 1 && getComputedStyle(node).display === "block";
+  const all = [...document.querySelectorAll("body *")].filter((node) => node.checkVisibility());
+  const ours = all.filter((node) => !node.closest("#charts, thead, select"));
+  return ours.filter((node) => over(node) || hidden(node)).map((node) => node.outerHTML.slice(0, 200));
+}"""
+"""What has more in it than can be seen, or goes over the edge."""
+
+
+async def test_nothing_is_cut_on_a_phone(browser: Browser) -> None:
     async with small(browser, viewport={"width": 390, "height": 844}) as (page, _):
-        await expect(page.locator("#charts canvas, #requests button").first).to_be_visible()
+        await page.locator("#requests button").first.click()
+        await expect(page.locator("#story pre")).to_be_visible()
         assert await page.evaluate("() => document.documentElement.scrollWidth") <= 390
+        assert await page.evaluate(CUT) == []
+
+
+MANY = 1000
+LOOK_CPU_S = 0.1
+"""Most of the CPU that one look may cost the browser, in a single task or several."""
+
+
+@asynccontextmanager
+async def of_many(browser: Browser, **more: Any) -> AsyncIterator[Page]:
+    """The page of a thousand workers, 12 of which are away, in a state document that a proxy would make of them."""
+    workers = [
+        worker(
+            f"{side}-{number}",
+            url=f"http://10.{len(side)}.{number % 16}.{number // 16}:8100",
+            cell=f"rack-{number % 8}",
+            **({"state": "unreachable", "reason": "connection refused"} if number % 97 == 5 else {}),
+        )
+        for side in ("prefill", "decode")
+        for number in range(MANY // 2)
+    ]
+    reports = {
+        each["url"]: report(
+            name=each["label"],
+            requests={"running": at % 5, "awaiting_kv": 1, "waiting": at % 3},
+            blocks={"free": 100 - at % 90, "total": 100},
+            peers=[{"peer": "decode-1", "state": "ready", "transport": "mapped", "lane": "mapped"}],
+            ended=[sent(peer="decode-1", moving_s=0.001 + at * 1e-5)],
+        )
+        for at, each in enumerate(workers[: MANY // 2])
+        if each["state"] == "ok"
+    }
+    state = seen(workers=workers, reports=reports, records=[record(number) for number in range(50)])
+    body = msgspec.json.encode(state | {"history": [], "happened": []})
+    async with fleet(1, 1) as (prefill, decode), proxy_of(prefill, decode) as proxy:
+        window = await browser.new_context(**({"viewport": {"width": 1240, "height": 900}} | more))
+        try:
+            page = await window.new_page()
+            await page.route(
+                "**/pdlink/state", lambda asked: asked.fulfill(body=body, content_type="application/json")
+            )
+            await page.goto(f"{proxy.url}/pdlink/")
+            await verdict(page, f"12 of {MANY} workers are away: prefill-5")
+            yield page
+        finally:
+            await window.close()
+
+
+async def test_one_look_takes_in_a_thousand_workers_with_the_worst_first(browser: Browser) -> None:
+    async with of_many(browser) as page:
+        groups, worst = (
+            page.get_by_role("table", name="Groups of workers"),
+            page.get_by_role("table", name="The worst"),
+        )
+        await expect(groups.locator("tbody tr")).to_have_count(2)
+        await expect(groups.locator("tbody tr").first).to_contain_text("6 unreachable, 494 ok")
+        assert await worst.locator("tbody tr").count() == 12
+        assert set(await worst.locator("tbody td:nth-child(2)").all_text_contents()) == {"unreachable"}
+        await expect(page.get_by_role("table", name="Pairs").locator("tbody tr")).to_have_count(12)
+        for by, number in (("cell", 8), ("host", 30), ("model", 1)):
+            await page.get_by_label("Group by").select_option(by)
+            await expect(groups.locator("tbody tr")).to_have_count(number)
+        await page.get_by_label("Group by").select_option("cell")
+        first = groups.get_by_role("button").first
+        await first.click()
+        await expect(first).to_have_attribute("aria-expanded", "true")
+        opened = page.get_by_role("table", name=f"Workers of {await first.text_content()}")
+        await expect(opened.locator("tbody td:nth-child(2)").first).to_have_text("unreachable")
+        assert await opened.locator("tbody tr").count() == 20
+        assert await page.evaluate("() => document.querySelectorAll('*').length") < 5000
+
+
+async def test_a_look_at_a_thousand_workers_costs_a_browser_little(browser: Browser) -> None:
+    """By the CPU of the page's thread: what passes beside it is the machine's."""
+    async with of_many(browser) as page:
+        session = await page.context.new_cdp_session(page)
+        await session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+        async def cpu_s() -> float:
+            found = (await session.send("Performance.getMetrics"))["metrics"]
+            return float(next(each["value"] for each in found if each["name"] == "TaskDuration"))
+
+        took_s = []
+        for _ in range(3):
+            before_s = await cpu_s()
+            async with page.expect_response("**/pdlink/state"), page.expect_response("**/pdlink/state"):
+                pass
+            took_s.append(await cpu_s() - before_s)
+        assert min(took_s) < LOOK_CPU_S, took_s
+
+
+async def test_nothing_of_a_thousand_workers_is_cut_on_a_phone(browser: Browser) -> None:
+    async with of_many(browser, viewport={"width": 390, "height": 844}) as page:
+        assert await page.evaluate("() => document.documentElement.scrollWidth") <= 390
+        assert await page.evaluate(CUT) == []
+
+
+async def test_a_request_opens_below_its_row_where_it_is_seen(browser: Browser) -> None:
+    async with small(browser, viewport={"width": 1240, "height": 300}) as (page, proxy):
+        second = page.locator("#requests button").nth(1)
+        await second.click()
+        second_id = proxy.router.services.records[-2].request_id
+        await expect(page.locator("#story pre")).to_contain_text(second_id)
+        below = "node => node.closest('tr').previousElementSibling.querySelector('button').textContent"
+        assert await page.locator("#story").evaluate(below) == await second.text_content()
+        await expect(page.locator("#story")).to_be_in_viewport(ratio=0.9)
+        await expect(page.locator("#story pre")).to_contain_text("an estimate by its text")
+        await expect(page.locator("#story pre")).to_contain_text("model m, engine built-in")
+        for _ in range(60):
+            await proxy.stream(prompt="x")
+        await expect(page.locator("#requests tbody > tr")).to_have_count(22, timeout=PATIENCE_MS)
+        await expect(page.locator("#story pre")).to_contain_text(second_id)
+        await page.locator("#requests").get_by_role("button", expanded=True).click()
+        await expect(page.locator("#story")).to_have_count(0)
+
+
+async def test_parts_of_a_bar_add_up_to_the_time_to_the_first_token(browser: Browser) -> None:
+    async with small(browser) as (page, proxy):
+        state = await state_of(proxy)
+        ends = [each["ttft_s"] for each in state["requests"]]
+        assert [sum(each["parts"].values()) for each in state["requests"]] == pytest.approx(ends)
+        widths: list[list[float]] = await page.evaluate(
+            "() => [...document.querySelectorAll('.bar')].map("
+            "bar => [...bar.children].map(part => parseFloat(part.style.width)))"
+        )
+        assert [sum(each) for each in widths] == pytest.approx([100 * end / max(ends) for end in ends], abs=0.1)
 
 
 FOCUSED = """() => {
@@ -300,12 +438,12 @@ async def test_everything_is_reached_by_keyboard_in_order_and_the_focus_is_seen_
         await request.focus()
         await page.keyboard.press("Enter")
         await expect(request).to_have_attribute("aria-expanded", "true")
-        await expect(page.locator("#requests pre")).to_contain_text(newest)
+        await expect(page.locator("#story pre")).to_contain_text(newest)
         then = await page.locator("#age").text_content()
         await expect(page.locator("#age")).not_to_have_text(then or "", timeout=PATIENCE_MS)
         await expect(request).to_be_focused()
         await page.keyboard.press("Space")
-        await expect(page.locator("#requests pre")).to_have_count(0)
+        await expect(page.locator("#story")).to_have_count(0)
         await page.locator("#filter").focus()
         await page.keyboard.press("ArrowDown")
         await page.keyboard.press("ArrowDown")
@@ -338,7 +476,7 @@ async def test_a_screen_reader_finds_its_way_by_names_and_hears_the_sentence_onc
         await expect(
             page.get_by_role("img", name="2 of 6 layers landed, 1 in flight, 1 waits for the link")
         ).to_have_count(1)
-        await expect(page.get_by_role("img", name="queued").first).to_be_visible()
+        await expect(page.get_by_role("img", name="queue").first).to_be_visible()
         await expect(page.get_by_role("combobox", name="Show")).to_have_count(1)
         await expect(page.get_by_role("rowheader", name="prefill-0").first).to_be_visible()
         unnamed: int = await page.evaluate(

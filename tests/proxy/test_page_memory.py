@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdlink_proxy.page.memory import NUM_STEPS, STEP_S, PageMemory, StepFacts
-from pdlink_proxy.page.reports import Report
+from pdlink_proxy.page.report import Report
 from pdlink_proxy.page.view import before
 from pdlink_proxy.records import RequestRecord
 

@@ -108,6 +108,9 @@ class Dialect:
     not say. Raises as `upstream.ask`, and ValueError for another answer."""
     unserved: Mapping[str, str] = field(default_factory=dict)
     """Fields that are refused unless they are null, and why."""
+    metrics: str = ""
+    """The prefix of the engine's metrics, which its servers have in place of GET /pdlink/state; empty if they have
+    that."""
     key_as_bearer: bool = False
     """The secret shared by proxy and workers is the engine's API key."""
     key_setting: str = "worker_key_file must hold the secret of the worker's security.http_key_file"

@@ -308,4 +308,5 @@ SGLANG = Dialect(
     key_setting=_KEY_SETTING,
     decode_computes=False,
     abort=_abort,
+    metrics="sglang",
 )

@@ -352,5 +352,6 @@ VLLM = Dialect(
     key_setting=_KEY_SETTING,
     engine_paths=(COMPLETIONS, CHAT, MESSAGES),
     needs_control=True,
+    metrics="vllm",
 )
 """Pairs with PDLinkConnector: both legs at once, under one transfer id."""

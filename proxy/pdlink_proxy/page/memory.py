@@ -13,13 +13,14 @@ import msgspec
 
 from ..findings import many, recomputed
 from ..worker import State
+from .report import grown
 from .view import quantile_ms
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence, Set
 
     from ..records import RequestRecord
-    from .reports import Report
+    from .report import Report
 
 STEP_S = 10.0
 NUM_STEPS = 90
@@ -213,21 +214,10 @@ class PageMemory:
             before = self._totals.get(url)
             if before is None:
                 continue
-            moved = _grown(report.totals, before, "transfer_bytes")
+            moved = grown(report.totals, before, "transfer_bytes")
             nbytes = (nbytes or 0.0) + sum(moved.values())
-            sources.update(_grown(report.totals, before, "prompt_tokens"))
+            sources.update(grown(report.totals, before, "prompt_tokens"))
         late = {url: totals for url, totals in self._totals.items() if url not in reports and url not in self._late}
         self._late, self._totals = frozenset(late), late | {url: report.totals for url, report in reports.items()}
         rates = {source: tokens / took_s for source, tokens in sources.items() if tokens}
         return None if nbytes is None else nbytes / took_s, rates
-
-
-def _grown(
-    now: Mapping[str, Mapping[str, float]], before: Mapping[str, Mapping[str, float]], name: str
-) -> dict[str, float]:
-    """Of one counter, by label. A counter that fell is of a new life: it counts from zero."""
-    old = before.get(name, {})
-    return {
-        label: value - old.get(label, 0.0) if value >= old.get(label, 0.0) else value
-        for label, value in now.get(name, {}).items()
-    }

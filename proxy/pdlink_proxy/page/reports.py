@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdlink.observe.timeline import EndedTransfer  # noqa: TC001  msgspec reads the annotation
-
 from ..http_connection import HttpError
 from ..upstream import Asking, ask
 from ..worker import State
+from .exposition import report_of
+from .report import Rates, Report, grown
 
 if TYPE_CHECKING:
     from ..shared import Shared
@@ -24,40 +25,12 @@ _TIMEOUT_S = 1.0
 _ALL_S = 2.0
 """For the reports of all together."""
 _MAX_AT_ONCE = 32
+_MAX_NBYTES = 4 << 20
+_MAX_SCRAPED = 64
+"""The metrics of more workers, 100 KiB each, nobody reads every second."""
+_RATE_S = 12.0
+"""Reports so old are the begin of rates; while nobody looks they come every ten seconds."""
 _ANSWERING = (State.OK, State.DRAINING, State.FAILED, State.WRONG_ROLE)
-
-
-class Live(msgspec.Struct, frozen=True):
-    """A transfer that goes on; see `pdlink.endpoint.live`."""
-
-    transfer_id: str
-    side: str
-    state: str
-    peer: str
-    lane: str
-    num_tokens: int
-    nbytes: int
-    age_s: float
-    layers: str
-
-
-class PeerSession(msgspec.Struct, frozen=True):
-    peer: str
-    state: str
-    transport: str
-    lane: str
-
-
-class Report(msgspec.Struct, frozen=True):
-    """A worker's answer. A worker that answers with something else has none."""
-
-    name: str
-    requests: dict[str, int] = {}
-    blocks: dict[str, int] = {}
-    peers: list[PeerSession] = []
-    live: list[Live] = []
-    ended: list[EndedTransfer] = []
-    totals: dict[str, dict[str, float]] = {}
 
 
 class WorkerReports:
@@ -71,6 +44,8 @@ class WorkerReports:
         self._lock = asyncio.Lock()
         self.newest: dict[str, Report] = {}
         """By URL, those that somebody asked for last; late ones are left out."""
+        self._past: deque[tuple[float, dict[str, Report]]] = deque()
+        """With the monotonic time at which they came, oldest first."""
 
     async def now(self) -> dict[str, Report]:
         """Reports by URL, at most `_FRESH_S` old; late ones are left out."""
@@ -79,6 +54,8 @@ class WorkerReports:
                 slots = asyncio.Semaphore(_MAX_AT_ONCE)
                 # Others would only be waited for.
                 workers = {worker.url: worker for worker in self._shared.pools.all if worker.state in _ANSWERING}
+                if self._shared.dialect.metrics and len(workers) > _MAX_SCRAPED:
+                    workers = {}
                 asked = {url: asyncio.create_task(self._ask(worker, slots)) for url, worker in workers.items()}
                 if asked:
                     await asyncio.wait(asked.values(), timeout=_ALL_S)
@@ -87,12 +64,35 @@ class WorkerReports:
                     task.cancel()
                 self.newest = {url: answer for url, answer in answers.items() if answer is not None}
                 self._asked_s, self.at_s = time.monotonic(), time.time()
+                self._past.append((self._asked_s, self.newest))
+                while self._asked_s - self._past[0][0] > _RATE_S:
+                    self._past.popleft()
             return self.newest
 
+    @property
+    def rates(self) -> Rates | None:
+        """None before two reports."""
+        if len(self._past) < 2:
+            return None
+        (began_s, before), (ended_s, now) = self._past[0], self._past[-1]
+        took_s, sampled = ended_s - began_s, 0.0
+        nbytes: Counter[str] = Counter()
+        for url, report in now.items():
+            if (old := before.get(url)) is not None:
+                nbytes.update(grown(report.totals, old.totals, "transfer_bytes"))
+                sampled += report.sampled - old.sampled if report.sampled >= old.sampled else report.sampled
+        return Rates({lane: moved / took_s for lane, moved in nbytes.items() if moved}, sampled / took_s)
+
     async def _ask(self, worker: Worker, slots: asyncio.Semaphore) -> Report | None:
+        asking = Asking(self._shared.control, worker.url, _TIMEOUT_S)
+        prefix = self._shared.dialect.metrics
         try:
             async with slots:
-                reply = await ask(Asking(self._shared.control, worker.url, _TIMEOUT_S), "/pdlink/state")
-            return msgspec.json.decode(reply.body, type=Report) if reply.status == 200 else None
+                reply = await ask(asking, "/metrics" if prefix else "/pdlink/state", _MAX_NBYTES)
+            if reply.status != 200:
+                return None
+            if prefix:
+                return report_of(reply.body.decode(), prefix, worker.name)
+            return msgspec.json.decode(reply.body, type=Report)
         except (HttpError, OSError, ValueError, RecursionError):
             return None

@@ -32,6 +32,8 @@ _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 _MAX_ASKED = 64
 """Of more workers, nobody asks every step: while nobody looks, their KV is not in the charts."""
 _MAX_MISFITS = 8
+_ENGINES = {"pdlink": "built-in", "vllm": "vLLM", "vllm-nixl": "vLLM with NIXL", "sglang": "SGLang"}
+"""By dialect."""
 _HEADERS = {
     # Everything comes from this proxy, and nothing is written into the page as code.
     "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'; "
@@ -92,6 +94,8 @@ async def state_of(services: Services) -> dict[str, object]:
         records=services.recorded(beside),
         reports=reports,
         reported_s=services.reports.at_s,
+        rates=services.reports.rates,
+        engine=_ENGINES.get(services.dialect.name, services.dialect.name),
         running=running,
         queued=queued,
         happened=remembered["happened"],

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..findings import find, many, sentence, why_of
+from ..records import until_first_by_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from pdlink.observe.timeline import EndedTransfer
 
     from ..records import RequestRecord
-    from .reports import Report
+    from .report import Rates, Report
 
 _WINDOW_S = 300.0
 """Requests that the sentence and the figures are about."""
@@ -24,6 +25,12 @@ _SHOWN_REQUESTS = 50
 _SHOWN_TRANSFERS = 20
 _SHOWN_IN_PAIRS = 32
 """Workers of each side in the table of pairs."""
+_SHOWN_TOTALS = frozenset(
+    {
+        *("prompt_tokens", "store_chunks", "store_copied_bytes", "store_records", "store_record_bytes"),
+        "tier_bytes",
+    }
+)
 _SAME_AS = {"failed": "failed", "recomputed": "recomputed", "place": "tier", "misfit": "misfit"}
 """By kind of a finding, the kind of happenings that say the same."""
 _TOLD = 2
@@ -41,6 +48,8 @@ def view(
     records: Sequence[RequestRecord],
     reports: Mapping[str, Report],
     reported_s: float,
+    rates: Rates | None = None,
+    engine: str = "",
     running: int,
     queued: int,
     happened: Sequence[Mapping[str, Any]] = (),
@@ -48,7 +57,7 @@ def view(
     """The body of GET /pdlink/state, without what `PageMemory` adds.
 
     now_s: unix time. workers: of `Worker.describe`, with `side`. records: oldest first. reports: by URL, made at
-    `reported_s`. happened: newest first, of `PageMemory`.
+    `reported_s`. rates: by them. engine: of the workers. happened: newest first, of `PageMemory`.
     """
     recent = recent_of(records, now_s)
     summary = summary_of(recent, reports)
@@ -72,6 +81,9 @@ def view(
         "running": running,
         "queued": queued,
         "summary": summary,
+        "engine": engine,
+        "rates": rates,
+        "totals": _totals(reports),
         "workers": [_worker(worker, names[worker["label"]], reports.get(worker["url"])) for worker in workers],
         "pairs": _pairs(workers, names, refused_pairs, reports),
         "live": _live(reports),
@@ -79,7 +91,10 @@ def view(
             {**msgspec.structs.asdict(each), "worker": of_url.get(url, url)}
             for url, each in sorted(ended, key=lambda pair: pair[1].ended_s_ago)[:_SHOWN_TRANSFERS]
         ],
-        "requests": [msgspec.structs.asdict(record) for record in list(records)[: -_SHOWN_REQUESTS - 1 : -1]],
+        "requests": [
+            {**msgspec.structs.asdict(record), "parts": until_first_by_part(record)}
+            for record in list(records)[: -_SHOWN_REQUESTS - 1 : -1]
+        ],
         "errors": _errors(recent),
     }
 
@@ -171,8 +186,25 @@ def _worker(worker: Mapping[str, Any], name: str, report: Report | None) -> dict
         "model": health.get("model"),
         "requests": report.requests if report else None,
         "blocks": report.blocks if report else None,
-        "totals": report.totals if report else None,
+        "held": _held(report) if report else None,
+        "cell": worker["cell"],
     }
+
+
+def _held(report: Report) -> float | None:
+    """The share of its KV pool in use."""
+    blocks = report.blocks
+    return 1 - blocks["free"] / blocks["total"] if blocks.get("total") else report.held
+
+
+def _totals(reports: Mapping[str, Report]) -> dict[str, Counter[str]]:
+    """Counters of all workers, since each one's start."""
+    found: dict[str, Counter[str]] = {}
+    for report in reports.values():
+        for name, values in report.totals.items():
+            if name in _SHOWN_TOTALS:
+                found.setdefault(name, Counter()).update(values)
+    return found
 
 
 def _pairs(
@@ -189,9 +221,12 @@ def _pairs(
         for side in ("prefill", "decode")
     }
     found = []
+    known = {names[worker["label"]] for worker in workers if worker["side"] == "decode"}
     for prefill in sides["prefill"]:
         report = reports.get(prefill["url"])
         sessions = {each.peer: each for each in reversed(report.peers)} if report else {}
+        names_of_its_own = report is not None and report.held is not None  # not the built-in engine
+        strange = [each for peer, each in sessions.items() if names_of_its_own and peer not in known]
         done: dict[str, list[EndedTransfer]] = {}
         for each in report.ended if report else ():
             if each.side == "sender":
@@ -199,13 +234,16 @@ def _pairs(
         for decode in sides["decode"]:
             name = names[decode["label"]]
             session, sent = sessions.get(name), done.get(name, [])
+            if session is None and strange and len(known) == 1:
+                session = strange[0]
+            state = session.state if session else "not told" if strange else "no session"
             moving = sum(each.moving_s for each in sent)
             pair = unfit.get((names[prefill["label"]], name))
             found.append(
                 {
                     "prefill": prefill["label"],
                     "decode": decode["label"],
-                    "state": "refused" if pair else session.state if session else "no session",
+                    "state": "refused" if pair else state,
                     "lane": session.lane or session.transport if session else "",
                     "gb_per_s": sum(each.nbytes for each in sent) / moving / 1e9 if moving else None,
                     "reason": f"{pair['factor']}: {pair['local']} and {pair['remote']}" if pair else "",

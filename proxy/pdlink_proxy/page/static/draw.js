@@ -3,14 +3,18 @@
 export const el = (tag, props, ...children) => ({ tag, props, children: children.filter((c) => c != null).map((c) => (typeof c === "object" ? c : String(c))) });
 
 // A table with a name for those who hear it. heads: "n:" before one of numbers. A cell is a text or {text or node, class,
-// head: of its row}.
+// head: of its row}. A row is a list of cells, or {below: node}, which lies across the table below the row before it.
+// Each cell knows its head: a narrow screen shows rows as lists.
 export function table(name, heads, rows) {
-  const head = (text) => (text.startsWith("n:") ? el("th", { class: "n", scope: "col" }, text.slice(2)) : el("th", { scope: "col" }, text));
-  const cell = (value) => {
-    if (value === null || typeof value !== "object") return el("td", {}, value ?? "");
-    return el(value.head ? "th" : "td", { class: value.class ?? "", ...(value.head ? { scope: "row" } : {}) }, value.node ?? value.text ?? "");
+  const names = heads.map((text) => (text.startsWith("n:") ? text.slice(2) : text));
+  const head = (text, index) => el("th", { class: heads[index] === text ? "" : "n", scope: "col" }, text);
+  const cell = (value, index) => {
+    const at = { "data-head": names[index] };
+    if (value === null || typeof value !== "object") return el("td", { class: "", ...at }, value ?? "");
+    return el(value.head ? "th" : "td", { class: value.class ?? "", ...at, ...(value.head ? { scope: "row" } : {}) }, value.node ?? value.text ?? "");
   };
-  return el("table", { "aria-label": name }, el("thead", {}, el("tr", {}, ...heads.map(head))), el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map(cell)))));
+  const row = (cells) => (cells.below ? el("tr", { class: "below" }, el("td", { class: "", colspan: String(heads.length) }, cells.below)) : el("tr", { class: "" }, ...cells.map(cell)));
+  return el("table", { "aria-label": name }, el("thead", {}, el("tr", {}, ...names.map(head))), el("tbody", {}, ...rows.map(row)));
 }
 
 export function patch(parent, children) {
@@ -21,6 +25,7 @@ export function patch(parent, children) {
       return;
     }
     const node = old?.nodeName === child.tag.toUpperCase() ? old : put(parent, old, document.createElement(child.tag));
+    for (const { name } of [...node.attributes]) if (!(name in child.props) && name !== "style") node.removeAttribute(name);
     for (const [name, value] of Object.entries(child.props)) {
       if (name.startsWith("on")) node[name] = value;
       else if (name === "width") node.style.width = value;  // as an attribute the page's own policy would forbid it

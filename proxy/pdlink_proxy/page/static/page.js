@@ -1,5 +1,6 @@
 // Shows GET state once a second while the page is visible. Every word of others goes into text nodes only.
 import { el, patch, table } from "./draw.js";
+import { show as showWorkers } from "./workers.js";
 
 const $ = (id) => document.getElementById(id);
 const GLYPHS = { l: "█", f: "▓", w: "▒", ".": "░" };
@@ -10,7 +11,7 @@ const seconds = (value) => (value == null ? "–" : ms(value * 1000));
 const percent = (value) => (value == null ? "–" : `${(value * 100).toFixed(value < 0.1 ? 1 : 0)} %`);
 const bytes = (n) => (n >= 1e9 ? `${(n / 1e9).toFixed(2)} GB` : n >= 1e6 ? `${(n / 1e6).toFixed(1)} MB` : `${Math.round(n / 1e3)} kB`);
 const sum = (values) => values.reduce((a, b) => a + b, 0);
-const LONGEST = 20, HAPPENED = 8;
+const LONGEST = 20, HAPPENED = 8, FINDINGS = 4;
 const short = (id) => (id.length > 16 ? `${id.slice(0, 14)}…` : id);
 
 async function ask(path) {
@@ -22,59 +23,26 @@ async function ask(path) {
   return answer.json();
 }
 
-function total(state, name, label) {
-  return sum(state.workers.flatMap((w) => Object.entries(w.totals?.[name] ?? {}).filter(([key]) => !label || key === label).map(([, value]) => value)));
-}
+const total = (state, name, label) => (label ? state.totals[name]?.[label] ?? 0 : sum(Object.values(state.totals[name] ?? {})));
+const places = (state, name) => Object.keys(state.totals[name] ?? {}).sort();
 
-function labels(state, name) {
-  return [...new Set(state.workers.flatMap((w) => Object.keys(w.totals?.[name] ?? {})))].sort();
-}
-
-let past = null, now = null;
-
-function rates(state) {
-  if (now && state.reported_s === past.reported_s) return now;
-  const from = past ?? state, took = Math.max(state.reported_s - from.reported_s, 1e-3);
-  const rate = (name, label) => Math.max(0, total(state, name, label) - total(from, name, label)) / took;
-  past = state;
-  return now = { lanes: labels(state, "transfer_bytes").map((lane) => [lane, rate("transfer_bytes", lane)]), tokens: rate("tokens", "completion") };
-}
-
-function figures(state, speeds) {
-  const s = state.summary, answered = sum(Object.values(s.kv));
-  const prompts = total(state, "prompt_tokens"), flows = speeds.lanes.filter(([, rate]) => rate > 0);
+function figures(state) {
+  const s = state.summary, answered = sum(Object.values(s.kv)), step = state.history.at(-1);
+  const prompts = total(state, "prompt_tokens"), lanes = Object.entries(state.rates?.kv_bytes_per_s ?? {});
   const found = prompts - total(state, "prompt_tokens", "prefill") - total(state, "prompt_tokens", "computed");
+  const models = [...new Set(state.workers.map((w) => w.model).filter((model) => model))];
   const cards = [
-    ["first token, p50", ms(s.ttft_p50_ms)], ["first token, p95", ms(s.ttft_p95_ms)],
-    ["each further token, p50", ms(s.per_token_p50_ms)], ["KV now", flows.length ? flows.map(([lane, rate]) => `${bytes(rate)}/s ${lane}`).join(" · ") : "–"],
-    ["answers now", `${Math.round(speeds.tokens)} tokens/s`],
-    ["not hidden by prefill", s.exposed_ms == null ? "–" : `${percent(s.exposed_share)} (${ms(s.exposed_ms)})`],
-    ["KV transferred", answered ? percent((s.kv.transferred ?? 0) / answered) : "–"],
-    ["prompt tokens found", prompts ? percent(found / prompts) : "–"],
+    ["TTFT, p50 · p95", `${ms(s.ttft_p50_ms)} · ${ms(s.ttft_p95_ms)}`], ["ITL, p50", ms(s.per_token_p50_ms)],
+    ["requests · failed, a second", step ? `${step.requests_per_s.toFixed(1)} · ${step.failed_per_s.toFixed(1)}` : "–"],
     ["running · queued", `${state.running} · ${state.queued}`],
+    ["answers", state.rates ? `${Math.round(state.rates.tokens_per_s)} tokens/s` : "–"],
+    ["KV moved", lanes.length ? lanes.map(([lane, rate]) => `${bytes(rate)}/s ${lane}`).join(" · ") : "–"],
+    ["KV transferred", answered ? percent((s.kv.transferred ?? 0) / answered) : "–"],
+    ["not hidden by prefill", s.exposed_ms == null ? "–" : `${percent(s.exposed_share)} (${ms(s.exposed_ms)})`],
+    ["prompt tokens found", prompts ? percent(found / prompts) : "–"],
+    ["engine · model", `${state.engine} · ${models.length > 1 ? `${models.length} models` : models[0] ?? "–"}`],
   ];
   patch($("figures"), cards.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
-}
-
-function workers(state) {
-  const rows = state.workers.map((w) => [
-    { head: true, text: w.label }, w.name, { class: w.state === "ok" ? "ok" : "bad", text: w.state },
-    { class: "n", text: w.in_flight }, ...["running", "awaiting_kv", "waiting"].map((key) => ({ class: "n", text: w.requests?.[key] ?? "–" })),
-    { class: "n", text: w.blocks?.total ? `${percent(1 - w.blocks.free / w.blocks.total)} of ${w.blocks.total}` : "–" }, { class: "long", text: w.reason },
-  ]);
-  patch($("workers"), [table("Workers", ["worker", "name", "state", "n:legs here", "n:running", "n:waits for KV", "n:queued", "n:blocks held", "reason"], rows)]);
-}
-
-function pairs(state) {
-  const prefill = [...new Set(state.pairs.map((p) => p.prefill))], decode = [...new Set(state.pairs.map((p) => p.decode))];
-  const at = new Map(state.pairs.map((p) => [`${p.prefill} ${p.decode}`, p]));
-  const rows = prefill.map((one) => [{ head: true, text: one }, ...decode.map((other) => {
-    const p = at.get(`${one} ${other}`);
-    if (p.state === "refused") return { class: "bad", text: `✗ ${p.reason}` };
-    if (p.state === "no session") return { class: "quiet", text: "no session now" };
-    return { class: "ok", text: `${p.lane}${p.gb_per_s ? ` ${p.gb_per_s.toFixed(1)} GB/s` : ""}` };
-  })]);
-  patch($("pairs"), [table("Pairs", ["prefill", ...decode], rows)]);
 }
 
 function strip(layers) {
@@ -93,51 +61,63 @@ function transfers(state) {
     { class: t.reason ? "bad" : "ok", text: t.reason || t.state.toLowerCase() }]))] : [el("p", { class: "quiet" }, "None yet.")]);
 }
 
+const PARTS = ["queue", "lost", "prefill", "transfer"];
+
 function waterfall(r, longest) {
-  const end = r.ttft_s ?? r.total_s, queue = r.queued_s, lost = r.lost_s, placed = queue + lost;
-  const prefill = Math.max(0, Math.min((r.prefill_s ?? placed) - placed, end - placed)), rest = end - placed - prefill;
-  const words = `queued ${seconds(queue)}, ${lost ? `lost ${seconds(lost)}, ` : ""}prefill ${seconds(prefill)}, then ${seconds(rest)}`;
+  const words = PARTS.filter((name) => r.parts[name] || name !== "lost").map((name) => `${name} ${seconds(r.parts[name])}`).join(", ");
   return el("span", { class: "bar", role: "img", "aria-label": words, title: words },
-    ...[["queue", queue], ["lost", lost], ["prefill", prefill], ["rest", rest]].map(([name, s]) => el("span", { class: name, width: `${(100 * s / longest).toFixed(1)}%` })));
+    ...PARTS.map((name) => el("span", { class: name, width: `${(100 * r.parts[name] / longest).toFixed(2)}%` })));
 }
 
 function requests(state) {
-  const filter = $("filter").value;
+  const filter = $("filter").value, several = new Set(state.requests.map((r) => r.model)).size > 1;
   let shown = [...state.requests];
   if (filter === "odd") shown = shown.filter((r) => r.outcome !== "ok" || r.kv.startsWith("recomputed"));
   if (filter === "slow") shown.sort((a, b) => (b.ttft_s ?? b.total_s) - (a.ttft_s ?? a.total_s));
   shown = shown.slice(0, LONGEST);
+  if (opened && !shown.some((r) => r.request_id === opened.request_id)) shown.push(opened);  // who reads it goes on reading
   const longest = Math.max(1e-6, ...shown.map((r) => r.ttft_s ?? r.total_s));
-  const rows = shown.map((r) => [
-    { node: el("button", { class: "id", onclick: () => explain(r), "aria-expanded": String(opened === r.request_id) }, short(r.request_id)) },
-    { class: r.outcome === "ok" ? "ok" : "bad", text: r.outcome }, { class: r.kv.startsWith("recomputed") ? "warn" : "", text: r.kv },
-    { class: "n", text: r.prompt_tokens }, r.prefill ?? "–", r.decode ?? "–", { node: waterfall(r, longest) },
-    { class: "n", text: seconds(r.ttft_s) }, { class: "n", text: seconds(r.total_s) }]);
-  const found = [table("Requests", ["request", "end", "KV", "n:prompt tokens", "prefill", "decode", "to the first token", "n:first token", "n:all"], rows)];
-  if (!shown.length) found[0] = el("p", { class: "quiet" }, "None.");
-  if (opened) found.push(el("pre", {}, story ?? "…"));
-  patch($("requests"), found);
+  const rows = shown.flatMap((r) => [[
+    { head: true, node: el("button", { class: "id", onclick: () => explain(r), "aria-expanded": String(opened?.request_id === r.request_id) }, short(r.request_id)) },
+    { class: r.outcome === "ok" ? "ok" : "bad", text: r.outcome }, ...(several ? [r.model] : []), { class: r.kv.startsWith("recomputed") ? "warn" : "", text: r.kv },
+    { class: "n", text: `${r.estimated ? "≈ " : ""}${r.prompt_tokens}` }, r.prefill ?? "–", r.decode ?? "–", { node: waterfall(r, longest) },
+    { class: "n", text: seconds(r.ttft_s) }, { class: "n", text: seconds(r.total_s) }],
+  ...(opened?.request_id === r.request_id ? [{ below: el("div", { id: "story" }, ...(story ?? ["…"])) }] : [])]);
+  const heads = ["request", "end", ...(several ? ["model"] : []), "KV", "n:prompt tokens", "prefill", "decode", "to the first token", "n:TTFT", "n:total"];
+  patch($("requests"), shown.length ? [table("Requests", heads, rows)] : [el("p", { class: "quiet" }, "None.")]);
 }
 
 async function explain(r) {
-  opened = opened === r.request_id ? null : r.request_id;
+  opened = opened?.request_id === r.request_id ? null : r;
   story = null;
   if (before) requests(before);
   if (!opened) return;
   let told;
   try {
-    told = await ask(`../decisions?request=${encodeURIComponent(r.request_id)}`);
+    told = tale(r, await ask(`../decisions?request=${encodeURIComponent(r.request_id)}`));
   } catch (error) {
-    story = error.message;
-    if (before) requests(before);
-    return;
+    told = [error.message];
   }
-  story = [`request ${r.request_id}, transfer ${r.transfer_id || "none"}`, ...told.decisions.map((d) =>
-    `${seconds(d.waited_s).padStart(9)}  ${d.verdict}${d.prefill ? `, prefill on ${d.prefill}` : ""}${d.decode ? `, decode on ${d.decode}` : ""}${d.reason ? `: ${d.reason}` : ""}`),
-  ...told.transfers.filter((t) => t.side === "sender").map((t) =>
-    `${seconds(t.moving_s).padStart(9)}  in which ${bytes(t.nbytes)} moved over ${t.lane || "no lane"}, ${seconds(t.exposed_s)} of it not hidden by prefill${t.reason ? `; ${t.reason}` : ""}`),
-  `pdlink explain ${r.request_id}  says more`].join("\n");
+  if (opened !== r) return;  // another one was opened meanwhile
+  story = told;
   if (before) requests(before);
+  $("story")?.scrollIntoView({ block: "nearest" });
+}
+
+function tale(r, told) {
+  const tokens = (source) => [["in its own blocks", source.cached], ...Object.entries(source.places), ["from prefill", source.received], ["computed", source.computed]]
+    .filter(([, count]) => count).map(([place, count]) => `${count} ${place}`).join(", ");
+  const lines = [
+    `request ${r.request_id}, transfer ${r.transfer_id || "none"}, model ${r.model || "not named"}, engine ${before.engine}`,
+    `prompt: ${r.estimated ? "about " : ""}${r.prompt_tokens} tokens${r.estimated ? ", an estimate by its text: the answer did not say" : ""}`,
+    ...told.sources.map((s) => `${s.worker}: ${s.error ? `does not say where their KV came from: ${s.error}` : tokens(s) || "nothing"}`),
+    `TTFT ${seconds(r.ttft_s)}: ${PARTS.map((name) => `${name} ${seconds(r.parts[name])}`).join(", ")}`,
+    ...told.decisions.map((d) => `${seconds(d.waited_s).padStart(9)}  ${d.verdict}${d.prefill ? `, prefill on ${d.prefill}` : ""}${d.decode ? `, decode on ${d.decode}` : ""}${d.reason ? `: ${d.reason}` : ""}`),
+    ...told.transfers.filter((t) => t.side === "sender").map((t) =>
+      `${seconds(t.moving_s).padStart(9)}  in which ${bytes(t.nbytes)} moved over ${t.lane || "no lane"}, ${seconds(t.exposed_s)} of it not hidden by prefill${t.reason ? `; ${t.reason}` : ""}`),
+    `pdlink explain ${r.request_id}  says more`,
+  ];
+  return [el("pre", {}, lines.join("\n"))];
 }
 
 function rest(state) {
@@ -148,10 +128,10 @@ function rest(state) {
 
 function tiers(state) {
   const chunks = (place) => total(state, "store_chunks", place), n = (text) => ({ class: "n", text });
-  const places = labels(state, "store_chunks").filter((place) => place !== "missed");
-  if (!places.length) return el("p", { class: "quiet" }, "No worker keeps KV of earlier prompts.");
+  const kept = places(state, "store_chunks").filter((place) => place !== "missed");
+  if (!kept.length) return el("p", { class: "quiet" }, "No worker keeps KV of earlier prompts.");
   const evicted = `${total(state, "store_records", "evicted")} (${bytes(total(state, "store_record_bytes", "evicted"))})`;
-  const rows = places.map((place) => [{ head: true, text: place }, n(chunks(place)), ...(place === "memory"
+  const rows = kept.map((place) => [{ head: true, text: place }, n(chunks(place)), ...(place === "memory"
     ? [n(bytes(total(state, "store_copied_bytes", "load"))), n(bytes(total(state, "store_record_bytes", "stored"))), n(evicted)]
     : [n(bytes(total(state, "tier_bytes", `${place}/get`))), n(bytes(total(state, "tier_bytes", `${place}/put`))), n("–")])]);
   return table("Tiers", ["tier", "n:chunks found", "n:read", "n:written", "n:evicted"], [...rows, [{ head: true, text: "in none of them" }, n(chunks("missed")), n(""), n(""), n("")]]);
@@ -179,11 +159,16 @@ function judge(text, level) {
   $("verdict").dataset.level = level;
 }
 
+function findings(state) {
+  const further = state.findings.slice(1, FINDINGS + 1);
+  patch($("findings"), further.map((each, index) => el("li", { "data-level": each.level }, `${each.about}: ${each.text}. `,
+    each.remedy === state.findings[index].remedy ? null : el("span", { class: "quiet" }, `${each.remedy}.`))));
+}
+
 function show(state) {
-  const speeds = rates(state);
   judge(state.verdict.text, state.verdict.level);
   $("age").textContent = new Date(state.at_s * 1000).toLocaleTimeString();
-  figures(state, speeds); workers(state); pairs(state); transfers(state); before = state; requests(state); rest(state);
+  findings(state); figures(state); showWorkers(state); transfers(state); before = state; requests(state); rest(state);
   happened(state); drawCharts(state);
 }
 
