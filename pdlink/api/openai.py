@@ -171,7 +171,7 @@ def parse(path: str, data: bytes, model: str | None = None) -> Call:
     `GENERATE` that names none."""
     try:
         fields = _fields_in(data)
-        said = _common_in(data) if len(data) < _SMALL_NBYTES else said_in(data, fields)
+        said = _common_in(data if len(data) < _SMALL_NBYTES else _small(fields))
     except (ValueError, RecursionError):  # to say what is wrong takes longer
         fields = decoded(data, dict[str, msgspec.Raw])
         said = said_in(data, fields)
@@ -206,10 +206,13 @@ def parse(path: str, data: bytes, model: str | None = None) -> Call:
 def said_in(data: bytes, fields: Mapping[str, msgspec.Raw]) -> CommonFields:
     """The small fields of a body, which has these fields. Numbers in quotes are taken as vLLM takes them. Raises
     BadField."""
-    if len(data) >= _SMALL_NBYTES:
-        data = msgspec.json.encode({name: fields[name] for name in _SAID.intersection(fields)})
-    said: CommonFields = decoded(data, CommonFields, strict=False)
+    said: CommonFields = decoded(data if len(data) < _SMALL_NBYTES else _small(fields), CommonFields, strict=False)
     return said
+
+
+def _small(fields: Mapping[str, msgspec.Raw]) -> bytes:
+    """An object with the small ones of these fields."""
+    return msgspec.json.encode({name: fields[name] for name in _SAID.intersection(fields)})
 
 
 def _is_null(raw: msgspec.Raw | None) -> bool:

@@ -34,6 +34,8 @@ class Admission:
     """The newest one about it."""
     recomputed: str | None = None
     """Why the newest attempt has no prefill leg, as a KV path; None if it has one."""
+    why = ""
+    """Of the newest attempt; empty if workers were never looked for."""
     placement_s = 0.0
     """Spent on the choice."""
     _waiting: Waiting | None = None
@@ -78,7 +80,7 @@ class Admission:
             self._num_behind = num_behind
             wanted.num_tokens += more
             wanted.answer_tokens = max(1, wanted.answer_tokens - more)
-        self._action = action
+        self._action, self.why = action, action.why.value
         first = action.why is Why.FIRST
         if first:
             self.num_prompt_tokens = wanted.num_tokens
@@ -136,17 +138,12 @@ class Admission:
             self._shared.queue.remove(self._waiting)
         self._happen = self._failed = _ignore  # of the request that has this: the collector would have to find both
 
-    @property
-    def why(self) -> str:
-        """Of the newest attempt; empty if workers were never looked for."""
-        return self._action.why.value if self._action is not None else ""
-
     def note(self, verdict: str, reason: str, prefill: Worker | None = None, decode: Worker | None = None) -> None:
         """Keep a decision about it for `pdlink explain`."""
         self.decision = Decision(
             request_id=self._request_id,
             at_s=time.time(),
-            why=self._action.why.value if self._action else "",
+            why=self.why,
             verdict=verdict,
             reason=reason,
             tokens=self.wanted.num_tokens,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from functools import cached_property, lru_cache
+from contextlib import suppress
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import numpy as np
-from xxhash import xxh3_128
+from xxhash import xxh3_64_intdigest as hashed
 
 from pdlink._index import words_of_json
 from pdlink.api.openai import BYTES_PER_TOKEN
@@ -17,7 +18,7 @@ from pdlink.kv.hashing import Origin, namespace
 from pdlink.kv.hashing import chain as chained
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from pdlink.api.openai import Call
 
@@ -43,7 +44,7 @@ class PlacementRequest:
     avoid: frozenset[str] = frozenset()
     """Keys of workers that are taken only where there is no other."""
     key_tokens = KEY_TOKENS
-    chain: Sequence[Hashable] | None = None
+    chain: Sequence[int | bytes] | None = None
     """`keys`, once they are known."""
     considered: dict[str, tuple[str, Workers, Sequence[float] | Column]] | None = None
     """Set it to a mapping to learn, by leg, the policy, the workers it chose from, and their scores."""
@@ -53,6 +54,9 @@ class PlacementRequest:
     """By key of a worker that `publishes`, tokens of the prompt whose KV it says it has."""
     loading: Mapping[str, float] = MappingProxyType({})
     """Of the same workers, what bringing that KV to the device costs, in tokens computed."""
+    _ids: Tokens | None = None
+    _read = False
+    """`_ids` is what the prompt has."""
     behind: Mapping[str, float] | None = None
     """Of decode's worker, once it is chosen: see `pair_times.Behind`."""
 
@@ -78,7 +82,7 @@ class PlacementRequest:
             setattr(self, name, value)
 
     @property
-    def keys(self) -> Sequence[Hashable]:
+    def keys(self) -> Sequence[int | bytes]:
         """Names of the prompt's prefixes, shortest first, each `key_tokens` longer than the one before: equal keys
         mean equal beginnings. Of token ids the keys of `pdlink.kv.hashing`; otherwise of the prompt's JSON."""
         if self.chain is None and self.num_tokens < KEY_TOKENS and len(self.prompt) < _KEY_NBYTES:
@@ -88,20 +92,20 @@ class PlacementRequest:
             self.chain = _text_keys(seed, self.prompt) if ids is None else chained(seed, ids, KEY_TOKENS)
         return self.chain
 
-    @cached_property
+    @property
     def ids(self) -> Tokens | None:
         """Token ids of the prompt, uint32; None for a text, and for what the worker will refuse."""
-        if not _looks_like_ids(self.prompt):
-            return None
-        try:
-            return np.frombuffer(words_of_json(self.prompt), np.uint32)
-        except ValueError:
-            return None
+        if not self._read:
+            self._read = True
+            if _looks_like_ids(self.prompt):
+                with suppress(ValueError):
+                    self._ids = np.frombuffer(words_of_json(self.prompt), np.uint32)
+        return self._ids
 
     @property
     def counted(self) -> bool:
         """`num_tokens` is exact: the prompt is a list of token ids."""
-        return _looks_like_ids(self.prompt)
+        return self.prompt[:1] == b"[" and _looks_like_ids(self.prompt)
 
     @property
     def total_tokens(self) -> int:
@@ -111,16 +115,13 @@ class PlacementRequest:
 _FURTHER = frozenset(name for name in vars(PlacementRequest) if not name.startswith("_"))
 
 
-def _text_keys(parent: bytes, prompt: bytes) -> list[bytes]:
+def _text_keys(parent: bytes, prompt: bytes) -> list[int]:
     """Each the hash of all before it: the same in every router, so without a secret. A quick one: XXH3 takes 2 us for
     16 KB, keyed BLAKE3 18. Unequal texts of equal keys, which a stranger may look for, send a prompt where it has no
     KV, or count its tokens wrongly; no answer depends on them."""
-    hashed, text, found = xxh3_128(parent), memoryview(prompt), []
-    add, digest = hashed.update, hashed.digest
-    for at in range(0, len(text) - _KEY_NBYTES + 1, _KEY_NBYTES):
-        add(text[at : at + _KEY_NBYTES])
-        found.append(digest())
-    return found
+    key, text = hashed(parent), memoryview(prompt)
+    ends = range(_KEY_NBYTES, len(text) + 1, _KEY_NBYTES)
+    return [key := hashed(text[end - _KEY_NBYTES : end], key) for end in ends]
 
 
 @lru_cache(maxsize=256)

@@ -36,6 +36,7 @@ _MORE = ("tools", "chat_template", "chat_template_kwargs", "add_generation_promp
     "add_special_tokens",
 )
 """Fields beside the prompt that change its tokens."""
+_ANY_MORE = frozenset(_MORE)
 _MEDIA = re.compile(rb'"(?:image_url|input_audio|video_url|image_embeds|audio_url|image_pil|prompt_embeds)"')
 """Parts of a message that become tokens which do not say what is in them."""
 
@@ -62,8 +63,9 @@ def text_of(request: PlacementRequest, call: Call) -> Text | None:
         return None
     if _MEDIA.search(prompt) if call.path == CHAT else prompt[:1] != b'"':
         return None
-    keys = request.keys
-    if more := [(name, bytes(fields[name])) for name in _MORE if name in fields]:
+    keys: Sequence[Hashable] = request.keys
+    if not _ANY_MORE.isdisjoint(fields):
+        more = [(name, bytes(fields[name])) for name in _MORE if name in fields]
         salt = hashlib.blake2b(repr(more).encode(), digest_size=16).digest()
         keys = [(key, salt) for key in keys]
     return Text(request.model, call, keys)

@@ -13,6 +13,7 @@ import itertools
 import logging
 import operator
 import re
+import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -182,7 +183,7 @@ class KVEvents:
         found: dict[str, int] = {}
         loading: dict[str, float] = {}
         ids = request.known_ids if request.ids is None else request.ids
-        if ids is None or not self.index:
+        if ids is None:
             return found, loading
         salt = (request.salt,) if request.salt else ()
         for extra in [salt] if request.model == model else [(request.model, *salt), salt]:
@@ -256,7 +257,8 @@ class EventListener:
     async def listen(self, model: str) -> None:
         """Until cancelled. Then nothing is known of the publisher any more."""
         try:
-            with zmq.asyncio.Context.instance().socket(zmq.SUB) as socket:
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(zmq.asyncio.Context.instance())
+            with context.socket(zmq.SUB) as socket, _Awaited(socket) as awaited:
                 socket.set_hwm(MAX_WAITING)
                 socket.linger = 0
                 socket.setsockopt(zmq.MAXMSGSIZE, MAX_BATCH_NBYTES)
@@ -265,7 +267,7 @@ class EventListener:
                 socket.connect(self.publisher.endpoint)
                 await self._ask_again(model)  # what was published before anybody listened
                 while True:
-                    frames = await socket.recv_multipart()
+                    frames = await awaited.frames()
                     await self._give_way()
                     if len(frames) == 3 and len(frames[1]) == 8:
                         await self._heard(model, int.from_bytes(frames[1], "big"), frames[2])
@@ -318,7 +320,8 @@ class EventListener:
         try:
             for event in events_in(batch):
                 self._index.apply(self.publisher, model, event, self._scope)
-                await self._give_way()
+                if time.monotonic() - self._turn_s > TURN_S:  # a coroutine for each event takes as long as the event
+                    await self._give_way()
         except (ValueError, RecursionError) as error:
             level, self._malformed = logging.INFO if self._malformed else logging.WARNING, True
             self._forget(f"batch {number} is not one: {error}", level)
@@ -328,16 +331,39 @@ class EventListener:
 
     async def _give_way(self) -> None:
         """ZeroMQ's `recv` does not wait, and so lets nobody else run, where there is a message."""
-        now = asyncio.get_running_loop().time()
-        if now - self._turn_s > TURN_S:
+        if time.monotonic() - self._turn_s > TURN_S:
             await asyncio.sleep(0)
-            self._turn_s = asyncio.get_running_loop().time()
+            self._turn_s = time.monotonic()
 
     def _forget(self, why: str, level: int = logging.INFO) -> None:
         if self._next:
             self.gaps += 1
             log.log(level, "KV events from %s: %s; what was known is dropped", self.publisher.endpoint, why)
         self._index.forget(self.publisher)
+
+
+class _Awaited:
+    """The messages of a socket. pyzmq's own takes a future and some thirty calls for each that is there already."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket, self._fd = socket, socket.FD
+        self._news, self._loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def __enter__(self) -> _Awaited:
+        self._loop.add_reader(self._fd, self._news.set)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.remove_reader(self._fd)
+
+    async def frames(self) -> list[bytes]:
+        """The next message; does not wait, and so lets nobody else run, where there is one."""
+        while True:
+            try:
+                return self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:  # the descriptor tells of what comes from now on
+                self._news.clear()
+                await self._news.wait()
 
 
 async def _replies(socket: zmq.asyncio.Socket) -> AsyncIterator[tuple[int, bytes]]:

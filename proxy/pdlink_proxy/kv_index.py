@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from functools import lru_cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
@@ -118,7 +119,7 @@ class KVIndex:
 
     def __bool__(self) -> bool:
         """Whether anything is known: each request asks."""
-        return any(prefixes.num_blocks for prefixes in self._by_size.values())
+        return any(map(_num_blocks, self._by_size.values()))
 
     @property
     def nbytes(self) -> int:
@@ -174,15 +175,16 @@ class KVIndex:
                 return
             prefixes = self._by_size[event.block_size] = Prefixes(event.block_size, self._max_blocks)
         parent = None if event.parent_block_hash == _NULL else bytes(event.parent_block_hash)
-        usual = (_NULL, msgspec.Raw(msgspec.msgpack.encode([event.lora_name])))
-        extra = event.extra_keys or [_NULL]
-        if any(keys not in usual for keys in (extra if parent else extra[1:])):
-            return  # images and the like: their tokens do not say what is in them
-        first = msgspec.msgpack.decode(extra[0])
-        named = first if isinstance(first, list) else ()
-        if event.extra_keys is None:
+        named: Sequence[object] = ()
+        if extra := event.extra_keys:
+            usual = (_NULL, msgspec.Raw(msgspec.msgpack.encode([event.lora_name])))
+            if any(keys not in usual for keys in (extra if parent else extra[1:])):
+                return  # images and the like: their tokens do not say what is in them
+            first = msgspec.msgpack.decode(extra[0])
+            named = first if isinstance(first, list) else ()
+        elif extra is None:
             named = [name for name in (event.lora_name, event.cache_salt) if name]
-        root = _root(model, named)
+        root = _root(model, named) if named else _known_root(model, ())
         names, tokens = bytes(event.block_hashes), _plain(event.token_ids)
         prefixes.stored(self._holder(publisher), _medium(event), names, parent, root, tokens)
 
@@ -218,5 +220,6 @@ def _root(model: str, extra: Sequence[object]) -> int:
     return int.from_bytes(digest.digest(), "little") | 1
 
 
+_num_blocks = attrgetter("num_blocks")
 _known_root = lru_cache(1024)(_root)
 """Of what clients ask for, which takes names and salts alone."""

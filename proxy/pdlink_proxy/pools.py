@@ -62,6 +62,8 @@ class Pools:
         self.kv_events = KVEvents()
         self._compared_s = 0.0
         self._any_plain = False
+        self.several = False
+        """There is a choice: on some side there are several workers."""
         self.has_engines = False
         """Some prefill server has several engines, so that legs name theirs."""
         self._at: dict[str, list[Worker]] = {}
@@ -96,6 +98,7 @@ class Pools:
         self.kv_events.follow(sources)
         both = frozenset(members.both)
         self._any_plain = bool(both)
+        self.several = any(len(workers) > 1 for workers in checked.values())
         self.has_engines = any(engine.number is not None for _, _, engine in checked[Leg.PREFILL])
         for side, servers in checked.items():
             known = {worker.id: worker for worker in self.workers[side]}

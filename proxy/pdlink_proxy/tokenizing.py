@@ -29,6 +29,7 @@ from pdlink.errors import ConfigError
 from .http_connection import HttpError
 from .known_tokens import CHUNK_NBYTES, ENOUGH, KnownTokens, Worth, text_of
 from .steps import Leg
+from .table import mean_speed
 from .upstream import answer_of
 
 if TYPE_CHECKING:
@@ -73,18 +74,13 @@ class Tokenizing:
         self._asked: dict[Hashable, asyncio.Task[Tokens | None]] = {}
         self._turn = itertools.count()
 
-    def _wanted(self, request: PlacementRequest) -> bool:
-        """Whether tokens of this prompt, which is no short one, may be of use."""
-        pools = self._pools
-        if not pools.kv_events.index or request.ids is not None:
-            return False
-        return any(len(workers) > 1 for workers in pools.workers.values())
-
     def prepare(self, request: PlacementRequest, call: Call) -> Coroutine[Any, Any, None] | None:
         """Set what is known of the prompt's token ids: `known_ids`, and a better `num_tokens`. Returns what is to be
         awaited for that; None if nothing is: a task would take more time than the look."""
-        nbytes = len(request.prompt)
-        if nbytes < CHUNK_NBYTES or not self._wanted(request) or (text := text_of(request, call)) is None:
+        nbytes, pools = len(request.prompt), self._pools
+        if nbytes < CHUNK_NBYTES or not pools.several or not pools.kv_events.index or request.ids is not None:
+            return None
+        if (text := text_of(request, call)) is None:
             return None
         known = self.known.find(text, nbytes)
         if known is None or known.share < 1 - CHUNK_NBYTES / nbytes:
@@ -134,11 +130,11 @@ class Tokenizing:
         name = text.keys[-1], len(request.prompt)
         if (asked := self._asked.get(name)) is not None:
             return asked
+        if len(self._asked) >= MAX_ASKED or not self.worth.pays(len(request.prompt), self._pace(request.model)):
+            return None
         own = self._own.get(request.model) if request.prompt[:1] == b'"' else None  # a chat needs the template
         worker = self._worker(request.model) if own is None else None
-        if len(self._asked) >= MAX_ASKED or (worker is None and own is None):
-            return None
-        if not self.worth.pays(len(request.prompt), self._pace(request.model)):
+        if worker is None and own is None:
             return None
         asked = asyncio.get_running_loop().create_task(self._answer(request, text, worker))
         self._asked[name] = asked
@@ -182,9 +178,7 @@ class Tokenizing:
 
     def _pace(self, model: str) -> float | None:
         """Tokens a second of a prefill worker; None if that was not measured."""
-        paces = [worker.work.tokens_per_s for worker in self._pools.usable(Leg.PREFILL, model)]
-        measured = [pace for pace in paces if pace is not None]
-        return sum(measured) / len(measured) if measured else None
+        return mean_speed(worker.work for worker in self._pools.usable(Leg.PREFILL, model)) or None
 
 
 def _ids(tokens: bytes) -> Tokens:

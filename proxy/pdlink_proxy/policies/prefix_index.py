@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
+    from collections.abc import Hashable
 
     from ..fleet import PlacementRequest
     from ..table import Column, Rows, Table, Workers, WorkerState
@@ -75,12 +75,12 @@ class PrefixIndex:
         found: list[tuple[str | _Holders, int]] = []
         at, end = 0, len(keys)
         while at < end and (holders := of.get(keys[at])) is not None:
-            num = len(holders) if isinstance(holders, _Holders) else 1
+            num = len(holders.keys) if isinstance(holders, _Holders) else 1
             last, beyond = at, end
             while beyond - last > 1:
                 middle = (last + beyond) // 2
                 there = of.get(keys[middle])
-                if there is not None and (len(there) if isinstance(there, _Holders) else 1) == num:
+                if there is not None and (len(there.keys) if isinstance(there, _Holders) else 1) == num:
                     last = middle
                 else:
                     beyond = middle
@@ -144,17 +144,17 @@ class PrefixIndex:
             del self._holders[key]
             return
         there.discard(worker)
-        if len(there) == 1:
-            self._holders[key] = there.one
+        if len(there.keys) == 1:
+            (self._holders[key],) = there.keys
 
 
 class _Holders:
     """Several workers, by their keys."""
 
-    __slots__ = ("_keys", "_num", "_rows", "_table")
+    __slots__ = ("_num", "_rows", "_table", "keys")
 
     def __init__(self, keys: tuple[str, ...]) -> None:
-        self._keys: tuple[str, ...] | set[str] = keys
+        self.keys: tuple[str, ...] | set[str] = keys
         """A tuple of few takes a quarter of a set's memory, and most beginnings are held by two workers."""
         self._table: Table | None = None
         self._rows: Rows | None = None
@@ -162,25 +162,14 @@ class _Holders:
         looked up each time, and gets another holder with most requests."""
         self._num = 0
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    @property
-    def keys(self) -> Iterable[str]:
-        return self._keys
-
-    @property
-    def one(self) -> str:
-        return next(iter(self._keys))
-
     def add(self, key: str) -> None:
         """One that does not hold it yet."""
-        if isinstance(self._keys, set):
-            self._keys.add(key)
-        elif len(self._keys) < _FEW:
-            self._keys += (key,)
+        if isinstance(self.keys, set):
+            self.keys.add(key)
+        elif len(self.keys) < _FEW:
+            self.keys += (key,)
         else:
-            self._keys = {*self._keys, key}
+            self.keys = {*self.keys, key}
         rows, num = self._rows, self._num
         if rows is None:
             return
@@ -194,14 +183,14 @@ class _Holders:
         self._num = num + 1
 
     def discard(self, key: str) -> None:
-        if isinstance(self._keys, set):
-            self._keys.discard(key)
+        if isinstance(self.keys, set):
+            self.keys.discard(key)
         else:
-            self._keys = tuple(each for each in self._keys if each != key)
+            self.keys = tuple(each for each in self.keys if each != key)
         self._rows = None
 
     def rows(self, table: Table) -> Rows:
         if self._rows is None or self._table is not table:
-            there = [row for key in self._keys if (row := table.rows.get(key)) is not None]
+            there = [row for key in self.keys if (row := table.rows.get(key)) is not None]
             self._table, self._rows, self._num = table, np.array(there or [0], np.intp), len(there)
         return self._rows[: self._num]
