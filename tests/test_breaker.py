@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 from pdlink.breaker import Breaker
 from pdlink.store.cleared import Cleared
 from pdlink.store.guard import GuardedTier
+from pdlink.store.line import Line
 
 if TYPE_CHECKING:
     from pdlink.store.tiers.base import Tier
@@ -97,7 +98,8 @@ def test_a_tier_that_finds_records_and_cannot_read_them_is_left_alone() -> None:
 
     now_s = 0.0
     half = cast("Tier", SimpleNamespace(name="half"))
-    tier = GuardedTier(half, "half", cleared=Cleared(), deadline_s=1.0, clock=lambda: now_s)
+    noting = Line("note")
+    tier = GuardedTier(half, "half", cleared=Cleared(), noting=noting, deadline_s=1.0, clock=lambda: now_s)
     for _ in range(3):
         assert tier.call("contains", lambda: [True], [False]) == [True]
         assert tier.call("get", fails, None) is None
@@ -107,3 +109,4 @@ def test_a_tier_that_finds_records_and_cannot_read_them_is_left_alone() -> None:
     assert tier.call("contains", lambda: [True], [False]) == [True], "after a pause it may show that it is back"
     assert tier.call("get", lambda: 7, None) == 7
     assert tier.answers
+    noting.end()

@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import socket
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
@@ -19,6 +20,7 @@ from pdlink.errors import ConfigError
 from pdlink.extras import installing
 from pdlink.observe.findings import Finding
 from pdlink.serve.keys import load_credentials
+from pdlink.store.line import Line
 from pdlink.store.tiers.opening import open_tier
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 Settings = WorkerConfig | ProxyConfig | StoreConfig | UpConfig
 
 _FEW_DESCRIPTORS = 4096
+_ANSWER_S = 5.0
+"""For a directory, which may be on a frozen file system."""
 _GIB = 2**30
 _KINDS: tuple[type[WorkerConfig] | type[ProxyConfig] | type[StoreConfig] | type[UpConfig], ...] = (
     WorkerConfig,
@@ -204,7 +208,18 @@ def _remote(url: str) -> list[Finding]:
 
 
 def _disk(path: Path, size: float) -> list[Finding]:
-    """size: in GiB."""
+    """size: in GiB. Waits for the file system for some seconds."""
+    looking = Line("pdlink-doctor-disk")
+    looked = looking.submit(partial(_look_at_disk, path, size))
+    looking.end()
+    try:
+        return looked.result(_ANSWER_S)
+    except TimeoutError:
+        text = f"{path} has not answered for {_ANSWER_S:g} s; workers use it as soon as it does"
+        return [Finding("warn", "disk", text, "look at its mount, or name another directory")]
+
+
+def _look_at_disk(path: Path, size: float) -> list[Finding]:
     there = next((each for each in (path, *path.parents) if each.exists()), Path("/"))
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         text = f"tiers.local_disk: {there} is no directory that can be written"

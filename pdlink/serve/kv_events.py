@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pdlink.observe.kv_ledger import BlockPlace, parents_first
 from pdlink.observe.kv_publisher import KVPublisher
 from pdlink.store.interface import MEMORY
+from pdlink.store.late import Late
 
 if TYPE_CHECKING:
     from pdlink.config import KVEventsConfig
@@ -55,67 +56,80 @@ def tell_records(publisher: KVPublisher, store: AnyStore, chunk_tokens: int) -> 
 def tell_shared_records(publisher: KVPublisher, store: AnyStore, file: PreimageFile | None) -> None:
     """The same of a store whose records are of several models, and may have been on its disk before.
 
-    file: where tokens of what is on the disk are kept. A record whose tokens nobody has said is not told.
+    file: where tokens of what is on the disk are kept. A record whose tokens nobody has said is not told, and nothing
+    before the file has been read: a frozen disk holds up nobody but those who wait for what is on it.
     """
     records = _SharedRecords(publisher, file)
     store.listen(records.changed)
-    records.begun()
+    if file is None:
+        records.begin()
+    else:
+        Late(f"{file.path}", records.begin).wait()
 
 
 class _SharedRecords:
     def __init__(self, publisher: KVPublisher, file: PreimageFile | None) -> None:
         self._publisher, self._file = publisher, file
-        self._lock = threading.Lock()
-        """Places tell at the same time."""
-        self._known = file.load() if file is not None else {}
+        self._lock, self._writing = threading.Lock(), threading.Lock()
+        """Places tell at the same time. The second one is for the file, and only for who tells of a disk."""
+        self._known: dict[bytes, Preimage] = {}
         self._places: dict[bytes, set[str]] = {}
         self._gone: dict[bytes, Preimage] = {}
         """Records that may come back without one: on their way to the disk, or in a tier that does not tell."""
         self._has_begun = False
 
-    def begun(self) -> None:
-        """All that is there has come: tell it. The rest of the file says nothing."""
+    def begin(self) -> bool:
+        """Read the file, and tell all that is there. True. The rest of the file may be of a disk that opens later."""
+        said = self._file.load() if self._file is not None else {}
         with self._lock:
             self._has_begun = True
-            self._known = {key: known for key, known in self._known.items() if key in self._places}
-            self._rewrite()
+            self._known = said | self._known
             there = {
                 (_place(where, len(self._known[key].tokens)), key): self._known[key]
-                for key, places in self._places.items()
-                for where in places
+                for key in self._known.keys() & self._places.keys()
+                for where in self._places[key]
             }
             for place, key, known in parents_first(there):
                 self._publisher.stored(place, key, known)
+        with self._writing:
+            self._rewrite()
+        return True
 
     def changed(self, change: RecordChange) -> None:
         key, on_disk = change.key, change.place != MEMORY
         with self._lock:
             known = change.preimage or self._known.get(key) or self._gone.get(key)
-            if known is None:
-                return
             places = self._places.setdefault(key, set())
             if change.is_there:
-                self._gone.pop(key, None)
-                self._known[key] = known
                 places.add(change.place)
-                if on_disk and self._file is not None:
-                    self._file.add(key, known)
             else:
                 places.discard(change.place)
                 if not places:
                     del self._places[key]
-                    self._gone[key] = self._known.pop(key, known)
-                    if len(self._gone) > _MAX_GONE:
-                        del self._gone[next(iter(self._gone))]
-                if on_disk and self._file is not None and self._file.forget(known):
-                    self._rewrite()
+            if known is None:
+                return
+            if change.is_there:
+                self._gone.pop(key, None)
+                self._known[key] = known
+            elif not places:
+                self._gone[key] = self._known.pop(key, known)
+                if len(self._gone) > _MAX_GONE:
+                    del self._gone[next(iter(self._gone))]
             if self._has_begun:
                 _tell(self._publisher, change, len(known.tokens), known)
+        if on_disk and self._file is not None:
+            with self._writing:
+                if change.is_there:
+                    self._file.add(key, known)
+                elif self._file.forget(known):
+                    self._rewrite()
 
     def _rewrite(self) -> None:
         if self._file is not None:
-            on_disk = [key for key, places in self._places.items() if places - {MEMORY}]
-            self._file.rewrite({key: self._known[key] for key in on_disk})
+            with self._lock:
+                on_disk = (key for key, places in self._places.items() if places - {MEMORY})
+                there = {key: self._known[key] for key in on_disk if key in self._known}
+            self._file.rewrite(there)
 
 
 def _tell(publisher: KVPublisher, change: RecordChange, chunk_tokens: int, known: Preimage | None) -> None:

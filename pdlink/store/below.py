@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, wait
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from pdlink.store.tiers.base import Tier
 
 log = logging.getLogger(__name__)
+
+_LEARN_S = 2.0
+"""For the file that says what was cleared."""
+_CLOSE_S = 1.0
+"""For tiers to close, at least."""
 
 
 class Brought(NamedTuple):
@@ -79,23 +84,34 @@ class Below:
         self._cleared = cleared
         self.hashed = hashed or not all(getattr(tier, "verifies", False) for tier in tiers)
         """One for all tiers: copies of one header may go to two of them at the same time."""
+        self._deadline_s, self._clock = deadline_s, clock
+        self._noting = noting = Line("pdlink-store-note")
         self.tiers = [
-            GuardedTier(tier, name, codec=codec, cleared=cleared, deadline_s=deadline_s, clock=clock)
+            GuardedTier(tier, name, codec=codec, cleared=cleared, noting=noting, deadline_s=deadline_s, clock=clock)
             for tier, name, codec in zip(tiers, names, codecs, strict=True)
         ]
-        self._deadline_s, self._clock = deadline_s, clock
-        self._noting = Line("pdlink-store-note")
+        learned = [noting.submit(tier.learn_cleared) for tier in self.tiers]
+        done, late = wait(learned, _LEARN_S)
+        for each in done:
+            each.result()
+        if late:
+            log.warning(
+                "the file that says what was cleared does not answer: nothing is found in tiers before it does"
+            )
 
     def close(self) -> None:
         """End the threads, as far as the tiers let them within one deadline for all."""
-        lines = [self._noting, *(line for tier in self.tiers for line in tier.lines)]
+        lines = [line for tier in self.tiers for line in tier.lines]
         for line in lines:
             line.end()
         deadline_s = time.monotonic() + self._deadline_s
         for line in lines:
             line.close(max(0.0, deadline_s - time.monotonic()))
+        closing = Line("pdlink-store-close", len(self.tiers))
         for tier in self.tiers:
-            tier.tier.close()
+            closing.put(tier.tier.close)
+        for line in (closing, self._noting):
+            line.close(max(_CLOSE_S, deadline_s - time.monotonic()))
 
     # --- Asking
 
@@ -297,7 +313,7 @@ class Below:
         def left_alone(tier: GuardedTier) -> str:
             return f"{tier.failure or 'it stalled'} ({tier.medium}); it is left alone for a while"
 
-        return {tier.name: tier.problem if tier.answers else left_alone(tier) for tier in self.tiers}
+        return {tier.name: left_alone(tier) if tier.is_left_alone else tier.problem for tier in self.tiers}
 
     def answering(self) -> dict[str, bool]:
         return {tier.name: tier.answers for tier in self.tiers}

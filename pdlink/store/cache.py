@@ -42,8 +42,8 @@ from pdlink.store.policies.registry import DEFAULT_POLICY, make_policy
 from pdlink.store.save import Save
 from pdlink.store.source import LOST, CallersBlocks, Source
 from pdlink.store.store import Store
-from pdlink.store.tiers.disk import Disk
 from pdlink.store.tiers.opening import open_tier
+from pdlink.store.tiers.striped import Striped
 from pdlink.store.turns import USUAL, tenant_of
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class Cache:
             namespace = hashing.namespace(self._group.origin).hex()[:32]
             made: list[Tier] = []
             if disk is not None:
-                made.append(Disk(Path(disk), namespace, disk_nbytes))
+                made.append(Striped([Path(disk)], namespace, disk_nbytes))
                 opened.callback(made[-1].close)
             for tier in tiers:
                 made.append(open_tier(tier) if isinstance(tier, str) else tier)

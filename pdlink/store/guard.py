@@ -38,12 +38,13 @@ class GuardedTier:
         *,
         codec: Codec | None = None,
         cleared: Cleared,
+        noting: Line,
         deadline_s: float,
         clock: Callable[[], float],
     ) -> None:
         """name: its own one. codec: of what is put; what comes back says itself how it is packed.
 
-        cleared: by earlier processes, and not dropped by the tier yet.
+        cleared: by earlier processes, and not dropped by the tier yet; read and written in `noting`'s thread.
         """
         self.tier, self.name, self.codec = tier, name, codec
         self.verifies: bool = getattr(tier, "verifies", False)
@@ -62,8 +63,9 @@ class GuardedTier:
         """When to offer it one again, and how long the pause before that is."""
         self.medium: str = getattr(tier, "medium", tier.name)
         """What keeps the records, by a name that the next process knows it by."""
-        self._cleared = cleared
-        self._doomed: dict[bytes, bytes] = cleared.of(self.medium)
+        self._cleared, self._noting = cleared, noting
+        self._knows_cleared = False
+        self._doomed: dict[bytes, bytes] = {}
         """Cleared records, or `EVERYTHING`, until the tier has dropped them: they are not found meanwhile. With the
         clear that named them last. `_lock` guards changes."""
         self._asking, self._moving, self._forgetting = (Breaker(deadline_s) for _ in range(3))
@@ -94,6 +96,8 @@ class GuardedTier:
     @property
     def problem(self) -> str:
         """Why it keeps less than its settings say; empty while it does not."""
+        if not self._knows_cleared:
+            return "the file that says what was cleared does not answer; the tier is used as soon as it does"
         known: str = getattr(self.tier, "problem", "")
         return known or ("it takes no records" if self._refusals >= _REFUSALS else "")
 
@@ -105,9 +109,15 @@ class GuardedTier:
 
     @property
     def answers(self) -> bool:
-        """False from the failure or stall after which it is left alone until a call succeeds."""
+        """False while it is left alone, and while its medium has not answered yet."""
+        opened: bool = getattr(self.tier, "answers", True)
+        return opened and not self.is_left_alone
+
+    @property
+    def is_left_alone(self) -> bool:
+        """From a failure or stall on, until a call succeeds."""
         with self._lock:
-            return not self._keeps_away(self._clock())
+            return self._keeps_away(self._clock())
 
     def call(self, what: str, function: Callable[[], _T], otherwise: _T, nbytes: int = 0) -> _T:
         """What `function` gives, in this thread; `otherwise` if the tier is kept away or the call raises."""
@@ -153,7 +163,13 @@ class GuardedTier:
         return bool(self._doomed)
 
     def hides(self, key: bytes) -> bool:
-        return key in self._doomed or EVERYTHING in self._doomed
+        return not self._knows_cleared or key in self._doomed or EVERYTHING in self._doomed
+
+    def learn_cleared(self) -> None:
+        """Read what earlier processes cleared; everything is hidden before. By `noting`'s thread."""
+        before = self._cleared.of(self.medium)
+        with self._lock:
+            self._doomed, self._knows_cleared = before | self._doomed, True
 
     def doom(self, keys: Sequence[bytes] | None, clear: bytes) -> None:
         """Hide these records, or all, and remove them while nobody writes."""
@@ -194,7 +210,7 @@ class GuardedTier:
             for key in gone:
                 if self._doomed.get(key) == clear:
                     del self._doomed[key]
-        self._cleared.done(self.medium, gone, clear)
+        self._noting.put(partial(self._cleared.done, self.medium, gone, clear))
 
     def _done(self, what: str, function: Callable[[], None]) -> bool:
         def do() -> bool:

@@ -20,7 +20,7 @@ from pdlink.store.source import Source
 from pdlink.store.store import Store
 from pdlink.store.tiers.disk import Disk
 from pdlink.store.tiers.opening import ALL, open_tier
-from pdlink.store.tiers.striped import open_disks
+from pdlink.store.tiers.striped import Striped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -154,6 +154,6 @@ def _tiers(config: TiersConfig, name: str, namespace: str, peers: Sequence[Tier]
     tiers: list[Tier] = []
     directories = _directories(config, name)
     if directories and config.max_local_disk_size is not None:
-        tiers.append(open_disks(directories, namespace, int(config.max_local_disk_size * _GIB), record_nbytes))
+        tiers.append(Striped(directories, namespace, int(config.max_local_disk_size * _GIB), record_nbytes))
     urls = (config.remote_url,) if isinstance(config.remote_url, str) else config.remote_url or ()
     return [*tiers, *peers, *map(open_tier, urls)]

@@ -121,14 +121,14 @@ class PreimageFile:
 
     def __init__(self, path: Path) -> None:
         """path: made if it is not there."""
-        self._path = path
+        self.path = path
         self._fd = -1
         self._live_nbytes = self._nbytes = 0
 
     def load(self) -> dict[bytes, Preimage]:
         """What it says, also of records that have gone. Cost: one hash of the tokens."""
         with contextlib.suppress(OSError):
-            return {key: known for key, known in _entries(self._path.read_bytes()) if is_preimage(known, key)}
+            return {key: known for key, known in _entries(self.path.read_bytes()) if is_preimage(known, key)}
         return {}
 
     def add(self, key: bytes, known: Preimage) -> None:
@@ -152,14 +152,15 @@ class PreimageFile:
     def rewrite(self, known: Mapping[bytes, Preimage]) -> None:
         """Begin anew with these."""
         self.close()
-        fresh = self._path.with_suffix(".new")
+        fresh = self.path.with_suffix(".new")
         try:
+            fresh.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
             self._nbytes = os.write(self._fd, _MAGIC)
             self._live_nbytes = 0
             for key, each in known.items():
                 self.add(key, each)
-            fresh.rename(self._path)
+            fresh.rename(self.path)
         except OSError as error:
             self._failed(error)
 
@@ -170,7 +171,7 @@ class PreimageFile:
             self._fd = -1
 
     def _failed(self, error: OSError) -> None:
-        log.warning("%s cannot be written (%s): tokens on the disk are not known after a restart", self._path, error)
+        log.warning("%s cannot be written (%s): tokens on the disk are not known after a restart", self.path, error)
         self.close()
 
 

@@ -55,7 +55,7 @@ class Broken:
         return call
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO], ids=["ENOSPC", "EROFS", "EIO"])
 def test_a_disk_that_takes_nothing_costs_no_answer(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: list[list[int]]
 ) -> None:
@@ -65,9 +65,9 @@ def test_a_disk_that_takes_nothing_costs_no_answer(
         assert answers(worker, PROMPTS, at_once=True) == expected
         assert not store.flush(WAIT_S), "nothing of it is down"
         assert disk.hits
-        assert answering(worker) == (number == errno.ENOSPC), "one that is full can be read"
+        assert answering(worker) == (number != errno.EIO), "one that takes no more can be read"
         assert health(worker).problems == {"disk": store.problems()["disk"]}
-        assert ("No space left" if number == errno.ENOSPC else "left alone") in store.problems()["disk"]
+        assert ("left alone" if number == errno.EIO else os.strerror(number)) in store.problems()["disk"]
         body, _ = metrics_of(worker).exposition("")
         assert b'pdlink_tier_problem{tier="disk"} 1' in body
         store.clear(places=["memory"])

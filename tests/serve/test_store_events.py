@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pdlink.config import KVEventsConfig
 from pdlink.kv import hashing
 from pdlink.kv.hashing import Origin, Preimage
 from pdlink.serve.health import health
+from pdlink.serve.kv_events import open_publisher, tell_shared_records
+from pdlink.store import late
+from pdlink.store.preimages import PreimageFile
 from pdlink_proxy.fleet import PlacementRequest
 from pdlink_proxy.kv_events import KVEvents
 from pdlink_proxy.table import WorkerState
 
 from ..observe.subscriber import Subscriber
-from ..store.process import client, process
+from ..store.process import client, process, served, until
 from ..store.stubs import SHAPE
 from .test_shared_store import worker
 from .tiered import CHUNK, WAIT_S, answers, prompt_of
@@ -191,3 +196,22 @@ def test_events_of_a_store_say_whose_model_first_blocks_are_of_and_no_more_than_
         assert told[keys[0]]["token_ids"] == list(TOKENS * 2)
         assert told[keys[0]]["block_size"] == 4
         subscriber.close()
+
+
+def test_a_file_of_tokens_that_does_not_answer_holds_up_neither_the_start_nor_a_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(late, "WAIT_S", 0.01)
+    place = tmp_path / "preimages"
+    os.mkfifo(place)  # who opens it waits for the other end
+    publisher = open_publisher(KVEventsConfig(endpoint="tcp://127.0.0.1:0"), "store", "0")
+    assert publisher is not None
+    with served(tmp_path) as (store, _), contextlib.closing(publisher):
+        tell_shared_records(publisher, store, PreimageFile(place))
+        store.commit(store.reserve(KEYS, SHAPE), SHAPE, [FIRST, SECOND])
+        assert store.lookup(KEYS, WAIT_S).keys == tuple(KEYS)
+        assert publisher.num_blocks == 0
+        with place.open("wb"):
+            pass
+        until(place.is_file, "the file is written")
+        assert publisher.num_blocks == len(KEYS)

@@ -18,6 +18,7 @@ class Tier(Protocol):
     it for a miss, and keeps away for a while from a tier that fails often or takes longer than its deadline.
 
     A tier may have a `problem`: why it keeps less than its settings say, empty while it does not; operators see it.
+    And `answers`: False while its medium has not answered since the tier was made; everything is a miss meanwhile.
     A tier may have a `medium`: a name, without secrets, by which the next process knows again what keeps the records;
     two tiers of one name share it. A tier may have `verifies = True`: `get` compares a checksum of key and record
     that `put` made, so that the store need not hash the payload itself, neither before `put` nor after `get`.

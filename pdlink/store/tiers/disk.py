@@ -171,41 +171,15 @@ class Disk:
             return place.nbytes if whole else None
 
     def put(self, key: bytes, record: memoryview) -> bool:
-        """As `Tier.put`. A full file system is False and no error: it keeps nobody from reading."""
-        pages = _num_pages(len(record))
-        expires_at_s = _expires_at_s(record)
+        """As `Tier.put`. A full or read-only file system is False and no error: it keeps nobody from reading."""
         with self._call() as may:
-            with self._lock:
-                if pages > self._segment_pages:
-                    most = self._segment_pages * PAGE_NBYTES >> 20
-                    self._unwritten = f"{self._directory} takes records of {most} MiB, not of {len(record) >> 20}"
-                if not may or not 0 < pages <= self._segment_pages:
-                    return False
-                if key in self._index:
-                    if not self._is_over(key):
-                        return True
-                    self._strike(key)
-                segment = self._segment_with(pages)
-                if segment is None:
-                    return False
-                page = segment.index * self._segment_pages + segment.end_page
-                segment.end_page += pages
-                segment.writers += 1
-                epoch = segment.epoch
             try:
-                digest = self._write(page, key, record)
-                with self._lock:
-                    self._unwritten = ""
-                    place = RecordPlace(page, len(record), 0, 0, expires_at_s, digest)
-                    return segment.epoch == epoch and self._list(segment, key, place)
+                return may and self._put(key, record)
             except OSError as error:
-                if error.errno not in _NO_ROOM:
+                if error.errno not in (*_NO_ROOM, errno.EROFS):
                     raise
                 self._unwritten = f"{self._directory} takes no more: {error.strerror}"
                 return False
-            finally:
-                with self._lock:
-                    segment.writers -= 1
 
     def remove(self, key: bytes) -> None:
         with self._call() as may, self._lock:
@@ -367,6 +341,36 @@ class Disk:
         return self._segments[place.page // self._segment_pages]
 
     # --- Without it
+
+    def _put(self, key: bytes, record: memoryview) -> bool:
+        pages = _num_pages(len(record))
+        expires_at_s = _expires_at_s(record)
+        with self._lock:
+            if pages > self._segment_pages:
+                most = self._segment_pages * PAGE_NBYTES >> 20
+                self._unwritten = f"{self._directory} takes records of {most} MiB, not of {len(record) >> 20}"
+            if not 0 < pages <= self._segment_pages:
+                return False
+            if key in self._index:
+                if not self._is_over(key):
+                    return True
+                self._strike(key)
+            segment = self._segment_with(pages)
+            if segment is None:
+                return False
+            page = segment.index * self._segment_pages + segment.end_page
+            segment.end_page += pages
+            segment.writers += 1
+            epoch = segment.epoch
+        try:
+            digest = self._write(page, key, record)
+            with self._lock:
+                self._unwritten = ""
+                place = RecordPlace(page, len(record), 0, 0, expires_at_s, digest)
+                return segment.epoch == epoch and self._list(segment, key, place)
+        finally:
+            with self._lock:
+                segment.writers -= 1
 
     def _drop(self, key: bytes, rest: bytes) -> None:
         """A record that could not be read, unless it was put again meanwhile."""

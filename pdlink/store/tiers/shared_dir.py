@@ -14,12 +14,14 @@ import os
 import stat
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
 
 from pdlink.errors import ConfigError
+from pdlink.store.late import Late
 
 from .envelope import NBYTES as ENVELOPE_NBYTES
 from .envelope import envelope, key_of, opened
@@ -33,7 +35,7 @@ _RENEW_S = 3600.0
 """A hit makes a file young again, at most this often; eviction goes by age."""
 _SLACK = 0.1
 """Of the capacity: what one eviction frees, and what is written here before others' files are counted again."""
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_TAKES_NONE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 class SharedDir:
@@ -43,7 +45,7 @@ class SharedDir:
     verifies = True
 
     def __init__(self, root: Path, namespace: str, capacity_nbytes: int = 0) -> None:
-        """Removes what killed writers left.
+        """Removes what killed writers left, before this returns if the directory answers (`Late`).
 
         capacity_nbytes: of all files of the namespace, 0 for no bound; the oldest go first. Another node that writes
         at the same time may exceed it by a tenth until its files are counted here.
@@ -60,17 +62,34 @@ class SharedDir:
         self._writing_nbytes = self._uncounted_nbytes = 0
         """Reserved by puts under way; written or begun since the last count."""
         self._unique, self._numbers = os.urandom(8).hex(), itertools.count()
+        self._unwritten = ""
+        self._late = Late(f"{root}", partial(self._begin, root))
+        try:
+            self._late.wait()
+        except ConfigError:
+            self._late.close()
+            raise
+
+    def _begin(self, root: Path) -> bool:
+        """True."""
         try:
             self._root.mkdir(mode=0o700, exist_ok=True)
             self._temporary.mkdir(mode=0o700, exist_ok=True)
             self._remove_leftovers()
-            if capacity_nbytes:
-                self._count_and_evict(0)
+            if self.capacity_nbytes:
+                with self._lock:
+                    self._count_and_evict(0)
         except OSError as error:
             raise ConfigError(
                 f"tiers.remote_url: got {str(root)!r}, which cannot be used ({error.strerror}); expected an existing "
                 "directory that this process may write to; mount or create it"
             ) from error
+        return True
+
+    @property
+    def problem(self) -> str:
+        """As `Tier` says."""
+        return self._late.problem or self._unwritten
 
     @property
     def nbytes(self) -> int:
@@ -109,7 +128,7 @@ class SharedDir:
         return nbytes
 
     def put(self, key: bytes, record: memoryview) -> bool:
-        """As `Tier.put`. A full file system or quota is False and no error: it keeps nobody from reading."""
+        """As `Tier.put`. A full or read-only file system is False and no error: it keeps nobody from reading."""
         path, nbytes = self._path(key), ENVELOPE_NBYTES + len(record)
         if self._closed:
             return False
@@ -122,12 +141,13 @@ class SharedDir:
             _write(temporary, memoryview(envelope(key, record)), record)
             path.parent.mkdir(mode=0o700, exist_ok=True)
             temporary.rename(path)
-            written = True
+            written, self._unwritten = True, ""
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink()
-            if error.errno not in _NO_ROOM:
+            if error.errno not in _TAKES_NONE:
                 raise
+            self._unwritten = f"{self._root} takes no more: {error.strerror}"
         finally:
             with self._lock:
                 self._writing_nbytes -= nbytes
@@ -156,6 +176,7 @@ class SharedDir:
 
     def close(self) -> None:
         self._closed = True
+        self._late.close()
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()

@@ -1,15 +1,18 @@
-"""`Striped`: a disk tier over several directories, each on a device of its own, and each record in one of them.
+"""`Striped`: a disk tier over one directory or several, each on a device of its own, and each record in one of them.
 
 A record goes to the directory that its key says, and to the next one if that takes nothing: full, read-only, failing.
-So it is looked for in all; each knows what it has without a look at its device.
+So it is looked for in all; each knows what it has without a look at its device. A directory that does not answer when
+the tier begins, or one of several that cannot be used then, is left out until it can (`Late`).
 """
 
 from __future__ import annotations
 
-import logging
+import errno
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from pdlink.errors import ConfigError
+from pdlink.store.late import Late
 
 from .disk import Disk
 
@@ -19,28 +22,7 @@ if TYPE_CHECKING:
 
     from pdlink.store.interface import RecordChange
 
-log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-
-
-def open_disks(roots: Sequence[Path], namespace: str, capacity_nbytes: int, record_nbytes: int = 0) -> Disk | Striped:
-    """One `Disk`, or several with equal parts of the capacity.
-
-    Of several, one that cannot be used is left out and told. Raises ConfigError if none can be used, or one is used.
-    """
-    disks: list[Disk] = []
-    problems: list[ConfigError] = []
-    for root in roots:
-        try:
-            disks.append(Disk(root, namespace, capacity_nbytes // len(roots), record_nbytes=record_nbytes))
-        except ConfigError as error:
-            if error.__cause__ is None or len(problems) + 1 == len(roots):
-                for disk in disks:
-                    disk.close()
-                raise
-            log.warning("%s", error)
-            problems.append(error)
-    return disks[0] if len(roots) == 1 else Striped(disks, list(map(str, problems)))
 
 
 class Striped:
@@ -48,28 +30,54 @@ class Striped:
 
     name = Disk.name
 
-    def __init__(self, disks: Sequence[Disk], left_out: Sequence[str] = ()) -> None:
-        """left_out: why directories are not among them."""
-        self._disks, self._left_out = disks, left_out
+    def __init__(self, roots: Sequence[Path], namespace: str, capacity_nbytes: int, record_nbytes: int = 0) -> None:
+        """As `Disk`; each directory has an equal part of the capacity.
+
+        Raises ConfigError if none of them can be used, or a process uses one.
+        """
+        self.capacity_nbytes = capacity_nbytes
+        self.medium = ", ".join(sorted(f"disk {(root / namespace).absolute()}" for root in roots))
+        share_nbytes = capacity_nbytes // len(roots)
+        self._parts = [
+            Late(f"{root}", partial(Disk, root, namespace, share_nbytes, record_nbytes=record_nbytes))
+            for root in roots
+        ]
         self._failed: dict[Disk, str] = {}
         """What the last write to a disk said that failed."""
-        self.medium = ", ".join(sorted(disk.medium for disk in disks))
+        problems = 0
+        for part in self._parts:
+            try:
+                part.wait()
+            except ConfigError as error:
+                problems += 1
+                if error.__cause__ is None or problems == len(roots):
+                    self.close()
+                    raise
+                part.tell()
+
+    @property
+    def _disks(self) -> list[Disk]:
+        """Those that are open."""
+        return [part.opened for part in self._parts if part.opened is not None]
 
     @property
     def nbytes(self) -> int:
         return sum(disk.nbytes for disk in self._disks)
 
     @property
-    def capacity_nbytes(self) -> int:
-        return sum(disk.capacity_nbytes for disk in self._disks)
+    def problem(self) -> str:
+        missing = [part.problem for part in self._parts]
+        said = [disk.problem or self._failed.get(disk, "") for disk in self._disks]
+        return "; ".join(filter(None, missing + said))
 
     @property
-    def problem(self) -> str:
-        said = (disk.problem or self._failed.get(disk, "") for disk in self._disks)
-        return "; ".join(filter(None, [*self._left_out, *said]))
+    def answers(self) -> bool:
+        """Whether one of them is open."""
+        return bool(self._disks)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        return [any(found) for found in zip(*(disk.contains(keys) for disk in self._disks), strict=True)]
+        found = [disk.contains(keys) for disk in self._disks]
+        return [any(one) for one in zip([False] * len(keys), *found, strict=True)]
 
     def get(self, key: bytes, into: memoryview) -> int | None:
         return self._first(key, lambda disk: disk.get(key, into))
@@ -93,28 +101,33 @@ class Striped:
         self._all(Disk.clear)
 
     def keys_ending(self, ending: bytes) -> list[bytes]:
-        return [key for disk in self._disks for key in disk.keys_ending(ending)]
+        found: list[bytes] = []
+        self._all(lambda disk: found.extend(disk.keys_ending(ending)))
+        return found
 
     def settle(self) -> None:
         self._all(Disk.settle)
 
     def listen(self, changed: Callable[[RecordChange], None]) -> None:
-        for disk in self._disks:
-            disk.listen(changed)
+        for part in self._parts:
+            part.then(lambda disk: disk.listen(changed))
 
     def close(self) -> None:
-        for disk in self._disks:
-            disk.close()
+        for part in self._parts:
+            part.close()
+            part.then(Disk.close)
 
     def _first(self, key: bytes, call: Callable[[Disk], _T | None]) -> _T | None:
         """What the first disk says that has something to say, from the key's own one on.
 
         Raises the OSError of one of them if none has.
         """
-        own, failed = int.from_bytes(key[:8], "little") % len(self._disks), None
-        for disk in (*self._disks[own:], *self._disks[:own]):
+        own, failed = int.from_bytes(key[:8], "little") % len(self._parts), None
+        for part in (*self._parts[own:], *self._parts[:own]):
+            if part.opened is None:
+                continue
             try:
-                said = call(disk)
+                said = call(part.opened)
             except OSError as error:
                 failed = error
             else:
@@ -125,11 +138,13 @@ class Striped:
         return None
 
     def _all(self, call: Callable[[Disk], None]) -> None:
-        """Also behind one that fails, whose OSError is raised afterwards."""
+        """Also behind one that fails or is not open, for which an OSError is raised afterwards."""
         failed = None
-        for disk in self._disks:
+        for part in self._parts:
             try:
-                call(disk)
+                if part.opened is None:
+                    raise OSError(errno.EAGAIN, part.problem)
+                call(part.opened)
             except OSError as error:
                 failed = error
         if failed is not None:

@@ -1,4 +1,5 @@
-"""A file system of a process of ours, kept in memory: one that a test can freeze, by SIGSTOP of that process.
+"""A file system of a process of ours, kept in memory: a test can freeze it, by SIGSTOP of that process, and turn it
+read-only or writable, by SIGUSR1.
 
 Speaks the kernel's FUSE protocol over /dev/fuse, as far as a disk tier needs it.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import signal
 import stat
 import struct
 from dataclasses import dataclass, field
@@ -29,6 +31,7 @@ _ROOT = 1
 (_CREATE, _FALLOCATE) = (35, 43)
 _UNANSWERED = (2, 36, 42)
 """Forget, interrupt, forget several."""
+_WRITES = (_SETATTR, _MKDIR, _UNLINK, _WRITE, _CREATE, _FALLOCATE)
 
 
 @dataclass
@@ -64,12 +67,21 @@ def mount_at(source: str, place: Path, kind: str, options: str = "", flags: int 
 
 def _serve(fd: int) -> None:
     nodes = {_ROOT: Node(stat.S_IFDIR | 0o700)}
+    is_read_only = False
+
+    def turn(*_: object) -> None:
+        nonlocal is_read_only
+        is_read_only = not is_read_only
+
+    signal.signal(signal.SIGUSR1, turn)
     while True:
         request = os.read(fd, _MAX_WRITE_NBYTES + (8 << 10))
         _, operation, unique, number, *_ = _IN.unpack_from(request)
         if operation in _UNANSWERED:
             continue
         try:
+            if is_read_only and operation in _WRITES:
+                raise OSError(errno.EROFS, "read-only")
             error, body = 0, _answer(nodes, operation, number, request[_IN.size :])
         except OSError as failed:
             error, body = -(failed.errno or errno.EIO), b""

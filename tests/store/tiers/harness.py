@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import xxhash
 
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape, seal, unseal
+from pdlink.store.tiers import striped
 from pdlink.store.tiers.base import Tier
 from pdlink.store.tiers.direct import PAGE_NBYTES
 from pdlink.store.tiers.disk import Disk
@@ -188,7 +190,8 @@ def _damage_disk(tier: Tier, path: Path, key: bytes, change: Callable[[bytes], b
 
 
 def _open_striped(path: Path) -> Tier:
-    return Striped([SealedDisk(path / name, "model", 3 * CAPACITY_NBYTES // 4 + (1 << 18)) for name in "ab"])
+    with patch.object(striped, "Disk", SealedDisk):
+        return Striped([path / name for name in "ab"], "model", 3 * CAPACITY_NBYTES // 2 + (1 << 19))
 
 
 def _damage_striped(tier: Tier, path: Path, key: bytes, change: Callable[[bytes], bytes]) -> None:

@@ -17,11 +17,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdlink.serve.health import health, metrics_of
+from pdlink.store import late
 from pdlink.store.policies.registry import make_policy
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape
 from pdlink.store.store import Store
-from pdlink.store.tiers.disk import Disk
+from pdlink.store.tiers.striped import Striped
 
+from ...serve.tiered import CHUNK, answers, computed_here, opened, prompt_of, store_of
 from .fuse import mount, mount_at
 
 if TYPE_CHECKING:
@@ -49,7 +52,7 @@ def tmpfs(place: Path) -> None:
     """A small file system keeps what fits, says so, and is used whole when it grows."""
     with _mounting():
         mount_at("none", place, "tmpfs", "size=4m")
-    with _opened(place) as store:
+    with _store(place) as store:
         _keeps_what_fits(store)
         mount_at("none", place, "tmpfs", "size=64m", _REMOUNT)
         _put(store, KEYS)
@@ -65,7 +68,7 @@ def loop(place: Path) -> None:
     done = subprocess.run(["mount", "-o", "loop", str(image), str(place)], capture_output=True, text=True)
     if done.returncode:
         raise CannotMount(done.stderr)
-    with _opened(place) as store:
+    with _store(place) as store:
         _keeps_what_fits(store)
         fd = os.open(place, os.O_RDONLY)
         fcntl.ioctl(fd, _SHUT_DOWN, struct.pack("<I", 2))
@@ -81,7 +84,7 @@ def frozen(place: Path) -> None:
     with _mounting():
         server = mount(place)
     try:
-        with _opened(place) as store:
+        with _store(place) as store:
             _put(store, KEYS[:20])
             assert store.flush(_WAIT_S)
             os.kill(server, signal.SIGSTOP)
@@ -110,6 +113,93 @@ def frozen(place: Path) -> None:
         os.waitpid(server, 0)
 
 
+def frozen_start(place: Path) -> None:
+    """A process that starts while its disk is frozen goes on without it, says so, and uses it when it answers."""
+    late.WAIT_S = _DEADLINE_S / 4
+    with _mounting():
+        server = mount(place)
+    try:
+        with _store(place) as store:
+            _put(store, KEYS[:20])
+            assert store.flush(_WAIT_S)
+        os.kill(server, signal.SIGSTOP)
+        began_s = time.monotonic()
+        with _store(place) as store:
+            assert "does not answer" in store.problems()["disk"]
+            assert not store.answering()["disk"]
+            assert _put(store, KEYS[20:40]) == 20, "memory goes on"
+            assert _read(store, KEYS[20:40]) == 20
+            assert store.lookup(KEYS[:20], _WAIT_S).keys == ()
+            assert not store.clear(KEYS[:10]).durable, "nothing can be noted"
+            took_s = time.monotonic() - began_s
+            assert took_s < 10 * _DEADLINE_S, f"callers waited {took_s:.1f} s"
+            os.kill(server, signal.SIGCONT)
+            _until(lambda: store.answering()["disk"] and not store.problems()["disk"], "it is used")
+            _until(lambda: store.flush(_WAIT_S), "what memory had is on it")
+            store.clear(places=["memory"])
+            assert _read(store, KEYS[10:40]) == 30
+            assert store.lookup(KEYS[:10], _WAIT_S).keys == (), "what was cleared stays so"
+        os.kill(server, signal.SIGSTOP)
+        with _store(place):
+            began_s = time.monotonic()
+        assert time.monotonic() - began_s < 10 * _DEADLINE_S, "its end does not wait for it"
+    finally:
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+
+
+def frozen_worker(place: Path) -> None:
+    """A worker that starts while its disk is frozen answers requests, and says what troubles it."""
+    late.WAIT_S = _DEADLINE_S / 4
+    with _mounting():
+        server = mount(place)
+    try:
+        prompts = [prompt_of(4 * CHUNK + 5, seed) for seed in range(2)]
+        expected = computed_here(prompts)
+        os.kill(server, signal.SIGSTOP)
+        with opened(below={"local_disk": str(place / "kv"), "max_local_disk_size": 0.01}) as worker:
+            assert answers(worker, prompts, at_once=True) == expected
+            assert "does not answer" in health(worker).problems["disk"]
+            body, _ = metrics_of(worker).exposition("")
+            assert b'pdlink_tier_problem{tier="disk"} 1' in body
+            assert b'pdlink_tier_answering{tier="disk"} 0' in body
+            os.kill(server, signal.SIGCONT)
+            _until(lambda: not health(worker).problems, "nothing troubles it")
+            store = store_of(worker)
+            _until(lambda: store.flush(_WAIT_S), "what memory had is on the disk")
+            store.clear(places=["memory"])
+            assert answers(worker, prompts, at_once=True) == expected
+    finally:
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+
+
+def read_only(place: Path) -> None:
+    """A file system that becomes read-only is read, says so, and is written to when it can be again."""
+    with _mounting():
+        server = mount(place)
+    try:
+        with _store(place) as store:
+            _put(store, KEYS[:20])
+            assert store.flush(_WAIT_S)
+            os.kill(server, signal.SIGUSR1)
+            _put(store, KEYS[20:40])
+            _until(lambda: "Read-only file system" in store.problems()["disk"], "it is told")
+            assert not store.flush(_WAIT_S)
+            for _ in range(5):  # writes that fail keep nobody from reading
+                store.clear(places=["memory"])
+                assert _read(store, KEYS[:20]) == 20
+                _put(store, KEYS[20:40])
+            assert store.health()["disk"]
+            os.kill(server, signal.SIGUSR1)
+            _until(lambda: store.flush(_WAIT_S) and not store.problems()["disk"], "it is written to again")
+            store.clear(places=["memory"])
+            assert _read(store, KEYS[:40]) == 40
+    finally:
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+
+
 @contextmanager
 def _mounting() -> Iterator[None]:
     try:
@@ -119,8 +209,8 @@ def _mounting() -> Iterator[None]:
 
 
 @contextmanager
-def _opened(place: Path) -> Iterator[Store]:
-    disk = Disk(place, "kv", 8 << 20, record_nbytes=SHAPE.nbytes)
+def _store(place: Path) -> Iterator[Store]:
+    disk = Striped([place], "kv", 8 << 20, record_nbytes=SHAPE.nbytes)
     store = Store(
         16 << 20, make_policy("lru"), [disk], tier_deadline_s=_DEADLINE_S, cleared=[place / "kv" / "cleared"]
     )
@@ -170,7 +260,9 @@ def _until(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.05)
 
 
-SCENARIOS = {scenario.__name__: scenario for scenario in (tmpfs, loop, frozen)}
+SCENARIOS = {
+    scenario.__name__: scenario for scenario in (tmpfs, loop, frozen, frozen_start, frozen_worker, read_only)
+}
 
 if __name__ == "__main__":
     Path(sys.argv[2]).mkdir()

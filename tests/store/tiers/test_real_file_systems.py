@@ -33,6 +33,9 @@ def _played(scenario: str, directory: Path, *unshare: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+needs_fuse = pytest.mark.skipif(
+    not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="/dev/fuse is not for this user"
+)
 needs_namespace = pytest.mark.skipif(not _may(*_NAMESPACE), reason="no user namespaces here")
 
 
@@ -42,10 +45,30 @@ def test_a_small_file_system_keeps_what_fits_and_all_when_it_has_grown(tmp_path:
 
 
 @needs_namespace
-@pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="/dev/fuse is not for this user")
+@needs_fuse
 @pytest.mark.timeout(200)
 def test_a_frozen_file_system_holds_nobody_up_and_is_used_again(tmp_path: Path) -> None:
     _played("frozen", tmp_path, *_NAMESPACE)
+
+
+@needs_namespace
+@needs_fuse
+@pytest.mark.timeout(200)
+def test_a_process_that_starts_while_its_disk_is_frozen_goes_on_and_uses_it_later(tmp_path: Path) -> None:
+    _played("frozen_start", tmp_path, *_NAMESPACE)
+
+
+@needs_namespace
+@needs_fuse
+@pytest.mark.timeout(200)
+def test_a_worker_that_starts_while_its_disk_is_frozen_answers_and_says_so(tmp_path: Path) -> None:
+    _played("frozen_worker", tmp_path, *_NAMESPACE)
+
+
+@needs_namespace
+@needs_fuse
+def test_a_file_system_that_turns_read_only_is_read_and_written_to_when_it_can_be_again(tmp_path: Path) -> None:
+    _played("read_only", tmp_path, *_NAMESPACE)
 
 
 @pytest.mark.skipif(os.getuid() != 0 or not _may("unshare", "--mount"), reason="only root may mount a block device")

@@ -6,14 +6,18 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from pdlink.errors import ConfigError
+from pdlink.store import late
 from pdlink.store.tiers.shared_dir import SharedDir
 
+from ..process import until
+from ..stubs import WAIT_S
 from .harness import key, read, record
 
 FILE_NBYTES = 65536 + 64
@@ -69,7 +73,9 @@ assert tier.nbytes == 1064
     assert [path.stat().st_size for path in files(tmp_path)] == [1064]
 
 
-@pytest.mark.parametrize(("number", "raises"), [(errno.ENOSPC, False), (errno.EDQUOT, False), (errno.EIO, True)])
+@pytest.mark.parametrize(
+    ("number", "raises"), [(errno.ENOSPC, False), (errno.EDQUOT, False), (errno.EROFS, False), (errno.EIO, True)]
+)
 def test_only_a_failing_medium_is_an_error_of_a_put(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, raises: bool
 ) -> None:
@@ -85,9 +91,25 @@ def test_only_a_failing_medium_is_an_error_of_a_put(
                 tier.put(key(1), record(1))
         else:
             assert not tier.put(key(1), record(1))
+            assert os.strerror(number) in tier.problem
     assert files(tmp_path) == []
     assert tier.nbytes == 0
     assert tier.put(key(1), record(1))
+    assert tier.problem == ""
+
+
+def test_a_directory_that_does_not_answer_at_the_start_is_told_and_used_when_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(late, "WAIT_S", 0.01)
+    answers = threading.Event()
+    monkeypatch.setattr(SharedDir, "_remove_leftovers", lambda _: answers.wait(WAIT_S))
+    tier = SharedDir(tmp_path, "model")
+    assert f"{tmp_path} does not answer" in tier.problem
+    answers.set()
+    until(lambda: not tier.problem, "it is used")
+    assert tier.put(key(1), record(1))
+    assert read(tier, key(1)) == record(1)
 
 
 def test_a_read_error_closes_the_file_and_keeps_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

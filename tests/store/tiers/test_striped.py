@@ -9,21 +9,23 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdlink.errors import ConfigError
+from pdlink.store import late
 from pdlink.store.tiers.disk import Disk
-from pdlink.store.tiers.striped import Striped, open_disks
+from pdlink.store.tiers.striped import Striped
 
+from ..process import until
 from .harness import key, read, record
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pdlink.store.interface import RecordChange
+
 KEYS = list(map(key, range(32)))
 
 
 def opened(path: Path, *names: str) -> Striped:
-    tier = open_disks([path / name for name in names], "model", len(names) << 23)
-    assert isinstance(tier, Striped)
-    return tier
+    return Striped([path / name for name in names], "model", len(names) << 23)
 
 
 def filled(tier: Striped) -> None:
@@ -107,16 +109,31 @@ def test_a_directory_that_cannot_be_read_costs_its_own_records(
             assert read(tier, which) == record(number)
 
 
-def test_a_directory_that_cannot_be_used_at_the_start_is_left_out_and_told(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_used_at_the_start_is_told_and_left_out_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(late, "PAUSE_S", 0.01)
     (tmp_path / "a").write_text("a file")
     tier = opened(tmp_path, "a", "b")
     filled(tier)
     assert "tiers.local_disk" in tier.problem
     assert str(tmp_path / "a") in tier.problem
+    with pytest.raises(OSError, match=r"tiers\.local_disk"):
+        tier.remove(KEYS[0])
+    heard: list[RecordChange] = []
+    tier.listen(heard.append)
+    assert len(heard) == len(KEYS) - 1
+    (tmp_path / "a").unlink()
+    until(lambda: not tier.problem, "it is open")
+    tier.clear()
+    filled(tier)
+    assert min(shares(tier)) > 0
+    assert sum(change.is_there for change in heard) == 2 * len(KEYS) - 1, "what comes into the late one is heard"
     tier.close()
-    (tmp_path / "c").write_text("another file")
+    for name in "cd":
+        (tmp_path / name).write_text("another file")
     with pytest.raises(ConfigError, match="cannot be used"):
-        opened(tmp_path, "a", "c")
+        opened(tmp_path, "c", "d")
 
 
 def test_a_directory_that_another_process_has_is_a_wrong_setting(tmp_path: Path) -> None:

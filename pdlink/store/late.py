@@ -1,0 +1,85 @@
+"""`Late`: opened in a thread of its own, because a frozen file system answers nobody who opens a file on it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+WAIT_S = 5.0
+"""For the first attempt, at most; a disk of a million records opens in 0.3 s."""
+PAUSE_S = 10.0
+"""Between two attempts."""
+
+
+class Late(Generic[_T]):
+    """Tried until it is open. Thread-safe; nobody waits but in `wait`."""
+
+    def __init__(self, what: str, attempt: Callable[[], _T]) -> None:
+        """what: for messages. attempt: opens it, or raises, in the thread."""
+        self.opened: _T | None = None
+        self.problem = f"{what} does not answer; it is used as soon as it does"
+        """Why it is not open; empty when it is."""
+        self._what, self._attempt = what, attempt
+        self._first: Future[None] = Future()
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        """Guards the calls, and `opened` with them."""
+        self._calls: list[Callable[[_T], None]] = []
+        self._told = ""
+        threading.Thread(target=self._run, name="pdlink-store-open", daemon=True).start()
+
+    def wait(self) -> None:
+        """Until the first attempt has ended, `WAIT_S` at most. Raises what it raised."""
+        try:
+            self._first.result(WAIT_S)
+        except TimeoutError:
+            self.tell()
+
+    def tell(self) -> None:
+        """Log why it is not open, if that is new."""
+        problem = self.problem
+        if problem and problem != self._told:
+            log.warning("%s", problem)
+            self._told = problem
+
+    def then(self, call: Callable[[_T], None]) -> None:
+        """Call it with what is opened: now, or later in the thread that opens it."""
+        with self._lock:
+            if self.opened is None:
+                self._calls.append(call)
+                return
+        call(self.opened)
+
+    def close(self) -> None:
+        """Try no more. What is open, or opens still, is closed by a call of `then`."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                opened = self._attempt()
+            except Exception as error:  # noqa: BLE001 - raised by `wait`, or told
+                self.problem = str(error)
+                if self._told:
+                    self.tell()
+                if not self._first.done():
+                    self._first.set_exception(error)
+                self._closed.wait(PAUSE_S)
+                continue
+            with self._lock:
+                self.opened, self.problem = opened, ""
+            for call in self._calls:
+                call(opened)
+            if self._told:
+                log.warning("%s is used now", self._what)
+            if not self._first.done():
+                self._first.set_result(None)
+            return
