@@ -127,6 +127,8 @@ class Buffer:
             """The whole buffer as uint8 [nbytes]; writable."""
             self.ptr: int = self.array.ctypes.data
             self._closed = False
+            # At once: the mapping is locked meanwhile, which reads into it wait for.
+            _libc.madvise(ctypes.c_void_p(self.ptr), ctypes.c_size_t(self.nbytes), _MADV_HUGEPAGE)
             self.populate(0, first_nbytes)
         except BaseException:
             os.close(self.fd)
@@ -143,15 +145,13 @@ class Buffer:
         """
         if end <= begin:
             return
+        place, nbytes = ctypes.c_void_p(self.ptr + begin), ctypes.c_size_t(end - begin)
         with prefer_node(self._numa_node):
-            for request in (_MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
-                # mmap.madvise would hold the GIL meanwhile.
-                if _libc.madvise(ctypes.c_void_p(self.ptr + begin), ctypes.c_size_t(end - begin), request):
-                    code = ctypes.get_errno()
-                    if code != errno.EINVAL:
-                        raise OSError(code, os.strerror(code))
-                    if request == _MADV_POPULATE_WRITE:
-                        os.posix_fallocate(self.fd, begin, end - begin)
+            if _libc.madvise(place, nbytes, _MADV_POPULATE_WRITE):  # mmap.madvise would hold the GIL meanwhile
+                code = ctypes.get_errno()
+                if code != errno.EINVAL:
+                    raise OSError(code, os.strerror(code))
+                os.posix_fallocate(self.fd, begin, end - begin)
 
     def gather(self, begin: int, end: int) -> bool | None:
         """Put bytes that have memory into huge pages, also where the system gives none at the first touch.

@@ -46,17 +46,20 @@ class Arena:
         numa_node: int | None = None,
         reserve_nbytes: int = 0,
         step_nbytes: int,
+        early_nbytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Reserve the range, give it its first step, and start the threads.
 
         reserve_nbytes: of the system's memory, never taken. numa_node: see `Buffer`. step_nbytes: granted at a time.
+        early_nbytes: what is to have memory soon after the start, by `run_ahead`.
         Raises OSError if there is no memory for the first step.
         """
         self.buffer = Buffer(nbytes, name="pdlink-store", committed_nbytes=step_nbytes, numa_node=numa_node)
         """Other processes of this host map it."""
         self.array: Bytes = self.buffer.array
         self._reserve_nbytes, self._step_nbytes, self._clock = reserve_nbytes, step_nbytes, clock
+        self._early_nbytes = early_nbytes
         self._num_helpers = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0))) - 1)
         self._helpers = Line("pdlink-store-memory", self._num_helpers)
         self._changed = threading.Condition()
@@ -90,7 +93,8 @@ class Arena:
         """
         if end <= self.committed_nbytes:
             return self.committed_nbytes
-        self.fill(self.begin(end))
+        self.begin(end)
+        self.fill(end)
         with self._changed:
             self._changed.wait_for(lambda: self.committed_nbytes >= min(end, self._granted_nbytes))
             return self.committed_nbytes
@@ -134,7 +138,7 @@ class Arena:
 
     def _ahead(self, used_nbytes: int) -> int:
         """What is to have memory: twice what is used. A next prompt as long as all before it waits for none then."""
-        return used_nbytes + max(used_nbytes, self._step_nbytes)
+        return max(self._early_nbytes, used_nbytes + max(used_nbytes, self._step_nbytes))
 
     def _grant(self, end: int) -> int:
         """Whole steps up to the one that `end` lies in, as far as the system has memory for them. Under the lock."""

@@ -158,6 +158,11 @@ class Fetching:
         """Whether a record is on its way into the arena."""
         return key in self._arrivals
 
+    @property
+    def brings(self) -> bool:
+        """Whether records are on their way into the arena."""
+        return bool(self._arrivals)
+
     def late(self, now_s: float) -> list[Fetch]:
         """Fetches that go on now with what is there, or are done. The caller finishes them without the lock. Once."""
         late = [fetch for fetch in self._fetches if fetch.give_up_s <= now_s or fetch.done.done()]

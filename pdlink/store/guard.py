@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from pdlink.breaker import Breaker
 from pdlink.events import TierCalled, emit
 from pdlink.store.cleared import EVERYTHING
-from pdlink.store.line import Line, Width
+from pdlink.store.line import FIRST, Line, Width
 from pdlink.store.tiers.base import SettlingTier
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ class GuardedTier:
         self.verifies: bool = getattr(tier, "verifies", False)
         """Whether what `get` brings is what was put, by a checksum of the tier's own."""
         self.askers = Line(f"pdlink-ask-{name}")
-        self.readers = Line(f"pdlink-read-{name}", 2, Width(2))
-        self.writers = Line(f"pdlink-write-{name}", 1, Width(1))
+        self.readers = Line(f"pdlink-read-{name}", FIRST, Width(FIRST))
+        self.writers = Line(f"pdlink-write-{name}", FIRST, Width(FIRST))
         self.queued_nbytes = 0
         """Of records that wait to be written; the store's lock guards it."""
         self.queued: dict[bytes, int] = {}

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-MOST = 16
-"""A bucket that answers after 30 ms wants 16, a disk 2 to 4."""
+FIRST, MOST = 4, 16
+"""A disk wants 2 to 4, a bucket that answers after 30 ms 16."""
 _GAIN = 1.15
 """By how much a doubled width must be faster."""
-_JOBS_EACH = 4
-"""Measured for each thread."""
-_SETTLED_JOBS = 512
+_JOBS_EACH = 8
+"""Measured for each thread. With 4 a disk whose speed changes by a third got any width."""
+_SETTLED_JOBS = 1024
 """Done at one width before a larger one is tried again."""
 
 
@@ -61,7 +61,8 @@ class Line:
         with self._changed:
             if not self._ended:
                 self._jobs.append((job, alone))
-                self._changed.notify()
+                if self._is_free:  # else who ends a job takes it
+                    self._changed.notify()
             return not self._ended
 
     def submit(self, job: Callable[[], _T], *, alone: bool = False) -> Future[_T]:
@@ -104,6 +105,7 @@ class Line:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         with self._changed:  # a thread that is stuck would begin it while the process ends
             self._jobs.clear()
+            self._changed.notify_all()
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
@@ -121,13 +123,20 @@ class Line:
                 return None
             self._running += 1
             job, self._is_alone = self._jobs.popleft()
+            if self._ended and not self._jobs:
+                self._changed.notify_all()
             return job
 
     @property
     def _is_free(self) -> bool:
         if self._running and (self._is_alone or self._jobs[0][1]):
             return False
-        return self._width is None or self._running < self._width.now
+        return self._running < self._most
+
+    @property
+    def _most(self) -> int:
+        """Jobs at a time."""
+        return len(self._threads) if self._width is None else self._width.now
 
     def _done(self) -> None:
         with self._changed:
@@ -135,7 +144,8 @@ class Line:
             if self._width is not None:
                 self._width.ended(time.monotonic(), waiting=len(self._jobs))
                 self._have(0 if self._ended else self._width.now)
-            self._changed.notify_all()
+            if self._jobs:  # this thread takes the next one; a thread that wakes up for nothing costs two switches
+                self._changed.notify(max(0, self._most - self._running - 1))
 
 
 class Width:

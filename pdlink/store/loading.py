@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from pdlink.store.source import Source
 
 
+_EARLY_PARTS = 16
+"""Of what is wanted: what is copied at once while the rest is read. A copy takes Python's time from who reads."""
+
+
 class Load:
     """KV on its way from the store into blocks. Layers are counted through all groups, in their order."""
 
@@ -182,6 +186,8 @@ class GroupLoad:
         first = max(0, chunks.start - self._first) + self._num_early
         further = enumerate(self._fetch.leading(first), self._first + first)
         came = [(chunk, slot) for chunk, slot in further if chunk < chunks.stop - 1]
+        if len(came) < len(chunks) // _EARLY_PARTS:
+            return
         came = self._until(came, [self._holds(*one) for one in came])
         if came:
             plan = self._source.plan(self.group, came, self._blocks, self._begin, self._end, loading=True)

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_EARLY_NBYTES = 1 << 30
+"""What is to have memory soon after the start, where prompts come from tiers: reading them needs the cores."""
 _PEERS = "peers"
 """The holder of what other nodes read; no deadline: transfers have one."""
 
@@ -127,6 +129,7 @@ class Store(AnyStore):
         self._arena = Arena(
             self._nbytes,
             step_nbytes=STEP_NBYTES,
+            early_nbytes=min(_EARLY_NBYTES, self._nbytes // 2) if self.has_tiers else 0,
             numa_node=self._numa_node,
             reserve_nbytes=self._reserve_nbytes,
             clock=self._clock,

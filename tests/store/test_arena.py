@@ -56,6 +56,13 @@ def test_pieces_are_filled_by_several_threads_at_the_same_time(arena: Arena, mon
     assert arena.commit(2 * STEP) == 2 * STEP
 
 
+def test_who_needs_memory_fills_no_more_than_that_and_leaves_the_rest_of_a_step_to_others(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena._helpers, "put", lambda job: True)
+    assert arena.commit(STEP + STEP // 8) == STEP + STEP // 4
+
+
 def test_a_granted_range_is_filled_without_anybody_who_waits(arena: Arena) -> None:
     assert arena.begin(3 * STEP) == 3 * STEP
     with arena._changed:

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdlink.store.line import MOST, Line, Width
+from pdlink.store.line import FIRST, MOST, Line, Width
 
 from .stubs import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-FIRST = 2
 
 
 def settled(takes_s: Callable[[int], float], jobs: int = 2000, width: Width | None = None) -> list[int]:
@@ -47,8 +45,8 @@ def test_a_medium_that_does_so_many_at_once_gets_no_more_most_of_the_time(depth:
 
 def test_a_medium_that_becomes_slower_to_answer_gets_more_threads_later() -> None:
     width = Width(FIRST)
-    assert settled(lambda one: 0.001 * max(1.0, one / 2), 600, width)[-1] == 2
-    assert settled(lambda _: 0.03, 1200, width)[-1] == MOST
+    assert settled(lambda one: 0.001 * max(1.0, one / FIRST), 1000, width)[-1] == FIRST
+    assert settled(lambda _: 0.03, 2000, width)[-1] == MOST
 
 
 def test_what_has_too_little_to_do_says_nothing() -> None:
@@ -73,7 +71,7 @@ def test_a_line_has_as_many_threads_as_its_width() -> None:
         assert at_once.acquire(timeout=WAIT_S)
     go_on.set()
     line.wait()
-    assert 2 < len(line._threads) <= MOST
+    assert FIRST < len(line._threads) <= MOST
     line.close(WAIT_S)
     assert not any(thread.is_alive() for thread in line._threads)
 
