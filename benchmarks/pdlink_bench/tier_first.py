@@ -2,9 +2,9 @@
 
 A worker of our own engine computes the prompt once, and keeps it on a disk or on a Valkey server. Then it is killed
 and started again, several times, with the page cache dropped; its first request is for that prompt, of which only the
-last token is computed. The next request for it finds the KV in the engine's blocks. What the first one takes beside
-that one is the load, which has bare reads of as many bytes in the same turn: of a file by two threads, unbuffered, or
-of what a server sends into memory that waits for it.
+last token is computed. The worker says when the last layer of the KV was in the engine's blocks. That has bare reads
+of as many bytes beside it: of a file by two threads, unbuffered, or of what a server sends into memory that waits for
+it. Then comes the pass of the last token, which the next request has alone: it finds the KV in the engine's blocks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import random
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdlink.config import WorkerConfig
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MOST = {"disk": 1.15, "valkey": 1.15}
-"""Of bare reads and the first token out of the engine's blocks."""
+"""Of bare reads, from the request until the last layer is in the engine's blocks."""
 _READ_NBYTES, _NUM_READERS = 8 << 20, 2
 _ANSWER_TOKENS = 2
 
@@ -77,7 +77,8 @@ class Worker(LoneWorker):
 
 
 def measure(directory: Path, place: str, sizes: FirstSizes, restarts: int, tick: Callable[[], None]) -> Measured:
-    """Seconds of the "first" request of each life, of the next one from "blocks", and of "bare" reads.
+    """Seconds of each life: to the token of the "first" request, and to its KV "in blocks"; of the next one, out of
+    "blocks"; and of "bare" reads.
 
     Raises WrongAnswer where not all was loaded, or the answer is another one; WorkerFailed without a server.
     """
@@ -181,11 +182,14 @@ def _measure(
         for _ in range(restarts):
             worker.restart(directory)
             for what in ("first", "blocks"):
+                asked_s = monotonic()
                 streamed, sourced = worker.complete(prompt, _ANSWER_TOKENS, f"bench-{next(names)}")
                 came = sourced["loaded" if what == "first" else "cached"]
                 if came != sizes.tokens or streamed.text != answer:
                     raise WrongAnswer(f"{place}, {what}: {came} of {sizes.tokens} tokens came: {sourced}")
                 found.add(what, streamed.first_s)
+                if what == "first":
+                    found.add("in blocks", worker.ask("/pdlink/events")["prompts"][-1]["at_s"] - asked_s)
             drop_cached(directory)
             with Buffer(sizes.nbytes) as buffer:
                 began_s = perf_counter()

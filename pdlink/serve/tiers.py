@@ -55,10 +55,6 @@ class _Request:
     offered_s: float | None = None
     """When it asked the prefill worker for KV."""
     num_offered: int = 0
-    untold: Callable[[int], None] | None = None
-    """Tells where its KV came from, once it is known where its load ended."""
-    loaded_end: int | None = None
-    """Where it will end: its last layer is here."""
 
 
 class Tiered:
@@ -136,8 +132,6 @@ class Tiered:
         """The request is over, or was not accepted. forget: its KV is not to be trusted."""
         request = self._requests.pop(request_id, None)
         if request is not None:
-            if request.untold is not None and request.loaded_end is not None:  # computed before the load was over
-                request.untold(request.loaded_end)
             if request.load is not None:
                 request.load.cancel()
             if request.prompt is not None:
@@ -151,7 +145,6 @@ class Tiered:
         if request.load is not None:  # into blocks that it has no more
             request.load.cancel()
         request.blocks, request.load, request.offered_s = blocks, None, None
-        request.untold = request.loaded_end = None
         cached, receives = num_cached_tokens, external_tokens == len(request.tokens)
         if not receives:
             self._port.admitted(request_id, blocks, cached)
@@ -176,8 +169,7 @@ class Tiered:
         """What is not loaded is computed here, or (receives) offered for: a prefill worker computes it."""
         assert request.prompt is not None
         blocks = request.blocks
-        landed = None if receives else partial(self._landed, request, cached, choice.end, blocks)
-        request.untold = None if receives else partial(self._tell, request, cached, choice)
+        landed = None if receives else partial(self._landed, request, cached, choice, blocks)
         request.load = request.prompt.load(cached, choice.end, [blocks], landed)
 
         def over(done: Future[int]) -> None:
@@ -193,8 +185,8 @@ class Tiered:
             return
         if not receives:
             self._engine().kv_ends(request.request_id, end)
-            self._tell(request, cached, choice, end)
-            request.untold = None
+            if end < choice.end:
+                self._tell(request, cached, choice, end)
             return
         if end > cached:
             self._engine().kv_arrived(request.request_id, end)
@@ -280,13 +272,13 @@ class Tiered:
     # --- The copier's thread
 
     def _landed(
-        self, request: _Request, cached: int, wanted_end: int, blocks: Sequence[int], layer: int, end: int
+        self, request: _Request, cached: int, choice: Choice, blocks: Sequence[int], layer: int, end: int
     ) -> None:
         """A layer of a load is here. If the load fails, computing reports it again, and that ends a transfer."""
         self._port.layer_written(layer, [(request.request_id, cached, end)])
-        if end == wanted_end and layer == self._num_layers - 1:
-            request.loaded_end = end
-        if layer == 0 and end == wanted_end:
+        if end == choice.end and layer == self._num_layers - 1:
+            self._tell(request, cached, choice, end)
+        if layer == 0 and end == choice.end:
             self._engine().soon(partial(self._begin_pass, request, blocks, end))
 
     def close(self) -> None:

@@ -52,7 +52,7 @@ def test_every_lane_has_figures_and_nothing_is_left_on_the_disk(tmp_path: Path) 
             assert {name: len(one["samples"]) for name, one in lane["measured"].items()} == dict.fromkeys(measured, 2)
     times = {"store, first", "store, tenth", "burst, first", "load, first", "load, tenth"}
     assert {lane: set(one["measured"]) for lane, one in found["cold"].items()} == {"ours": times, "bare": times}
-    times = {"first", "blocks", "bare"}
+    times = {"first", "in blocks", "blocks", "bare"}
     assert {place: set(one["measured"]) for place, one in found["first"].items()} == {"disk": times}
     assert list(directory.iterdir()) == []
 
