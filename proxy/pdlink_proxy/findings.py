@@ -218,8 +218,7 @@ def _left_alone(worker: Described) -> Iterable[Finding]:
 def _unreachable_control(worker: Described) -> Iterable[Finding]:
     control = (worker["health"] or {}).get("control") or ()
     for address in (control,) if isinstance(control, str) else control:
-        host = urlsplit(address).hostname or ""
-        if is_loopback(host) and not is_loopback(urlsplit(worker["url"]).hostname or ""):
+        if is_loopback(_host_of(address)) and not is_loopback(_host_of(worker["url"])):
             yield Finding(
                 level="bad",
                 about=worker["label"],
@@ -228,6 +227,14 @@ def _unreachable_control(worker: Described) -> Iterable[Finding]:
                 remedy="set listen or listen.advertise to an address that other hosts reach",
                 kind="control",
             )
+
+
+def _host_of(url: str) -> str:
+    """Empty for what is no URL: a worker may say anything."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
 
 
 def _places(worker: Described) -> Iterable[Finding]:

@@ -32,6 +32,8 @@ class FakeVllm(FakeServer):
     """Or "nixl"."""
     models: list[str] = field(default_factory=lambda: ["m"])
     api_key: str = ""
+    metrics: str = ""
+    """What it answers to GET /metrics."""
     cached_tokens: int | None = None
     """Told in the usage, as with --enable-prompt-tokens-details."""
     dead: bool = False
@@ -72,11 +74,15 @@ class FakeVllm(FakeServer):
         if self.has_named:
             asked += ["/v1/responses", "/v1/messages"]
         found = [web.get("/health", self._health), web.get("/v1/models", self._models)]
+        found.append(web.get("/metrics", self._metrics))
         found += [web.post(path, self.generate) for path in asked]
         return found
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=503 if self.dead else 200)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(text=self.metrics)
 
     async def _models(self, request: web.Request) -> web.Response:
         self.models_asked += 1

@@ -167,6 +167,10 @@ def test_what_is_meant_so_is_not_found() -> None:
     assert found(workers=[worker("prefill-0"), worker("decode-0"), plain]) == []
 
 
+def test_a_worker_that_says_nonsense_is_no_reason_to_fail() -> None:
+    assert found(workers=[saying("prefill-0", control="tcp://[::1"), saying("decode-0", control=("", "x"))]) == []
+
+
 def test_the_worst_comes_first_and_many_of_a_kind_are_counted() -> None:
     gone = [worker(f"decode-{number}", state="unreachable", reason="gone") for number in range(500)]
     several = found(workers=[worker("prefill-0"), *gone], recent=[record(1, outcome="failed")])

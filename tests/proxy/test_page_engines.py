@@ -6,6 +6,8 @@ import pytest
 
 from pdlink_proxy.page.exposition import report_of
 from pdlink_proxy.page.report import PeerSession
+from tests.proxy.fake_vllm import FakeVllm
+from tests.proxy.fakes import proxy_of
 
 VLLM = """\
 # HELP vllm:num_requests_running Number of requests
@@ -53,5 +55,30 @@ def test_sglang_is_read_alike() -> None:
 
 def test_what_is_no_exposition_is_refused_or_says_nothing() -> None:
     assert report_of("<html>vllm:x</html>", "vllm", "d").requests == {}
-    with pytest.raises(ValueError, match="could not convert"):
-        report_of("vllm:num_requests_running{} x", "vllm", "d")
+    for text, error in (
+        ("vllm:num_requests_running{} x", ValueError),
+        ("vllm:num_requests_running{} +Inf", OverflowError),
+        ('vllm:pdlink_session_info{lane="x"} 1.0', KeyError),
+        ('vllm:pdlink_tier_bytes_total{tier="x"} 1.0', KeyError),
+    ):
+        with pytest.raises(error):
+            report_of(text, "vllm", "d")
+
+
+async def test_the_page_reads_the_metrics_of_such_servers_and_survives_nonsense() -> None:
+    prefill, decode = [await FakeVllm().start() for _ in range(2)]
+    control = {prefill.url: ["tcp://127.0.0.1:1"]}
+    prefill.metrics, decode.metrics = VLLM, 'vllm:pdlink_session_info{lane="x"} 1.0'
+    try:
+        async with (
+            proxy_of([prefill], [decode], dialect="vllm", control=control) as proxy,
+            proxy.client.get(proxy.url + "/pdlink/state") as response,
+        ):
+            state = await response.json()
+    finally:
+        for server in (prefill, decode):
+            await server.stop()
+    assert [each["held"] for each in state["workers"]] == [0.5, None]
+    assert state["workers"][0]["requests"] == {"running": 3, "waiting": 4}
+    assert state["pairs"][0]["lane"] == "mapped", "its only peer"
+    assert (state["engine"], state["totals"]["prompt_tokens"]) == ("vLLM", {"computed": 9.0})

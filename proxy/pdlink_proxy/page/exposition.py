@@ -33,7 +33,8 @@ _ORDER = {"tier_bytes": ("tier", "call")}
 
 
 def report_of(text: str, prefix: str, name: str) -> Report:
-    """prefix: `vllm` or `sglang`. name: of the worker. Raises ValueError for a number that is none."""
+    """prefix: `vllm` or `sglang`. name: of the worker. Raises ValueError, KeyError or OverflowError for a text that
+    such a server does not write."""
     requests: Counter[str] = Counter()
     totals: dict[str, dict[str, float]] = {}
     peers, held, sampled = list[PeerSession](), None, 0.0
@@ -57,7 +58,7 @@ def report_of(text: str, prefix: str, name: str) -> Report:
 def _samples(text: str, prefix: str) -> Iterator[tuple[str, dict[str, str], float]]:
     wanted = {*_REQUESTS[prefix], *_HELD, _SAMPLED, "pdlink_session_info"}
     for line in text.splitlines():
-        if not line.startswith(prefix) or (found := _SAMPLE.fullmatch(line)) is None:
+        if not line.startswith(prefix) or "_bucket{" in line or (found := _SAMPLE.fullmatch(line)) is None:
             continue
         _, metric, labels, value = found.groups()
         if metric in wanted or (metric.startswith("pdlink_") and metric.endswith("_total")):

@@ -94,5 +94,5 @@ class WorkerReports:
             if prefix:
                 return report_of(reply.body.decode(), prefix, worker.name)
             return msgspec.json.decode(reply.body, type=Report)
-        except (HttpError, OSError, ValueError, RecursionError):
+        except (HttpError, OSError, ValueError, RecursionError, KeyError, OverflowError):
             return None

@@ -193,8 +193,8 @@ def _worker(worker: Mapping[str, Any], name: str, report: Report | None) -> dict
 
 def _held(report: Report) -> float | None:
     """The share of its KV pool in use."""
-    blocks = report.blocks
-    return 1 - blocks["free"] / blocks["total"] if blocks.get("total") else report.held
+    total = report.blocks.get("total", 0)
+    return 1 - report.blocks.get("free", 0) / total if total > 0 else report.held
 
 
 def _totals(reports: Mapping[str, Report]) -> dict[str, Counter[str]]:
