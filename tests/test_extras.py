@@ -89,6 +89,19 @@ def test_base_installation_brings_no_package_of_an_extra() -> None:
     assert not base & {*EXTRA_OF, "libucx-cu13"}
 
 
+def test_a_router_needs_no_numba() -> None:
+    """deploy/Dockerfile removes it from the image of a router alone."""
+    result = run("""
+sys.modules["numba"] = sys.modules["llvmlite"] = None
+from pdlink.config import ProxyConfig
+from pdlink.serve import roles
+from pdlink_proxy.app import build_app
+build_app(ProxyConfig(prefill=["http://127.0.0.1:9"], decode=["http://127.0.0.1:10"]))
+print("built")
+""")
+    assert (result.returncode, result.stdout) == (0, "built\n"), result.stderr
+
+
 def test_node_moves_kv_without_any_extra() -> None:
     result = run("""
 import numpy as np, pdlink
