@@ -53,6 +53,9 @@ _LINK = re.compile(
 _LINK_PORT = re.compile(r"(tcp|udp|sctp)://")
 """Value of the one variable of a Service, NAME_PORT, whose name alone proves nothing."""
 
+_IN_BRACKETS = re.compile(r"\[[0-9A-Fa-f.]*:[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*\](:\d+)?")
+"""YAML would read a list."""
+
 _MAX_SHOWN_CHARS = 80
 
 
@@ -107,7 +110,10 @@ def mention_foreign(environment: Mapping[str, str] | None = None) -> None:
 
 
 def parse_value(text: str, where: str) -> Any:
-    """A value as people type it, which is YAML. Raises ConfigError that names `where` it was typed."""
+    """A value as people type it: YAML, or an IPv6 address in brackets. Raises ConfigError that names `where` it was
+    typed."""
+    if _IN_BRACKETS.fullmatch(text):
+        return text
     try:
         return yaml.load(text, _Strict)
     except yaml.YAMLError as error:
@@ -176,6 +182,17 @@ class _Strict(yaml.SafeLoader):
                 )
             seen.add(key_node.value)
         return super().construct_mapping(node, deep)
+
+
+def _number(loader: _Strict, node: yaml.ScalarNode) -> Any:
+    """What YAML 1.1 reads as a number to the base 60 is an IPv6 address here, as 2001:1:2:3:4:5:6:7."""
+    if ":" in node.value:
+        return node.value
+    return loader.construct_yaml_int(node) if node.tag.endswith(":int") else loader.construct_yaml_float(node)
+
+
+for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+    _Strict.add_constructor(_tag, _number)
 
 
 def _one_line(error: Exception) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdlink.config import ProxyConfig, StoreConfig, WorkerConfig, load
+from pdlink.config import ProxyConfig, StoreConfig, WorkerConfig, load, parse_assignments
 from pdlink.config.listen import HostPort, LinkListen, ListenConfig, place_of
 from pdlink.errors import ConfigError
 
@@ -50,6 +50,19 @@ def test_an_address_is_a_host_with_or_without_a_port(text: str, place: tuple[str
 def test_a_wrong_address_is_refused_by_its_name(value: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load(WorkerConfig, environment={}, flags={"listen": value})
+
+
+@pytest.mark.parametrize(
+    "text", ["[::1]:8100", "[fd00::7]", "2001:1:2:3:4:5:6:7", "fd00::7", "[2001:1:2:3:4:5:6:7]:1"]
+)
+def test_an_ipv6_address_needs_no_quotes_in_a_flag_and_in_the_environment(text: str) -> None:
+    place = place_of(text)
+    security = {"security.insecure": True}
+    for config in (
+        load(WorkerConfig, environment={"PDLINK_LISTEN": text}, flags=security),
+        load(WorkerConfig, environment={}, flags=parse_assignments([f"listen={text}"]) | security),
+    ):
+        assert (config.listen.host, config.listen.port) == place
 
 
 def test_http_control_and_data_share_the_host_unless_said_otherwise() -> None:

@@ -318,8 +318,18 @@ def test_a_file_of_lmcache_in_place_of_ours_is_recognised(tmp_path: Path) -> Non
 
 def test_keys_of_another_connector_in_ours_are_told_by_what_to_write() -> None:
     with pytest.raises(ConfigError) as raised:
-        read({"cpu_bytes_to_use": 4 << 30, "lmcache.chunk_size": 128, "backends": ["UCX"], "layerwize": True})
+        read(
+            {
+                "cpu_bytes_to_use": 4 << 30,
+                "lmcache.chunk_size": 128,
+                "remote_url": "redis://me:hush@h",
+                "backends": ["UCX"],
+                "layerwize": True,
+            }
+        )
     text = str(raised.value)
+    assert "remote_url is of vLLM's connectors; write tiers.remote_url;" in text
+    assert "hush" not in text
     assert "write tiers.max_local_cpu_size: 4.0" in text
     assert "write tiers.chunk_size: 128" in text
     assert "backends is of vLLM's connectors" in text

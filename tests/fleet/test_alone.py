@@ -53,6 +53,8 @@ def test_a_server_on_an_ipv6_address_is_told_with_brackets_where_a_port_follows(
         assert "http://[fd00::7]:8100=tcp://[fd00::7]:8500" in proxy
     else:
         assert "PDLINK_LISTEN=[fd00::7]:8500" in server
+        environment = {"PDLINK_LISTEN": "[fd00::7]:8500", "PDLINK_SECURITY__TOKEN_FILE": token}
+        assert load(SglangConfig, environment=environment).listen.control_host == "fd00::7"
 
 
 def test_a_pair_on_two_hosts_needs_no_setting_but_its_addresses_and_a_token(

@@ -90,8 +90,11 @@ def hint(vocabulary: Vocabulary, key: str, value: Any) -> str | None:
         return None
     if not isinstance(verdict, OurSettings):
         return f"{key} is of {vocabulary.name}: {verdict.why}; leave it out"
-    ours = ", ".join(f"{setting}: {held}" for setting, held in verdict.settings.items())
-    return f"{key} is of {vocabulary.name}; write {ours}"
+    ours = (
+        f"{setting}: {held}" if isinstance(held, int | float) else setting  # a URL may hold a password
+        for setting, held in verdict.settings.items()
+    )
+    return f"{key} is of {vocabulary.name}; write {', '.join(ours)}"
 
 
 def _settings_of(plain: str, verdict: Verdict, value: Any) -> Mapping[str, Any]:
