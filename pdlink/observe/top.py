@@ -194,7 +194,7 @@ def _requests(state: dict[str, Any], width: int) -> Table:
         "request": lambda each: each["request_id"] if wide else _short(each["request_id"]),
         "end": lambda each: each["outcome"],
         "KV": lambda each: each["kv"],
-        ">tokens": lambda each: f"{'~' if each['estimated'] else ''}{each['prompt_tokens']}",
+        ">tokens": lambda each: f"{'≈ ' if each['estimated'] else ''}{each['prompt_tokens']}",
         "prefill": lambda each: each["prefill"] or "–",
         "decode": lambda each: each["decode"] or "–",
         ">queued": lambda each: _s(each["queued_s"]),
