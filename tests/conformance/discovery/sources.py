@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pdlink_proxy.dialects import DIALECTS
 from pdlink_proxy.discovery.dns import DnsSource
@@ -16,8 +16,7 @@ from pdlink_proxy.discovery.kubernetes import KubernetesSource
 from tests.proxy.kubernetes_server import ApiServer, endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from contextlib import AbstractAsyncContextManager
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from pdlink_proxy.discovery.base import WorkerSource
@@ -60,19 +59,38 @@ def write(directory: Path, name: str, **worker: Any) -> None:
     hidden.rename(directory / f"{name}.json")
 
 
-class World(Protocol):
-    """A source, and what is behind it. Workers have numbers."""
+class World:
+    """A source, and what is behind it while this is entered. Workers have numbers."""
 
     source: WorkerSource
 
-    def url(self, number: int) -> str: ...
-    def put(self, role: str, number: int) -> None: ...
-    def remove(self, role: str, number: int) -> None: ...
-    def go_down(self) -> None: ...
-    def come_back(self) -> None: ...
+    def __init__(self, folder: Path) -> None:
+        """folder: for its files."""
+        raise NotImplementedError
+
+    async def __aenter__(self) -> World:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    def url(self, number: int) -> str:
+        return f"http://10.0.0.{number}:80"
+
+    def put(self, role: str, number: int) -> None:
+        raise NotImplementedError
+
+    def remove(self, role: str, number: int) -> None:
+        raise NotImplementedError
+
+    def go_down(self) -> None:
+        raise NotImplementedError
+
+    def come_back(self) -> None:
+        raise NotImplementedError
 
 
-class Directory:
+class Directory(World):
     """`file:` with a file for each worker."""
 
     def __init__(self, folder: Path) -> None:
@@ -80,10 +98,7 @@ class Directory:
         self._path.mkdir()
         self._away = folder / "away"
         self._now = self._path
-        self.source: WorkerSource = FileSource(str(self._path), DIALECTS["pdlink"], look_s=LOOK_S)
-
-    def url(self, number: int) -> str:
-        return f"http://w{number}:1"
+        self.source = FileSource(str(self._path), DIALECTS["pdlink"], look_s=LOOK_S)
 
     def put(self, role: str, number: int) -> None:
         write(self._now, str(number), role=role, url=self.url(number))
@@ -98,17 +113,14 @@ class Directory:
         self._now = self._away.rename(self._path)
 
 
-class OneFile:
+class OneFile(World):
     """`file:` with one file for all."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "workers.json"
         self._listed: dict[str, list[str]] = {"prefill": [], "decode": []}
         self._down = False
-        self.source: WorkerSource = FileSource(str(self._path), DIALECTS["pdlink"], look_s=LOOK_S)
-
-    def url(self, number: int) -> str:
-        return f"http://w{number}:1"
+        self.source = FileSource(str(self._path), DIALECTS["pdlink"], look_s=LOOK_S)
 
     def put(self, role: str, number: int) -> None:
         self._listed[role].append(self.url(number))
@@ -133,23 +145,18 @@ class OneFile:
         self._write()
 
 
-class Names:
+class Names(World):
     """`dns:`."""
 
-    def __init__(self) -> None:
+    def __init__(self, _folder: Path) -> None:
         self._addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
         self._down = False
-        self.source: WorkerSource = DnsSource(
-            "prefill=prefill:80,decode=decode:80", resolve=self._resolve, ask_s=LOOK_S
-        )
+        self.source = DnsSource("prefill=prefill:80,decode=decode:80", resolve=self._resolve, ask_s=LOOK_S)
 
     async def _resolve(self, host: str, _port: int) -> list[str]:
         if self._down:
             raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
         return self._addresses[host]
-
-    def url(self, number: int) -> str:
-        return f"http://10.0.0.{number}:80"
 
     def put(self, role: str, number: int) -> None:
         self._addresses[role].append(f"10.0.0.{number}")
@@ -164,21 +171,25 @@ class Names:
         self._down = False
 
 
-class Kubernetes:
+class Kubernetes(World):
     """`kubernetes:`."""
 
-    def __init__(self, api: ApiServer, account: Path) -> None:
-        (account / "token").write_text(f"{api.token}\n")
-        (account / "namespace").write_text("ns")
-        self._api = api
-        text = "prefill=prefill,decode=decode,port=http"
-        self.source: WorkerSource = KubernetesSource(text, api=api.url, account=account)
+    def __init__(self, folder: Path) -> None:
+        self._api, self._account = ApiServer(), folder
 
-    def url(self, number: int) -> str:
-        return f"http://10.0.0.{number}:8000"
+    async def __aenter__(self) -> World:
+        (self._account / "token").write_text(f"{self._api.token}\n")
+        (self._account / "namespace").write_text("ns")
+        api = await self._api.__aenter__()
+        text = "prefill=prefill,decode=decode,port=http"
+        self.source = KubernetesSource(text, api=api.url, account=self._account)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._api.__aexit__()
 
     def put(self, role: str, number: int) -> None:
-        self._api.put(f"slice-{number}", role, endpoint(f"10.0.0.{number}"))
+        self._api.put(f"slice-{number}", role, endpoint(f"10.0.0.{number}"), port=80)
 
     def remove(self, role: str, number: int) -> None:
         self._api.delete(f"slice-{number}")
@@ -191,31 +202,10 @@ class Kubernetes:
         self._api.down = False
 
 
-@contextlib.asynccontextmanager
-async def _kubernetes(folder: Path) -> AsyncIterator[World]:
-    async with ApiServer() as api:
-        yield Kubernetes(api, folder)
-
-
-@contextlib.asynccontextmanager
-async def _directory(folder: Path) -> AsyncIterator[World]:
-    yield Directory(folder)
-
-
-@contextlib.asynccontextmanager
-async def _one_file(folder: Path) -> AsyncIterator[World]:
-    yield OneFile(folder)
-
-
-@contextlib.asynccontextmanager
-async def _names(_folder: Path) -> AsyncIterator[World]:
-    yield Names()
-
-
-WORLDS: dict[str, Callable[[Path], AbstractAsyncContextManager[World]]] = {
-    "directory": _directory,
-    "one file": _one_file,
-    "dns": _names,
-    "kubernetes": _kubernetes,
+WORLDS: dict[str, type[World]] = {
+    "directory": Directory,
+    "one file": OneFile,
+    "dns": Names,
+    "kubernetes": Kubernetes,
 }
 """A new source joins by one more entry."""
