@@ -189,10 +189,14 @@ def _tiers(tiers: TiersConfig, name: str) -> list[Finding]:
 
 def _remote(url: str) -> list[Finding]:
     """Asks a tier that others may share for a record that nobody has."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:  # not repeated: it may hold a password
+        return [Finding("bad", "settings", "tiers.remote_url: got no URL", "correct it")]
     if parts.scheme == "file":
         return _disk(Path(unquote(parts.path)), 0.0)
-    place = f"{parts.scheme}://{parts.hostname}" if parts.hostname else parts.scheme or url  # no password
+    place = f"{parts.scheme}://{HostPort(host, port) if port else host}" if host else parts.scheme or url
     try:
         tier = open_tier(url)
         try:

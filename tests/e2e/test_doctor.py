@@ -111,7 +111,13 @@ def test_a_worker_is_no_proxy_and_nobody_there_is_a_finding(
         ("listen: 0.0.0.0\nsecurity: {insecure: true}", "security", "who reaches its HTTP port may use it"),
         ("tiers: {local_disk: /proc/version/kv, max_local_disk_size: 1}", "disk", "no directory that can"),
         ("tiers: {max_local_cpu_size: 1000000}", "memory", "are free"),
-        ("tiers: {max_local_cpu_size: 0.1, remote_url: 'redis://u:secret@127.0.0.1:9'}", "remote tier", "not answer"),
+        (
+            "tiers: {max_local_cpu_size: 0.1, remote_url: 'redis://u:secret@127.0.0.1:9'}",
+            "remote tier",
+            "//127.0.0.1:9 does not",
+        ),
+        ("tiers: {max_local_cpu_size: 0.1, remote_url: 'redis://u:secret@[::1'}", "settings", "got no URL"),
+        ("tiers: {max_local_cpu_size: 0.1, remote_url: 'redis://u:secret@h:port'}", "settings", "got no URL"),
         ("tiers: {max_local_cpu_size: 0.1, remote_url: 'file:///proc/version/kv'}", "disk", "no directory that can"),
         (
             "decode: ['http://127.0.0.1:1']\nprefill: []\nworker_key_file: /nonexistent/key",
