@@ -63,7 +63,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"api", "protocol", "endpoint.token", "serve", "engine.places", "integrations.vllm_parts.settings"}
     | {"pdlink_proxy"},
     "plan": BASE | {"api", "observe", "pdlink_proxy"},
-    "doctor": BASE | {"api", "serve", "observe", "protocol", "store.tiers.opening"},  # asks remote tiers
+    "doctor": BASE
+    | {"api", "serve", "observe", "protocol"}
+    | {"store.tiers.opening", "store.line"},  # asks remote tiers, and disks that may hang
     "integrations": BASE
     | {
         "api",
@@ -80,7 +82,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "pdlink_proxy": BASE
     | {"api", "kv.hashing", "observe", "protocol", "_http", "_index", "_relay"}
-    | {"endpoint.channel", "endpoint.clock", "endpoint.token"},  # where workers register
+    | {"endpoint.token"},
     "pdlink_bench": BASE
     | {
         "kv",
