@@ -103,6 +103,7 @@ $(STAMP): $(UP_STAMP) benchmarks/pyproject.toml
 	@echo 'what tests and benchmarks need; servers for tests, which skip without'
 	$(PIP) libucx-cu13 $(NVCC)
 	$(PIP) --no-build-isolation -e '.[dev]' -e './benchmarks[pictures,peers]'
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # or its warnings fail the first test that imports it
 	-sh tools/servers.sh $(VENV)/servers
 	touch $@
 
