@@ -141,6 +141,10 @@ def test_page_of_real_workers_shows_lanes_layers_on_their_way_and_who_is_gone(
             executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"], env={"HOME": str(tmp_path)}
         )
         with Load(deployment):
+            until(
+                lambda: request(url + "/pdlink/state").body["totals"].get("store_records", {}).get("evicted", 0) > 0,
+                "memory is too small for all prompts",
+            )
             if keep is not None:
                 until(lambda: len(request(url + "/pdlink/state").body["history"]) > _PICTURED_STEPS, "a past", 180)
             shot, cells = looked_at(chromium, url, "light", 2)
