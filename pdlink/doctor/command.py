@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import sys
 import time
 from collections import Counter
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     findings = machine.of_transports(transports, config.transport.kind) + machine.of_machine(transports)
     if args.config:
         findings += machine.of_file(args.config, running=args.url is not None)
-    proxy = f"{args.url} --key-file {args.key_file}" if args.key_file else args.url
+    proxy = f"{args.url} --key-file {shlex.quote(args.key_file)}" if args.key_file else args.url
     findings = worst_first(
         msgspec.structs.replace(each, command=each.command.replace("PROXY", str(proxy)))
         for each in findings + looked.findings

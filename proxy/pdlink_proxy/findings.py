@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -122,7 +123,8 @@ def _of_proxy(status: str, reason: str, workers: Sequence[Described]) -> Iterabl
             kind="proxy",
         )
     for side in ("prefill", "decode"):
-        if not any(worker["side"] == side for worker in workers):
+        served = side == "prefill" and any(worker["plain"] for worker in workers)  # by plain servers alone
+        if not served and not any(worker["side"] == side for worker in workers):
             remedy = f"start it with --{side} URL, or {side} in its file"
             text = f"the proxy lists no {side} worker"
             yield Finding(level="bad", about=PROXY, text=text, remedy=remedy, kind="proxy")
@@ -132,16 +134,21 @@ def _of_failures(recent: Sequence[RequestRecord]) -> Iterable[Finding]:
     for outcome in ("failed", "broken"):
         those = [record for record in recent if record.outcome == outcome]
         if those:
-            newest = those[-1].request_id
+            explain = _explain(those[-1])
             yield Finding(
                 level="bad",
                 about=REQUESTS,
                 text=f"{len(those) / len(recent):.0%} of {many(len(recent), 'request')} ended as {outcome} in five "
                 "minutes",
-                remedy=f"`pdlink explain {newest}` tells of the newest",
+                remedy=f"`{explain}` tells of the newest",
                 kind="failed",
-                command=f"pdlink explain {newest} --proxy PROXY",
+                command=f"{explain} --proxy PROXY",
             )
+
+
+def _explain(record: RequestRecord) -> str:
+    """A command. Clients choose ids, and people copy the command into a shell."""
+    return f"pdlink explain {shlex.quote(record.request_id)}"
 
 
 def _models(workers: Sequence[Described]) -> Iterable[Finding]:
@@ -270,16 +277,16 @@ def _of_recomputed(recent: Sequence[RequestRecord]) -> Iterable[Finding]:
     if found.total() <= _MANY_RECOMPUTED * len(recent):
         return
     for label, count in found.most_common():
-        newest = next(record.request_id for record in reversed(recent) if why_of(record.kv) == label)
+        explain = next(_explain(record) for record in reversed(recent) if label in recomputed([record]))
         why, remedy = of_recomputed(label)
         yield Finding(
             level="warn",
             about=REQUESTS,
             text=f"{count / len(recent):.0%} of {many(len(recent), 'request')} computed their prompt on decode: "
             f"{why}",
-            remedy=remedy or f"`pdlink explain {newest}` tells of the newest",
+            remedy=remedy or f"`{explain}` tells of the newest",
             kind="recomputed",
-            command=f"pdlink explain {newest} --proxy PROXY",
+            command=f"{explain} --proxy PROXY",
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import shlex
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -155,8 +156,7 @@ def test_each_cause_is_found_with_what_to_do(
 
 
 def test_what_is_meant_so_is_not_found() -> None:
-    away = [worker("prefill-0"), worker("decode-0"), worker("decode-1", state="draining")]
-    assert found(workers=[*away, worker("decode-1", state="draining")]) == []
+    assert found(workers=[worker("prefill-0"), worker("decode-0"), worker("decode-1", state="draining")]) == []
     assert found(recent=[record(kv="recomputed;reason=short_prompt")]) == []
     assert found(recent=[record(outcome="client_left"), record(outcome="rejected")]) == []
     few = [*(record(number) for number in range(99)), record(99, kv="recomputed;reason=peer_lost")]
@@ -165,6 +165,17 @@ def test_what_is_meant_so_is_not_found() -> None:
     assert found(workers=[{**both, "side": "prefill"}, {**both, "side": "decode"}]) == []
     plain = worker("decode-1", plain=True, health={"name": "x", "model": "other", "control": ""})
     assert found(workers=[worker("prefill-0"), worker("decode-0"), plain]) == []
+    assert found(workers=[{**plain, "side": "decode"}]) == [], "plain servers serve all"
+
+
+def test_an_id_that_a_client_chose_is_quoted_in_the_command() -> None:
+    (first,) = found(recent=[record(1, outcome="failed", request_id="$(reboot); a 'b")])
+    assert shlex.split(first.command) == ["pdlink", "explain", "$(reboot); a 'b", "--proxy", "PROXY"]
+
+
+def test_the_newest_of_a_reason_is_a_request_that_was_recomputed() -> None:
+    (first,) = found(recent=[record(1, kv="recomputed"), record(2, kv="transferred")])
+    assert first.command == "pdlink explain r1 --proxy PROXY"
 
 
 def test_a_worker_that_says_nonsense_is_no_reason_to_fail() -> None:

@@ -121,8 +121,8 @@ def verdict(
 
 
 def before(happened: Sequence[Mapping[str, Any]]) -> str:
-    """What else happened lately, the worst and newest first: the end of the sentence. Who is away now is in its
-    begin."""
+    """What else happened lately, the worst and newest first: the end of the sentence. Workers that are away now are
+    findings, and not told here."""
     those = [each for each in happened if each["level"] != "ok" and not each["now"]]
     told = sorted(those, key=lambda each: each["level"] != "bad")
     if not told:
