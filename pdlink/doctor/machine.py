@@ -180,7 +180,7 @@ def _tiers(tiers: TiersConfig, name: str) -> list[Finding]:
         found.append(Finding("warn", "memory", text, "take less, or leave it as it is if others end first"))
     size = (tiers.max_local_disk_size or 0.0) / max(1, len(tiers.disks))
     for directory in tiers.disks:
-        found += _disk(Path(directory.replace("{name}", name)), size)
+        found += _disk("tiers.local_disk", Path(directory.replace("{name}", name)), size)
     urls = tiers.remote_url or ()
     for url in (urls,) if isinstance(urls, str) else urls:
         found += _remote(url)
@@ -195,7 +195,7 @@ def _remote(url: str) -> list[Finding]:
     except ValueError:  # not repeated: it may hold a password
         return [Finding("bad", "settings", "tiers.remote_url: got no URL", "correct it")]
     if parts.scheme == "file":
-        return _disk(Path(unquote(parts.path)), 0.0)
+        return _disk("tiers.remote_url", Path(unquote(parts.path)))
     place = f"{parts.scheme}://{HostPort(host, port) if port else host}" if host else parts.scheme or url
     try:
         tier = open_tier(url)
@@ -211,10 +211,10 @@ def _remote(url: str) -> list[Finding]:
     return []
 
 
-def _disk(path: Path, size: float) -> list[Finding]:
-    """size: in GiB. Waits for the file system for some seconds."""
+def _disk(setting: str, path: Path, size: float | None = None) -> list[Finding]:
+    """size: that is wanted, in GiB. Waits for the file system for some seconds."""
     looking = Line("pdlink-doctor-disk")
-    looked = looking.submit(partial(_look_at_disk, path, size))
+    looked = looking.submit(partial(_look_at_disk, setting, path, size))
     looking.end()
     try:
         return looked.result(_ANSWER_S)
@@ -223,11 +223,13 @@ def _disk(path: Path, size: float) -> list[Finding]:
         return [Finding("warn", "disk", text, "look at its mount, or name another directory")]
 
 
-def _look_at_disk(path: Path, size: float) -> list[Finding]:
+def _look_at_disk(setting: str, path: Path, size: float | None) -> list[Finding]:
     there = next((each for each in (path, *path.parents) if each.exists()), Path("/"))
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        text = f"tiers.local_disk: {there} is no directory that can be written"
+        text = f"{setting}: {there} is no directory that can be written"
         return [Finding("bad", "disk", text, "name another directory")]
+    if size is None:
+        return []
     free = shutil.disk_usage(there).free + _used_nbytes(path)
     if size * _GIB > free:
         text = f"tiers.max_local_disk_size = {size:g} GiB in {path}, and {free / _GIB:.1f} GiB are free"

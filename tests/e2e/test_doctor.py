@@ -118,7 +118,11 @@ def test_a_worker_is_no_proxy_and_nobody_there_is_a_finding(
         ),
         ("tiers: {max_local_cpu_size: 0.1, remote_url: 'redis://u:secret@[::1'}", "settings", "got no URL"),
         ("tiers: {max_local_cpu_size: 0.1, remote_url: 'redis://u:secret@h:port'}", "settings", "got no URL"),
-        ("tiers: {max_local_cpu_size: 0.1, remote_url: 'file:///proc/version/kv'}", "disk", "no directory that can"),
+        (
+            "tiers: {max_local_cpu_size: 0.1, remote_url: 'file:///proc/version/kv'}",
+            "disk",
+            "tiers.remote_url: /proc/version is no",
+        ),
         (
             "decode: ['http://127.0.0.1:1']\nprefill: []\nworker_key_file: /nonexistent/key",
             "settings",
