@@ -104,9 +104,12 @@ def test_a_tier_that_finds_records_and_cannot_read_them_is_left_alone() -> None:
         assert tier.call("contains", lambda: [True], [False]) == [True]
         assert tier.call("get", fails, None) is None
     assert not tier.answers
+    assert tier.failure == "get failed: no such luck"
     assert tier.call("contains", lambda: [True], [False]) == [False]
     now_s = 2.0
     assert tier.call("contains", lambda: [True], [False]) == [True], "after a pause it may show that it is back"
+    assert tier.failure, "it cannot be read yet"
     assert tier.call("get", lambda: 7, None) == 7
     assert tier.answers
+    assert tier.failure == "", "if it stalls later, that is not why"
     noting.end()

@@ -74,7 +74,7 @@ class GuardedTier:
         self._kept_away = False
         """Whether it was left alone after the last call."""
         self.failure = ""
-        """Of the last call that failed; empty while none has, as of a tier that only stalled."""
+        """Of the last call that failed; empty while the tier answers, and of one that only stalled."""
         self._clock = clock
         self._lock = threading.Lock()
 
@@ -143,6 +143,8 @@ class GuardedTier:
             breaker.end(call, now_s, failed=failed)
             kept_away, self._kept_away = self._kept_away, self._keeps_away(now_s)
             now_away = self._kept_away
+            if not (failed or now_away):
+                self.failure = ""
         if now_away and not kept_away:
             log.warning("tier %s is left alone for a while", self.name)
         elif kept_away and not now_away:
