@@ -185,8 +185,8 @@ def run_proxy(
     tls = keys.server_tls(config.tls_cert, config.tls_key)
     bound = bind(*config.at, "listen", shared=place is not None)
     app = build_app(config, Siblings(SiblingPlace(**place)) if place is not None else None)
-    if config.discover:
-        pass  # what it lists may change
+    if config.discover or config.both:
+        pass  # what `discover` lists may change; plain servers serve whole requests
     elif not config.decode:
         log.warning("decode: no decode workers, so every request is answered 503; --decode URL names one")
     elif not config.prefill:
@@ -200,7 +200,10 @@ def run_proxy(
         log.warning("listen %s without api_keys: the proxy is open to anybody who reaches it", config.listen)
 
     def ready(url: str) -> dict[str, Any]:
-        workers = f"{len(config.prefill)} prefill and {len(config.decode)} decode workers, none of them asked yet"
+        plain = f", {len(config.both)} plain servers" if config.both else ""
+        workers = (
+            f"{len(config.prefill)} prefill and {len(config.decode)} decode workers{plain}, none of them asked yet"
+        )
         if config.discover:
             workers = f"the workers of {', '.join(config.discover)}"
         return {"name": "proxy", "url": url, "line": f"proxy ready on {url} in front of {workers}"}
