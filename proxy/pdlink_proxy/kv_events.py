@@ -350,11 +350,15 @@ class _Awaited:
         self._news, self._loop = asyncio.Event(), asyncio.get_running_loop()
 
     def __enter__(self) -> _Awaited:
-        self._loop.add_reader(self._fd, self._news.set)
+        self._loop.add_reader(self._fd, self._told)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.remove_reader(self._fd)
+
+    def _told(self) -> None:
+        self._socket.getsockopt(zmq.EVENTS)  # the descriptor stays readable until somebody has asked
+        self._news.set()
 
     async def frames(self) -> list[bytes]:
         """The next message; does not wait, and so lets nobody else run, where there is one."""

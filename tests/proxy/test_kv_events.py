@@ -15,7 +15,7 @@ from pdlink.kv.hashing import Preimage
 from pdlink.observe.kv_ledger import BlockPlace
 from pdlink.observe.kv_publisher import KVPublisher
 from pdlink_proxy.fleet import PlacementRequest
-from pdlink_proxy.kv_events import LOADING, SILENT_S, KVEvents
+from pdlink_proxy.kv_events import LOADING, SILENT_S, KVEvents, _Awaited
 from pdlink_proxy.kv_index import events_in
 from pdlink_proxy.table import WorkerState
 from tests.proxy.fakes import until
@@ -354,3 +354,22 @@ async def test_other_requests_go_on_while_many_events_are_read() -> None:
         events.close()
     finally:
         ours.close()
+
+
+async def test_news_for_a_listener_that_is_elsewhere_wakes_the_loop_once() -> None:
+    """It asks for missed batches, say, which takes seconds where nobody answers."""
+    context = zmq.Context()
+    with context.socket(zmq.PUSH) as far, context.socket(zmq.PULL) as near, _Awaited(near) as awaited:
+        far.connect(f"tcp://127.0.0.1:{near.bind_to_random_port('tcp://127.0.0.1')}")
+        far.send(b"first")
+        assert await awaited.frames() == [b"first"]
+        with pytest.raises(zmq.Again):
+            near.recv(zmq.NOBLOCK)
+        with mock.patch.object(awaited, "_news", mock.Mock(wraps=awaited._news)) as news:
+            far.send(b"second")
+            await until(lambda: news.set.called, "it is told")
+            for _ in range(1000):
+                await asyncio.sleep(0)
+            assert news.set.call_count < 100
+        assert await awaited.frames() == [b"second"]
+    context.term()
