@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -30,7 +30,19 @@ _MAX_SCRAPED = 64
 """The metrics of more workers, 100 KiB each, nobody reads every second."""
 _RATE_S = 12.0
 """Reports so old are the begin of rates; while nobody looks they come every ten seconds."""
+_MOVED = "transfer_bytes"
 _ANSWERING = (State.OK, State.DRAINING, State.FAILED, State.WRONG_ROLE)
+
+
+class _Counted(NamedTuple):
+    """What rates need of a report."""
+
+    totals: dict[str, dict[str, float]]
+    sampled: float
+
+    @classmethod
+    def of(cls, report: Report) -> _Counted:
+        return cls({_MOVED: report.totals.get(_MOVED, {})}, report.sampled)
 
 
 class WorkerReports:
@@ -44,8 +56,9 @@ class WorkerReports:
         self._lock = asyncio.Lock()
         self.newest: dict[str, Report] = {}
         """By URL, those that somebody asked for last; late ones are left out."""
-        self._past: deque[tuple[float, dict[str, Report]]] = deque()
-        """With the monotonic time at which they came, oldest first."""
+        self._past: deque[tuple[float, dict[str, _Counted]]] = deque()
+        """What rates are of, with the monotonic time at which it came, oldest first. Whole reports name transfers one
+        by one, and a thousand workers send one every second."""
 
     async def now(self) -> dict[str, Report]:
         """Reports by URL, at most `_FRESH_S` old; late ones are left out."""
@@ -64,7 +77,7 @@ class WorkerReports:
                     task.cancel()
                 self.newest = {url: answer for url, answer in answers.items() if answer is not None}
                 self._asked_s, self.at_s = time.monotonic(), time.time()
-                self._past.append((self._asked_s, self.newest))
+                self._past.append((self._asked_s, {url: _Counted.of(each) for url, each in self.newest.items()}))
                 while self._asked_s - self._past[0][0] > _RATE_S:
                     self._past.popleft()
             return self.newest
@@ -77,10 +90,10 @@ class WorkerReports:
         (began_s, before), (ended_s, now) = self._past[0], self._past[-1]
         took_s, sampled = ended_s - began_s, 0.0
         nbytes: Counter[str] = Counter()
-        for url, report in now.items():
+        for url, new in now.items():
             if (old := before.get(url)) is not None:
-                nbytes.update(grown(report.totals, old.totals, "transfer_bytes"))
-                sampled += report.sampled - old.sampled if report.sampled >= old.sampled else report.sampled
+                nbytes.update(grown(new.totals, old.totals, _MOVED))
+                sampled += new.sampled - old.sampled if new.sampled >= old.sampled else new.sampled
         return Rates({lane: moved / took_s for lane, moved in nbytes.items() if moved}, sampled / took_s)
 
     async def _ask(self, worker: Worker, slots: asyncio.Semaphore) -> Report | None:
