@@ -145,4 +145,5 @@ def is_rejection(document: bytes) -> bool:
 def excerpt(body: bytes) -> str:
     """What a worker's bytes say, for the log: the message of an error document, else how they begin; printable, in
     one line."""
-    return ascii((error_of(body).message or body.decode(errors="replace"))[:_MAX_EXCERPT_CHARS])
+    begin = body[: 4 * _MAX_EXCERPT_CHARS].decode(errors="replace")
+    return ascii((error_of(body).message or begin)[:_MAX_EXCERPT_CHARS])

@@ -28,7 +28,7 @@ FLAGS: dict[str, tuple[str, str]] = {
     "--name": ("name", "name of this worker, unique in the deployment"),
     "--model": (
         "model.path",
-        "local directory or hub id of a transformers causal LM (a small one, made on the spot)",
+        "local directory or hub id of a transformers causal LM (a small one)",
     ),
     "--token": (
         "security.token_file",
@@ -77,7 +77,7 @@ Serve either leg of requests, and whole ones. A proxy may list it on both sides.
   pdlink both --listen 10.0.0.1:8100 --model DIR_OR_HUB_ID
 """,
     "proxy": """\
-Serve OpenAI's API in front of prefill and decode workers: each request goes to one of either. Workers may start
+Serve OpenAI's API in front of prefill and decode workers: each request goes to one of each. Workers may start
 later, and may come and go. The page for people is /pdlink/; health is at /health, /readyz and /livez.
 
   pdlink proxy --prefill http://10.0.0.1:8100 --decode http://10.0.0.2:8200

@@ -199,9 +199,9 @@ class Channel:
         """identity: unique per worker life (name and epoch)."""
         self._identity = identity.encode()
         self.credentials: Credentials | None = None
+        """Set by `bind`; may be replaced between two polls, with another allow-list."""
         self._host = ""
         """Of its own address."""
-        """Set by `bind`; may be replaced between two polls, with another allow-list."""
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._router: zmq.Socket[bytes] | None = None
         self._questions: zmq.Socket[bytes] | None = None
