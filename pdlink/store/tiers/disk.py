@@ -109,6 +109,8 @@ class Disk:
         self._unstruck: dict[bytes, list[bytes]] = {}
         """Entries that stand in the journal and are not in the index: of records that could not be read."""
         self._ungrown = self._unwritten = ""
+        self._growing = -1
+        """The segment whose room was taken ahead last."""
         self.nbytes = 0
         """Of whole pages of records that are here."""
         segment_nbytes = self._segment_pages * PAGE_NBYTES
@@ -371,6 +373,20 @@ class Disk:
         finally:
             with self._lock:
                 segment.writers -= 1
+            self._grow_ahead()
+
+    def _grow_ahead(self) -> None:
+        """Take the next segment's room from the file system when this one is half full. All writers would wait for it
+        later, 10 to 90 ms on a busy disk."""
+        with self._lock:
+            index, active = len(self._segments), self._active
+            is_early = active is None or 2 * active.end_page <= self._segment_pages
+            if is_early or self._empty or index in (self._max_segments, self._growing):
+                return
+            self._growing = index
+            self._make_room_for(index + 1)
+        with contextlib.suppress(OSError):  # who needs the room says why there is none
+            self._file.grow((index + 1) * self._segment_pages * PAGE_NBYTES)
 
     def _drop(self, key: bytes, rest: bytes) -> None:
         """A record that could not be read, unless it was put again meanwhile."""

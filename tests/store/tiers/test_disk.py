@@ -71,6 +71,15 @@ def test_a_restarted_tier_has_its_records_and_fills_the_segment_it_was_filling(t
     assert (tmp_path / "model/records").stat().st_size == 3 * SEGMENT_NBYTES
 
 
+def test_the_room_of_the_next_segment_is_there_before_it_is_needed(tmp_path: Path) -> None:
+    tier, records = disk(tmp_path), tmp_path / "model/records"
+    for number, num_segments in enumerate((1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3)):
+        assert tier.put(key(number), record(number))
+        assert records.stat().st_size == num_segments * SEGMENT_NBYTES
+    assert here(tier, 12) == list(range(12))
+    tier.close()
+
+
 def test_the_files_never_take_more_than_the_capacity_also_when_it_is_lowered(tmp_path: Path) -> None:
     for capacity in (CAPACITY_NBYTES, CAPACITY_NBYTES, CAPACITY_NBYTES - SEGMENT_NBYTES, 100_000):
         tier = disk(tmp_path, capacity)
