@@ -69,7 +69,12 @@ class Worker(LoneWorker):
                 "model": {"path": str(model), "name": MODEL, "max_tokens": longest},
                 "cache": {"num_blocks": longest // BLOCK_TOKENS + 8},
                 "engine": {"threads": 2, "max_batched_tokens": 2048},
-                "tiers": {"chunk_size": CHUNK_TOKENS, "max_local_cpu_size": memory, **tiers},
+                "tiers": {
+                    "chunk_size": CHUNK_TOKENS,
+                    "max_local_cpu_size": memory,
+                    "load_if_faster": False,
+                    **tiers,
+                },
                 "summary_s": 0,
             }
         )

@@ -103,6 +103,7 @@ class LoneWorker:
                 "tiers": {
                     "chunk_size": CHUNK_TOKENS,
                     "save_decode_cache": True,
+                    "load_if_faster": False,
                     **tiers,
                 },
                 "summary_s": 0,
