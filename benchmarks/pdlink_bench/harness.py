@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from pdlink.errors import ConfigError
-from pdlink.memory.buffers import available_nbytes
+from pdlink.memory.available import available_nbytes
 
 from . import plot
 from .measure import Facts, Measured, machine_facts, machine_line, summarise

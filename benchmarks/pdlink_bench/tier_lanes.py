@@ -12,6 +12,7 @@ import numpy as np
 from pdlink import _copy
 from pdlink.kv.layout import paged_layout
 from pdlink.memory.buffers import Buffer
+from pdlink.memory.pages import gather
 from pdlink.peers.link import PeerLink
 from pdlink.store.cache import Cache
 from pdlink.store.policies.registry import make_policy
@@ -64,7 +65,7 @@ class TierLane:
         """The records, then the room."""
         if self.gathers:
             with Buffer(2 * count * nbytes) as buffer:
-                buffer.gather(0, buffer.nbytes)
+                gather(buffer.array)
                 self.memory = buffer.array
         self.memory[: count * nbytes] = np.frombuffer(np.random.default_rng(nbytes).bytes(count * nbytes), np.uint8)
 
@@ -273,7 +274,7 @@ class Copied(DiskLane):
     def begin(self, nbytes: int, count: int) -> None:
         super().begin(nbytes, count)
         with Buffer(nbytes) as buffer:
-            buffer.gather(0, buffer.nbytes)
+            gather(buffer.array)
             self._slot: Bytes = buffer.array
         num_runs = nbytes // _RUN_NBYTES
         pages = np.random.default_rng(nbytes).permutation(num_runs) * _RUN_NBYTES

@@ -13,24 +13,17 @@ import errno
 import fcntl
 import mmap
 import os
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import numpy as np
 
+from pdlink.memory.available import available_nbytes
 from pdlink.memory.numa import prefer_node
+from pdlink.memory.pages import HUGE_PAGE_NBYTES, populate, want_huge, whole_pages
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-PAGE_NBYTES = mmap.PAGESIZE
-
-HUGE_PAGE_NBYTES = 2 << 20
-"""Of x86, and of Arm with pages of 4 KiB."""
-
-_MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 23, 25
-"""Linux's numbers; Python 3.11 has no name for the last two."""
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -115,9 +108,9 @@ class Buffer:
         """
         if nbytes <= 0:
             raise ValueError(f"nbytes must be positive, got {nbytes}")
-        self.nbytes = _whole_pages(nbytes)
+        self.nbytes = whole_pages(nbytes)
         self._numa_node = numa_node
-        first_nbytes = self.nbytes if committed_nbytes is None else min(self.nbytes, _whole_pages(committed_nbytes))
+        first_nbytes = self.nbytes if committed_nbytes is None else min(self.nbytes, whole_pages(committed_nbytes))
         _require_available(first_nbytes)
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -128,47 +121,20 @@ class Buffer:
             self.ptr: int = self.array.ctypes.data
             self._closed = False
             # At once: the mapping is locked meanwhile, which reads into it wait for.
-            _libc.madvise(ctypes.c_void_p(self.ptr), ctypes.c_size_t(self.nbytes), _MADV_HUGEPAGE)
+            want_huge(self.array)
             self.populate(0, first_nbytes)
         except BaseException:
             os.close(self.fd)
             raise
 
     def populate(self, begin: int, end: int) -> None:
-        """Give memory to these bytes and touch every page, without the GIL. Threads may do several ranges at a time.
-
-        In huge pages where /sys/kernel/mm/transparent_hugepage allows them: copies of scattered 32 KiB runs were a
-        sixth faster with them (one core of an EPYC, Zen 5, anonymous memory). They come with the first touch of a
-        mapping that asks for them, so not with fallocate, which gives the memory without the first touch where the
-        kernel does not know these requests (before 5.14: EINVAL).
-        Raises OSError if there is no memory. Whether the system has enough is for the caller to look at.
-        """
+        """Give memory to these bytes and touch every page, as `pages.populate`, also where the kernel cannot touch
+        them. Raises OSError if there is no memory."""
         if end <= begin:
             return
-        place, nbytes = ctypes.c_void_p(self.ptr + begin), ctypes.c_size_t(end - begin)
         with prefer_node(self._numa_node):
-            if _libc.madvise(place, nbytes, _MADV_POPULATE_WRITE):  # mmap.madvise would hold the GIL meanwhile
-                code = ctypes.get_errno()
-                if code != errno.EINVAL:
-                    raise OSError(code, os.strerror(code))
+            if not populate(self.array[begin:end]):
                 os.posix_fallocate(self.fd, begin, end - begin)
-
-    def gather(self, begin: int, end: int) -> bool | None:
-        """Put bytes that have memory into huge pages, also where the system gives none at the first touch.
-
-        Whether all of them are in such pages; None if this kernel will never do it. What others read or write there
-        meanwhile waits for a moment, and pages that a device has pinned stay as they are. Without the GIL.
-        Gain, reads and writes of 32 MiB past the page cache: 0.005 CPU seconds per GB instead of 0.045 (the kernel
-        looks up every page), at 2.8 and 5.5 GB/s instead of 0.95 and 2.2 (requests are longer). Cost: 1.3 to 3.5 CPU
-        seconds per GB, once (a virtual machine, Linux 6.18).
-        """
-        first, last = -(-begin // HUGE_PAGE_NBYTES), end // HUGE_PAGE_NBYTES
-        if last <= first:
-            return True
-        at, length = self.ptr + first * HUGE_PAGE_NBYTES, (last - first) * HUGE_PAGE_NBYTES
-        if not _libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(length), _MADV_COLLAPSE):
-            return True
-        return None if ctypes.get_errno() == errno.EINVAL else False
 
     def make_event(self) -> None:
         """None: a store is visible when it returns."""
@@ -202,15 +168,6 @@ def map_shared(fd: int, nbytes: int) -> Bytes:
     return np.frombuffer(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED), dtype=np.uint8)
 
 
-def touch(array: Bytes, begin: int, end: int) -> None:
-    """Enter these bytes of a shared buffer, which have memory, into our page table now, in one call without the GIL.
-
-    Else every page costs a fault when it is read or written first: 256 MiB took 278 ms to fill, and 36 ms afterwards
-    (two cores); this takes 100 ms. A kernel before 5.14 leaves it to the faults.
-    """
-    _libc.madvise(ctypes.c_void_p(array.ctypes.data + begin), ctypes.c_size_t(end - begin), _MADV_POPULATE_WRITE)
-
-
 def _map_aligned(fd: int, nbytes: int) -> Bytes:
     """The file, at an address where huge pages can be.
 
@@ -231,46 +188,7 @@ def _map_aligned(fd: int, nbytes: int) -> Bytes:
     return array
 
 
-def _whole_pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
-
-
 def _require_available(nbytes: int) -> None:
     available = available_nbytes()
     if nbytes > available:
         raise OSError(errno.ENOMEM, f"a buffer of {nbytes} bytes does not fit into {available} available ones")
-
-
-def available_nbytes(root: Path = Path("/")) -> int:
-    """What can be allocated without swapping: the kernel's estimate, or less where a container has a limit.
-
-    root: where /proc and /sys are. Raises OSError if the kernel says nothing.
-    """
-    for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return min([int(line.split()[1]) * 1024, *_cgroup_nbytes(root)])
-    raise OSError(errno.ENODATA, "no MemAvailable in /proc/meminfo")
-
-
-def _cgroup_nbytes(root: Path) -> list[int]:
-    """What is left in each control group (version 2) that this process is in, from its own to the top.
-
-    Pages of files that were not used lately count as free: the kernel takes them back before it kills.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    top, found = root / "sys/fs/cgroup", []
-    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
-    for group in () if own is None else (top / own, *(top / own).parents):
-        try:
-            limit, used = (group / "memory.max").read_text(), int((group / "memory.current").read_text())
-            idle = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
-            if limit.strip() != "max":
-                found.append(max(0, int(limit) - used + (int(idle.group(1)) if idle else 0)))
-        except (OSError, ValueError):  # the top one has no such files
-            continue
-        if group == top:
-            break
-    return found

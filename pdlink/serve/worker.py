@@ -22,8 +22,8 @@ from pdlink.engine.models import load_model
 from pdlink.engine.request import GenerationRequest
 from pdlink.errors import ConfigError, Draining, EngineFailure, InvalidRequest, PdlinkError, TransferFailed
 from pdlink.events import FallbackUsed, RequestEnded, emit
+from pdlink.memory.available import available_nbytes
 from pdlink.memory.blocks import BlockPool
-from pdlink.memory.buffers import available_nbytes
 from pdlink.node.node import Node, end_process
 from pdlink.node.port import EnginePort
 from pdlink.protocol.deadlines import Deadlines

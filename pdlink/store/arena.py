@@ -16,7 +16,8 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pdlink.memory.buffers import Buffer, available_nbytes
+from pdlink.memory.available import available_nbytes
+from pdlink.memory.buffers import Buffer
 from pdlink.store.line import Line
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pdlink.errors import InvalidRequest, ProtocolError
-from pdlink.memory.buffers import map_shared, touch
+from pdlink.memory.buffers import map_shared
+from pdlink.memory.pages import touch
 from pdlink.store import wire
 from pdlink.store.codec import make_codec
 from pdlink.store.greeting import greet
@@ -310,7 +311,7 @@ class RemoteStore(AnyStore):
                 return
             self._touched_nbytes = upto_nbytes
         for at in range(begin, min(upto_nbytes, len(array)), _TOUCH_NBYTES):
-            self._toucher.put(partial(touch, array, at, min(upto_nbytes, len(array), at + _TOUCH_NBYTES)))
+            self._toucher.put(partial(touch, array[at : min(upto_nbytes, at + _TOUCH_NBYTES)]))
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:

@@ -12,6 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from pdlink.memory.pages import gather
 from pdlink.store.gathering import STEP_NBYTES, Gathering
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class Keeper:
     def _gather(self, begin: int) -> None:
         """A step of the arena into huge pages; half of a core at most."""
         began_s = time.monotonic()
-        gathered = self._arena.buffer.gather(begin, begin + STEP_NBYTES)
+        gathered = gather(self._arena.array[begin : begin + STEP_NBYTES])
         with self._work:
             self.gathering.tried(begin, gathered)
             self._work.wait(time.monotonic() - began_s if gathered else _PAUSE_S)

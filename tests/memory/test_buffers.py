@@ -5,14 +5,12 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import re
-from pathlib import Path
 
-import numpy as np
 import pytest
 
-from pdlink.memory import buffers
-from pdlink.memory.buffers import HUGE_PAGE_NBYTES, PAGE_NBYTES, Buffer
+from pdlink.memory import buffers, pages
+from pdlink.memory.buffers import Buffer
+from pdlink.memory.pages import HUGE_PAGE_NBYTES, PAGE_NBYTES
 
 
 def test_a_buffer_is_whole_zeroed_pages() -> None:
@@ -53,33 +51,6 @@ def test_close_gives_the_descriptor_back_once_and_views_stay_valid() -> None:
     assert buffer.array[10:20].tolist() == [3] * 10
 
 
-def test_memory_that_is_gathered_into_huge_pages_keeps_its_bytes_and_its_other_mappings() -> None:
-    with Buffer(3 * HUGE_PAGE_NBYTES, committed_nbytes=2 * HUGE_PAGE_NBYTES) as buffer:
-        assert buffer.ptr % HUGE_PAGE_NBYTES == 0
-        buffer.array[: 2 * HUGE_PAGE_NBYTES : 997] = 7
-        before = buffer.array[: 2 * HUGE_PAGE_NBYTES].copy()
-        with mmap.mmap(buffer.fd, buffer.nbytes) as other:
-            gathered = buffer.gather(PAGE_NBYTES, 2 * HUGE_PAGE_NBYTES)
-            assert np.array_equal(buffer.array[: 2 * HUGE_PAGE_NBYTES], before)
-            buffer.array[HUGE_PAGE_NBYTES] = 9
-            assert other[HUGE_PAGE_NBYTES] == 9
-        assert _num_huge(buffer.ptr) == (1 if gathered else 0) or gathered is False  # busy pages stay as they were
-
-
-def _num_huge(address: int) -> int:
-    """Huge pages that this process maps from there on."""
-    text = Path("/proc/self/smaps").read_text()
-    mapping = next(
-        part for part in re.split(r"^(?=[0-9a-f]+-)", text, flags=re.MULTILINE) if part.startswith(f"{address:x}-")
-    )
-    return int(re.search(r"ShmemPmdMapped: +(\d+)", mapping)[1]) * 1024 // HUGE_PAGE_NBYTES  # type: ignore[index]
-
-
-def test_what_is_smaller_than_a_huge_page_needs_no_gathering() -> None:
-    with Buffer(PAGE_NBYTES) as buffer:
-        assert buffer.gather(0, PAGE_NBYTES)
-
-
 @pytest.mark.usefixtures("steady_descriptors")
 def test_a_buffer_that_does_not_fit_is_refused_before_any_of_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux would fill it until the out-of-memory killer strikes somebody."""
@@ -102,34 +73,7 @@ def test_a_large_range_is_reserved_at_once_and_gets_memory_where_it_is_asked_for
 
 
 def test_a_kernel_that_cannot_populate_gives_the_memory_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "_MADV_POPULATE_WRITE", 1000)
+    monkeypatch.setattr(pages, "_MADV_POPULATE_WRITE", 1000)
     with Buffer(8 << 20, committed_nbytes=1) as buffer:
         buffer.populate(0, 4 << 20)
         assert os.fstat(buffer.fd).st_blocks * 512 >= 4 << 20
-
-
-def test_what_is_available_is_less_than_what_there_is() -> None:
-    total = os.sysconf("SC_PHYS_PAGES") * PAGE_NBYTES
-    assert 0 < buffers.available_nbytes() <= total
-
-
-def test_a_containers_limit_counts_where_it_is_below_the_machines_memory(tmp_path: Path) -> None:
-    """The kernel kills at the limit, whatever MemAvailable says."""
-    group = tmp_path / "sys/fs/cgroup/pods/worker"
-    group.mkdir(parents=True)
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 99 kB\nMemAvailable:   1000 kB\n")
-    assert buffers.available_nbytes(tmp_path) == 1000 * 1024
-    (tmp_path / "proc/self/cgroup").write_text("0::/pods/worker\n")
-    assert buffers.available_nbytes(tmp_path) == 1000 * 1024
-
-    def limit(where: Path, text: str, used: int, idle: int) -> int:
-        (where / "memory.max").write_text(f"{text}\n")
-        (where / "memory.current").write_text(f"{used}\n")
-        (where / "memory.stat").write_text(f"anon 7\ninactive_file {idle}\nactive_file 9\n")
-        return buffers.available_nbytes(tmp_path)
-
-    assert limit(group, "max", 5, 0) == 1000 * 1024
-    assert limit(group, "5000", 3000, 500) == 2500
-    assert limit(group.parent, "4000", 3000, 0) == 1000, "the group above has a limit too"
-    assert limit(group.parent, "4000", 9000, 0) == 0

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pdlink.errors import CapacityExceeded, ConfigError
-from pdlink.memory.buffers import available_nbytes
+from pdlink.memory.available import available_nbytes
 from pdlink.store.extents import ALIGNMENT_NBYTES as PAGE
 from pdlink.store.fetching import Fetch
 from pdlink.store.interface import MEMORY, Found, Wanted
