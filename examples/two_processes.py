@@ -20,7 +20,7 @@ def prefill(host, port):
     with pdlink.Node("prefill-0", LAYOUT, host=host, port=int(port), deadlines=PATIENT, insecure=True) as node:
         print("prefill listens on", node.address, flush=True)
         blocks = [5, 3, 40, 8, 1, 60, 2]
-        with node.send("request-1", blocks, TOKENS) as outgoing:
+        with node.send("request-1", [blocks], TOKENS) as outgoing:
             for layer in range(LAYERS):
                 for part in range(2):
                     node.pages(layer, part).view(np.float32)[blocks] = compute(layer, part)
@@ -32,7 +32,7 @@ def prefill(host, port):
 def decode(host, peer):
     with pdlink.Node("decode-0", LAYOUT, host=host, deadlines=PATIENT, insecure=True) as node:
         blocks = [0, 1, 2, 3, 10, 11, 12]
-        with node.receive("request-1", peer, blocks, range(TOKENS)) as incoming:
+        with node.receive("request-1", peer, [blocks], range(TOKENS)) as incoming:
             for layer in range(LAYERS):
                 incoming.wait_layer(layer, timeout_s=60)
                 for part in range(2):

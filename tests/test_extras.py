@@ -106,11 +106,11 @@ def test_node_moves_kv_without_any_extra() -> None:
     result = run("""
 import numpy as np, pdlink
 sizes = {"num_layers": 2, "num_blocks": 8, "block_tokens": 16, "num_heads": 1, "head_dim": 8}
-layout = pdlink.paged_layout(dtype="float32", itemsize=4, **sizes)
-with pdlink.Node("p", layout, insecure=True) as one, pdlink.Node("d", layout, insecure=True) as other:
+groups = pdlink.KVGroups((pdlink.paged_layout(dtype="float32", itemsize=4, **sizes),))
+with pdlink.Node("p", groups, insecure=True) as one, pdlink.Node("d", groups, insecure=True) as other:
     one.pages(0, 0).view(np.float32)[3] = 7
-    outgoing = one.send("r", [3], 16)
-    incoming = other.receive("r", peer=one.address, blocks=[5], tokens=range(16))
+    outgoing = one.send("r", [[3]], 16)
+    incoming = other.receive("r", peer=one.address, blocks=[[5]], tokens=range(16))
     for layer in range(2):
         outgoing.layer_ready(layer)
     outgoing.finish(first_token=1)

@@ -170,14 +170,15 @@ def layer(_arguments: argparse.Namespace) -> list[Span]:
     import pdlink  # noqa: PLC0415  the profile function comes first
 
     num_layers, num_tokens = 16, 64
-    kv = pdlink.paged_layout(
+    layout = pdlink.paged_layout(
         num_layers=num_layers, num_blocks=64, block_tokens=16, num_heads=4, head_dim=64, itemsize=2, dtype="float16"
     )
+    kv = pdlink.KVGroups((layout,))
     shortest: dict[str, Span] = {}
     with pdlink.Node("prefill", kv, transport="tcp") as prefill, pdlink.Node("decode", kv, transport="tcp") as decode:
         for transfer_id in ("warm", "walked"):
-            incoming = decode.receive(transfer_id, prefill.address, [0, 1, 2, 3], range(num_tokens))
-            outgoing = prefill.send(transfer_id, [0, 1, 2, 3], num_tokens)
+            incoming = decode.receive(transfer_id, prefill.address, [[0, 1, 2, 3]], range(num_tokens))
+            outgoing = prefill.send(transfer_id, [[0, 1, 2, 3]], num_tokens)
             if not outgoing.accepted.wait(DEADLINE_S):
                 raise TimeoutError("the receiver did not ask for its transfer")
             for index in range(num_layers):
@@ -373,9 +374,10 @@ def _cache_spans(verb: str) -> list[Span]:
     recorder = Recorder()
     import pdlink  # noqa: PLC0415  the profile function comes first
 
-    kv = pdlink.paged_layout(
+    layout = pdlink.paged_layout(
         num_layers=16, num_blocks=64, block_tokens=16, num_heads=4, head_dim=64, itemsize=2, dtype="float16"
     )
+    kv = pdlink.KVGroups((layout,))
     blocks, best = list(range(16)), list[Span]()
     with (
         tempfile.TemporaryDirectory() as disk,

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import zmq
 
 from pdlink.errors import TransferFailed
+from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import paged_layout
 from pdlink.node.node import Node
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdlink.kv.layout import KVLayout
     from pdlink.node.node import Incoming
     from pdlink.transport.base import Probe, Transport
 
@@ -34,9 +34,9 @@ PAUSE_S = 0.0002
 WAIT_S = 60.0
 
 
-def tiny_layout(num_layers: int) -> KVLayout:
+def tiny_groups(num_layers: int) -> KVGroups:
     """Blocks of 4 KiB per layer."""
-    return paged_layout(
+    layout = paged_layout(
         dtype="bfloat16",
         itemsize=2,
         num_layers=num_layers,
@@ -45,6 +45,7 @@ def tiny_layout(num_layers: int) -> KVLayout:
         num_heads=1,
         head_dim=64,
     )
+    return KVGroups((layout,))
 
 
 class _End:
@@ -58,7 +59,7 @@ class _End:
 
     def start(self) -> str:
         """Open everything; the control address."""
-        self._node = Node(self._name, tiny_layout(self._num_layers), transports=[self.transport])
+        self._node = Node(self._name, tiny_groups(self._num_layers), transports=[self.transport])
         return self._node.address
 
     @property
@@ -116,7 +117,7 @@ class SendingEnd(_End):
             next_one()
 
     def _compute(self, transfer_id: str, number: int, on_end: Callable[[], None]) -> None:
-        outgoing = self.node.send(transfer_id, [number % NUM_BLOCKS], BLOCK_TOKENS)
+        outgoing = self.node.send(transfer_id, [[number % NUM_BLOCKS]], BLOCK_TOKENS)
         outgoing.released.then(on_end)
         for layer in range(self._num_layers):
             outgoing.layer_ready(layer)
@@ -145,7 +146,7 @@ class ReceivingEnd(_End):
                 ready_s: list[float] = []
                 incoming.done.then(partial(_note_time, ready_s))
                 offered_s = time.perf_counter()
-                incoming.offer([number % NUM_BLOCKS], range(BLOCK_TOKENS))
+                incoming.offer([[number % NUM_BLOCKS]], range(BLOCK_TOKENS))
                 incoming.wait(WAIT_S)
                 incoming.released.wait(WAIT_S)
                 seconds.append(ready_s[0] - offered_s)
@@ -159,7 +160,7 @@ class ReceivingEnd(_End):
 
         def begin() -> None:
             number = counter.take()
-            blocks = [number % NUM_BLOCKS]
+            blocks = [[number % NUM_BLOCKS]]
             incoming = self.node.receive(f"{prefix}-{number}", address, blocks, range(BLOCK_TOKENS), by_layer=False)
             incoming.released.then(partial(end, incoming))
 

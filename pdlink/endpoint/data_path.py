@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pdlink.endpoint.peer import Peer
     from pdlink.endpoint.sharing import Sharing
     from pdlink.endpoint.verifying import Verifier
-    from pdlink.kv.groups import AnyBlocks
+    from pdlink.kv.groups import BlockLists
     from pdlink.kv.plan import Plan, Template
     from pdlink.protocol.actions import Action, Push
     from pdlink.protocol.messages import Checksum
@@ -107,10 +107,10 @@ class Outgoing(Transfer):
         self.started_s = sender.clock.now_s()
         sender.announce(self)
 
-    def publish(self, blocks: AnyBlocks, num_tokens: int, num_cached_tokens: int = 0) -> None:
+    def publish(self, blocks: BlockLists, num_tokens: int, num_cached_tokens: int = 0) -> None:
         """The KV of the request's `num_tokens` tokens will be in these blocks, from token 0 on.
 
-        blocks: one list for each group of layers, or the list of the only group. Where a group does not keep all
+        blocks: one list for each group of layers. Where a group does not keep all
         tokens, blocks that hold none of those it keeps may be anything.
         num_cached_tokens: the first so many are in them already, for all layers. The blocks must stay as they are
         until `released`; with a pool the node holds a reference of its own, so they do.
@@ -122,7 +122,7 @@ class Outgoing(Transfer):
                 self._hold(mine)
                 self._sender.act(self, self.machine.publish(mine, num_tokens, num_cached_tokens))
 
-    def extend(self, blocks: AnyBlocks) -> None:
+    def extend(self, blocks: BlockLists) -> None:
         """More blocks behind those published, for an engine that reserves them chunk by chunk."""
         mine = self._sender.groups.by_group(blocks)
         with self._sender.lock:

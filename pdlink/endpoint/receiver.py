@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pdlink.endpoint.half import Common
     from pdlink.endpoint.peer import Peer
-    from pdlink.kv.groups import AnyBlocks, BlocksByGroup
+    from pdlink.kv.groups import BlockLists, BlocksByGroup
     from pdlink.protocol.messages import Verify
 
 log = logging.getLogger(__name__)
@@ -73,10 +73,10 @@ class Incoming(Transfer):
         self.started_s = receiver.clock.now_s()
         receiver.expect(self, peer)
 
-    def offer(self, blocks: AnyBlocks, tokens: range) -> None:
+    def offer(self, blocks: BlockLists, tokens: range) -> None:
         """Let the sender write these tokens, which are the ones that are missing here, into these blocks.
 
-        blocks: one list for each group of layers, or the list of the only group. Each begins with the block of the
+        blocks: one list for each group of layers. Each begins with the block of the
         first token that the group needs (`KVLayout.needed`; `tokens.start` where it keeps all), and has as many as
         these tokens take, one or both ends of which may begin or end within a block (`KVGroups.part`).
 
@@ -157,7 +157,7 @@ class Incoming(Transfer):
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _checked(self, blocks: AnyBlocks, tokens: range) -> tuple[BlocksByGroup, int, int]:
+    def _checked(self, blocks: BlockLists, tokens: range) -> tuple[BlocksByGroup, int, int]:
         """Blocks by group, first token, end. Raises InvalidRequest."""
         groups, start, end = self._receiver.groups, tokens.start, max(tokens.start, tokens.stop)
         mine = groups.by_group(blocks)

@@ -16,11 +16,11 @@ their steps.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import index
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
     from pdlink.kv.layout import KVLayout, LayerLayout, Part
 
-AnyBlocks = Sequence[int] | Sequence[Sequence[int]]
-"""Block ids: one list for each group, or the list of the only group."""
-BlocksByGroup = tuple[tuple[int, ...], ...]
+BlockLists = Sequence[Sequence[int]]
 """Block ids: one list for each group."""
+BlocksByGroup = tuple[tuple[int, ...], ...]
+"""The same, checked by `KVGroups.by_group`."""
 BandArray = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 """[n, 6] int64, C-contiguous: region, begin, stride, extent, first, count: of block `first` + b, for b below `count`.
 In order of region and begin, not overlapping."""
@@ -106,22 +106,18 @@ class KVGroups:
         """Payload of positions [first, last) of each group."""
         return sum((last - first) * each for each, (first, last) in zip(self.token_nbytes, ranges, strict=True))
 
-    def by_group(self, blocks: AnyBlocks) -> BlocksByGroup:
+    def by_group(self, blocks: BlockLists) -> BlocksByGroup:
         """One list of blocks for each group, of Python's integers: a frame takes no others, and numpy's come as well.
 
         Raises InvalidRequest for another number of lists, and for what is no integer.
         """
-        given = cast("Sequence[Sequence[int]]", blocks)
-        if len(self.layouts) == 1 and not (len(blocks) and isinstance(blocks[0], Sized)):
-            given = (cast("Sequence[int]", blocks),)
-        if len(given) != len(self.layouts) or not all(isinstance(mine, Sized) for mine in given):
-            raise InvalidRequest(
-                f"blocks: got {len(given)} items for {len(self.layouts)} groups of layers; one list of blocks each"
-            )
         try:
-            return tuple(tuple(map(index, mine)) for mine in given)
+            given = tuple(tuple(map(index, mine)) for mine in blocks)
         except TypeError as error:
-            raise InvalidRequest(f"blocks: got {error}; block ids are integers") from None
+            raise InvalidRequest(f"blocks: {error}; pass one list of integers for each group of layers") from None
+        if len(given) != len(self.layouts):
+            raise InvalidRequest(f"blocks: got {len(given)} lists; expected {len(self.layouts)}, one for each group")
+        return given
 
     def part(self, blocks: BlocksByGroup, start: int, end: int) -> BlocksByGroup:
         """Of lists from token 0 on the blocks that hold what is transferred of tokens [start, end)."""
@@ -199,11 +195,6 @@ def _places(layout: KVLayout) -> Iterator[tuple[int, int, int, int]]:
         nbytes, _ = _in_block(layout, layer, layer.block_stride)
         for part in layer.parts:
             yield part.region, layer.block_stride, part.offset, part.offset + nbytes
-
-
-def groups_of(layout: KVLayout | KVGroups) -> KVGroups:
-    """A cache of one group is mostly given as its layout."""
-    return layout if isinstance(layout, KVGroups) else KVGroups((layout,))
 
 
 def bands(groups: KVGroups) -> Bands:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from pdlink.endpoint.receiver import Receiver
     from pdlink.endpoint.sender import Sender
-    from pdlink.kv.groups import AnyBlocks
+    from pdlink.kv.groups import BlockLists
     from pdlink.memory.buffers import StreamEvent
     from pdlink.protocol.messages import Verify
 
@@ -78,7 +78,7 @@ class LaunchedOutgoing(Outgoing):
         super().__init__(sender, transfer_id)
         self._order = order
 
-    def publish(self, blocks: AnyBlocks, num_tokens: int, num_cached_tokens: int = 0) -> None:
+    def publish(self, blocks: BlockLists, num_tokens: int, num_cached_tokens: int = 0) -> None:
         """Kernels that another request has launched may still write the cached tokens."""
         super().publish(blocks, num_tokens)
         for layer in range(self._sender.groups.num_layers) if num_cached_tokens else ():
@@ -121,7 +121,7 @@ class LaunchedIncoming(Incoming):
         self._order = order
         super().__init__(receiver, transfer_id, peer, verify=verify, by_layer=by_layer)
 
-    def offer(self, blocks: AnyBlocks, tokens: range) -> None:
+    def offer(self, blocks: BlockLists, tokens: range) -> None:
         """By the thread that launches what uses these blocks. A cancelled transfer offers nothing any more."""
         tables, _, _ = self._checked(blocks, tokens)
         self._order.when_written(partial(super().offer, tables, tokens), self.cancel)

@@ -2,14 +2,14 @@
 
     import pdlink
 
-    node = pdlink.Node("prefill-0", pdlink.paged_layout(...), port=8500)
-    with node.send(transfer_id, blocks, num_tokens) as outgoing:
+    node = pdlink.Node("prefill-0", pdlink.KVGroups((pdlink.paged_layout(...),)), port=8500)
+    with node.send(transfer_id, [blocks], num_tokens) as outgoing:
         for layer in range(num_layers):
             compute(layer)
             outgoing.layer_ready(layer)
         outgoing.finish(first_token)
 
-    incoming = node.receive(transfer_id, "tcp://prefill:8500", blocks, range(num_tokens))
+    incoming = node.receive(transfer_id, "tcp://prefill:8500", [blocks], range(num_tokens))
     for layer in range(num_layers):
         incoming.wait_layer(layer)
         attend(layer)
@@ -34,7 +34,6 @@ from pdlink.endpoint.data_path import Outgoing as Outgoing
 from pdlink.endpoint.driver import Endpoint
 from pdlink.endpoint.receiver import Incoming as Incoming
 from pdlink.errors import ConfigError, TransferFailed, TransportUnavailable
-from pdlink.kv.groups import KVGroups, groups_of
 from pdlink.kv.plan import warm_up
 from pdlink.memory.borrowed import buffers_of
 from pdlink.memory.checksums import Checksums
@@ -54,8 +53,7 @@ if TYPE_CHECKING:
     from pdlink.endpoint.half import Transfer
     from pdlink.endpoint.live import LiveTransfer
     from pdlink.endpoint.sharing import Sharing
-    from pdlink.kv.groups import AnyBlocks
-    from pdlink.kv.layout import KVLayout
+    from pdlink.kv.groups import BlockLists, KVGroups
     from pdlink.memory.blocks import BlockPool
     from pdlink.memory.buffers import AnyBuffer, HostBuffer
     from pdlink.node.report import NodeReport
@@ -79,7 +77,7 @@ class Node:
     address: str
     """What `receive` of another node takes as `peer`: tcp://host:port, with the public key where there is one."""
     groups: KVGroups
-    """The layers of the KV cache; most models have one group of them."""
+    """The layers of the KV cache, as given."""
     buffers: list[AnyBuffer]
     """The memory of the KV cache, by region index of the layout."""
     short_of_blocks: Callable[[], bool]
@@ -88,7 +86,7 @@ class Node:
     def __init__(
         self,
         name: str,
-        layout: KVLayout | KVGroups,
+        groups: KVGroups,
         buffers: Sequence[Any] | None = None,
         *,
         host: str = "127.0.0.1",
@@ -113,9 +111,9 @@ class Node:
         first time, while the planner is compiled.
 
         name: unique among the workers that meet; a restarted one keeps its name.
-        layout: where each byte of the KV cache lies (`paged_layout`); `KVGroups` of them for a model whose layers
-            do not all keep the same tokens. Blocks of its transfers are one list for each group then.
-        buffers: memory that is *borrowed*, for region 0, 1, … of the layout: contiguous torch tensors (CPU or CUDA),
+        groups: where each byte of the KV cache lies: a layout (`paged_layout`) for each group of layers that keep the
+            same tokens. Most models have one group. Blocks of a transfer are one list for each group.
+        buffers: memory that is *borrowed*, for region 0, 1, … of the layouts: contiguous torch tensors (CPU or CUDA),
             numpy arrays, objects with `__dlpack__` or the buffer protocol; or buffers of `pdlink.memory`. It must
             outlive the node. None allocates shared memory, which peers on this host can map: the fastest lane.
         host, port: where the control plane listens; port 0 takes a free one. Others than this host can reach
@@ -148,7 +146,6 @@ class Node:
                 f"{what}: other hosts can reach {one}, and this node has no keys; pass credentials, or insecure=True "
                 "on a private network"
             )
-        groups = groups_of(layout)
         groups.check("own")
         self.name, self.groups, self.pool = name, groups, pool
         self._insecure, self._verify = insecure, config.verify
@@ -215,7 +212,7 @@ class Node:
     def send(
         self,
         transfer_id: str,
-        blocks: AnyBlocks | None = None,
+        blocks: BlockLists | None = None,
         num_tokens: int = 0,
         num_cached_tokens: int = 0,
     ) -> Outgoing:
@@ -239,7 +236,7 @@ class Node:
         self,
         transfer_id: str,
         peer: str,
-        blocks: AnyBlocks | None = None,
+        blocks: BlockLists | None = None,
         tokens: range | None = None,
         *,
         by_layer: bool = True,

@@ -17,7 +17,7 @@ from pdlink.reasons import Code, Reason
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pdlink.kv.groups import AnyBlocks
+    from pdlink.kv.groups import BlockLists
     from pdlink.node.node import Incoming, Node, Outgoing
 
 
@@ -52,10 +52,10 @@ class EnginePort:
 
     # -- what an engine says -----------------------------------------------------------------------------------------
 
-    def admitted(self, request_id: str, blocks: AnyBlocks, num_cached_tokens: int = 0) -> None:
-        """The request has blocks: `blocks`, from token 0 on. Its first `num_cached_tokens` tokens are in them.
+    def admitted(self, request_id: str, blocks: BlockLists, num_cached_tokens: int = 0) -> None:
+        """The request has blocks: one list for each group of layers, from token 0 on.
 
-        One list for each group of layers, or the list of the only group.
+        Its first `num_cached_tokens` tokens are in them.
 
         Called again, with other blocks, by an engine that computes the prompt after a transfer to here has failed,
         and by one that computes it anew after `preempted`.
@@ -71,7 +71,7 @@ class EnginePort:
             start = min(num_cached_tokens, end)
             incoming.offer(groups.part(groups.by_group(blocks), start, end), range(start, end))
 
-    def extended(self, request_id: str, blocks: AnyBlocks) -> None:
+    def extended(self, request_id: str, blocks: BlockLists) -> None:
         """The request has more blocks, behind those it was admitted with."""
         outgoing = self._outgoing.get(request_id)
         if outgoing is not None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdlink.errors import ConfigError, DeadlineExceeded, InvalidRequest, PdlinkError, TransferFailed
+from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout, LayerLayout, Part
 from pdlink.node.node import Node
 from pdlink.peers.messages import MAX_KEYS, PeerAnswer, PeerAsk, Pull
@@ -101,7 +102,7 @@ class PeerLink:
         layer = LayerLayout((Part(0, 0),), PAGE_NBYTES, PAGE_NBYTES, PAGE_NBYTES)
         self._node = Node(
             self._name,
-            KVLayout("uint8", 1, num_pages, 1, PAGE_NBYTES, (layer,)),
+            KVGroups((KVLayout("uint8", 1, num_pages, 1, PAGE_NBYTES, (layer,)),)),
             [store.buffer],
             host=self._host,
             advertise_host=self._advertise_host,
@@ -165,7 +166,7 @@ class PeerLink:
         pages = self._pages(into)
         transfer_id = f"record-{secrets.token_hex(16)}"
         try:
-            incoming = self._node.receive(transfer_id, peer, pages, range(len(pages)), by_layer=False)
+            incoming = self._node.receive(transfer_id, peer, [pages], range(len(pages)), by_layer=False)
         except PdlinkError as error:
             raise self._gone(address, error) from None
         try:
@@ -220,7 +221,7 @@ class PeerLink:
             if num_pages != pull.num_pages:
                 raise InvalidRequest(f"a record of {num_pages} pages was asked for with {pull.num_pages}")
             outgoing = self._node.send(
-                pull.transfer_id, range(first, first + num_pages), num_pages, num_cached_tokens=num_pages
+                pull.transfer_id, [range(first, first + num_pages)], num_pages, num_cached_tokens=num_pages
             )
         except PdlinkError as error:
             back()

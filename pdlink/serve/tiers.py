@@ -140,14 +140,14 @@ class Tiered:
     def admitted(self, request_id: str, blocks: Sequence[int], num_cached_tokens: int, external_tokens: int) -> None:
         request = self._requests.get(request_id)
         if request is None:
-            self._port.admitted(request_id, blocks, num_cached_tokens)
+            self._port.admitted(request_id, [blocks], num_cached_tokens)
             return
         if request.load is not None:  # into blocks that it has no more
             request.load.cancel()
         request.blocks, request.load, request.offered_s = blocks, None, None
         cached, receives = num_cached_tokens, external_tokens == len(request.tokens)
         if not receives:
-            self._port.admitted(request_id, blocks, cached)
+            self._port.admitted(request_id, [blocks], cached)
         if request.prompt is None:
             choice = Choice(cached, request.not_loaded)
         else:
@@ -195,7 +195,7 @@ class Tiered:
     def _offer(self, request: _Request, cached: int, choice: Choice, end: int) -> None:
         """Tokens before `end` are here: a prefill worker is asked for the others."""
         request.offered_s, request.num_offered = time.monotonic(), len(request.tokens) - end
-        self._port.admitted(request.request_id, request.blocks, end)
+        self._port.admitted(request.request_id, [request.blocks], end)
         self._tell(request, cached, choice, end, receives=True)
 
     def layer_needed(self, request_id: str, layer: int, timeout_s: float) -> bool:

@@ -22,6 +22,7 @@ from pdlink.engine.models import load_model
 from pdlink.engine.request import GenerationRequest
 from pdlink.errors import ConfigError, Draining, EngineFailure, InvalidRequest, PdlinkError, TransferFailed
 from pdlink.events import FallbackUsed, RequestEnded, emit
+from pdlink.kv.groups import KVGroups
 from pdlink.memory.available import available_nbytes
 from pdlink.memory.blocks import BlockPool
 from pdlink.node.node import Node, end_process
@@ -131,7 +132,7 @@ class Worker:
             self.peers.open(self.source.store)
         self.node = self.make_node(
             self.name,
-            self.cache.layout,
+            KVGroups((self.cache.layout,)),
             [self.cache.buffer],
             host=config.listen.control_host,
             port=config.listen.control_port,

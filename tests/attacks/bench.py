@@ -21,7 +21,7 @@ from pdlink.endpoint.channel import Channel, Received
 from pdlink.endpoint.driver import Endpoint
 from pdlink.endpoint.peer import PeerState
 from pdlink.events import Event, HandlingFailed, listen
-from pdlink.kv.groups import groups_of
+from pdlink.kv.groups import KVGroups
 from pdlink.memory.buffers import Buffer
 from pdlink.memory.checksums import Checksums
 from pdlink.memory.host import host_id
@@ -71,7 +71,7 @@ class Node:
         transport.register(self.buffer)
         self.line = Line(name)
         self.identity = Identity(VERSION, "m", "main", 1, self.layout, host_id())
-        sums = Checksums(groups_of(self.layout), [self.buffer])
+        sums = Checksums(KVGroups((self.layout,)), [self.buffer])
         self.endpoint = Endpoint(
             name,
             self.identity,

@@ -19,6 +19,7 @@ import numpy as np
 import pdlink
 from pdlink.config import TransportConfig
 from pdlink.events import HandlingFailed, listen
+from pdlink.kv.groups import KVGroups
 from pdlink.kv.plan import warm_up
 from pdlink.reasons import Code, Reason
 from pdlink.transport.base import Transport
@@ -40,7 +41,7 @@ class Node:
     def __init__(self, kind: str, name: str, block_tokens: int) -> None:
         config = TransportConfig(batch_timeout_s=5.0)
         self.node = pdlink.Node(
-            name, layout(block_tokens), transports=[transport(kind)], transport=config, deadlines=QUICK
+            name, KVGroups((layout(block_tokens),)), transports=[transport(kind)], transport=config, deadlines=QUICK
         )
         self.endpoint = self.node.endpoint
         self.sender, self.receiver = Sends(self.endpoint.sender), Receives(self.endpoint.receiver)

@@ -17,7 +17,7 @@ import pytest
 
 import pdlink
 from pdlink.config import TransportConfig
-from pdlink.kv.groups import groups_of
+from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.kv.plan import warm_up
 from pdlink.memory.buffers import Buffer
@@ -39,7 +39,7 @@ LAYOUT = paged_layout(
 def owner() -> Iterator[Side]:
     with contextlib.closing(Side(TcpTransport())) as side:
         side.add_buffer(LAYOUT.extent(0), seed=1)
-        side.transport.guard(groups_of(LAYOUT))
+        side.transport.guard(KVGroups((LAYOUT,)))
         yield side
 
 
@@ -231,7 +231,12 @@ class Worker:
         config = TransportConfig(batch_timeout_s=5.0)
         self.transport = TcpTransport()
         self.node = pdlink.Node(
-            name, layout, [self.buffer], transports=[self.transport], transport=config, deadlines=TIMEOUTS
+            name,
+            KVGroups((layout,)),
+            [self.buffer],
+            transports=[self.transport],
+            transport=config,
+            deadlines=TIMEOUTS,
         )
         self.endpoint = self.node.endpoint
         self.sender, self.receiver = Sends(self.endpoint.sender), Receives(self.endpoint.receiver)

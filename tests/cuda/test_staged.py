@@ -18,7 +18,7 @@ import pytest
 import pdlink
 from pdlink.cuda.driver import Device
 from pdlink.errors import TransferFailed, TransportFailure, TransportUnavailable
-from pdlink.kv.groups import groups_of
+from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import RunList
 from pdlink.memory.buffers import Buffer
 from pdlink.transport.base import PeerClosed, Transport
@@ -34,7 +34,7 @@ from tests.conformance.transports.side import Side, join, run_list
 from tests.cuda.double import DoubleStaged, Kv, Reached
 from tests.cuda.fake import COMPILER, IMAGE, Fake, fake
 from tests.endpoint.conftest import until
-from tests.node.conftest import DST, LAYERS, SRC, TIMEOUTS, TOKENS, WAIT_S, layout
+from tests.node.conftest import DST, LAYERS, SRC, TIMEOUTS, TOKENS, WAIT_S, groups
 
 BELOW: dict[str, Callable[[], Transport]] = {
     "mapped": lambda: MappedTransport(threads=1, within_process=True),
@@ -50,7 +50,7 @@ class GpuNode(pdlink.Node):
     def __init__(
         self, name: str, device: Device, block_tokens: int, below: str, *, make_event: Any = Reached, **staging: Any
     ) -> None:
-        kv = layout(block_tokens)
+        kv = groups(block_tokens)
         self.kv = Kv(device, kv.extent(0), block_tokens, make_event)
         staged = DoubleStaged(BELOW[below](), **staging)
         super().__init__(name, kv, [self.kv], transports=[staged], deadlines=TIMEOUTS)
@@ -99,8 +99,8 @@ def test_kv_of_gpus_travels_through_slots_and_into_blocks_of_another_size(
 ) -> None:
     """Without kernels the copy engine takes runs of 32 bytes, too."""
     prefill, decode = pair(below, image=image)
-    outgoing = prefill.send("t", SRC, TOKENS)
-    incoming = decode.receive("t", prefill.address, DST, range(TOKENS))
+    outgoing = prefill.send("t", [SRC], TOKENS)
+    incoming = decode.receive("t", prefill.address, [DST], range(TOKENS))
     assert outgoing.accepted.wait(WAIT_S)
     double.take_log()
     for layer in range(LAYERS):
@@ -128,8 +128,8 @@ def test_nothing_is_gathered_before_the_layer_is_written(
             assert written.wait(WAIT_S)
 
     prefill, decode = pair(make_event=Held)
-    outgoing = prefill.send("t", SRC, TOKENS)
-    incoming = decode.receive("t", prefill.address, DST, range(TOKENS))
+    outgoing = prefill.send("t", [SRC], TOKENS)
+    incoming = decode.receive("t", prefill.address, [DST], range(TOKENS))
     assert outgoing.accepted.wait(WAIT_S)
     double.take_log()
     for layer in range(LAYERS):
@@ -149,8 +149,8 @@ def test_offered_blocks_come_back_only_after_the_scatter_s_event(
     prefill, decode = pair()
     double.hold()
     try:
-        outgoing = prefill.send("t", SRC, TOKENS)
-        incoming = decode.receive("t", prefill.address, DST, range(TOKENS))
+        outgoing = prefill.send("t", [SRC], TOKENS)
+        incoming = decode.receive("t", prefill.address, [DST], range(TOKENS))
         assert outgoing.accepted.wait(WAIT_S)
         outgoing.layer_ready(0)
         launched = wait_for_launch(double)
@@ -178,8 +178,8 @@ def test_many_transfers_share_few_slots(pair: Callable[..., tuple[GpuNode, GpuNo
     incoming = []
     places = [[3 * index, 3 * index + 1, 3 * index + 2] for index in range(10)]
     for index, place in enumerate(places):
-        outgoing = prefill.send(f"t{index}", SRC, TOKENS, TOKENS)
-        incoming.append(decode.receive(f"t{index}", prefill.address, place, range(TOKENS)))
+        outgoing = prefill.send(f"t{index}", [SRC], TOKENS, TOKENS)
+        incoming.append(decode.receive(f"t{index}", prefill.address, [place], range(TOKENS)))
         outgoing.finish(index)
     assert [one.wait(WAIT_S) for one in incoming] == list(range(10))
     for place in places:
@@ -283,10 +283,10 @@ class PinnedLike(Buffer):
 def test_a_writer_is_held_to_the_blocks_that_it_is_offered() -> None:
     """The owner looks at every run before it places it, over mapped slots, too."""
     writer, owner = (Side(DoubleStaged(BELOW["mapped"]())) for _ in range(2))
-    kv = layout(4)
+    kv = groups(4)
     for seed, side in enumerate((writer, owner)):
         side.add_buffer(kv.extent(0), seed)
-    owner.transport.guard(groups_of(kv))
+    owner.transport.guard(KVGroups((kv,)))
     join(writer, owner)
     owner.transport.open_blocks("writer", [[3]])
     place = kv.layers[1]
@@ -345,10 +345,10 @@ def test_runs_of_a_slot_are_counted_before_they_are_looked_up(
         return offsets * 0
 
     monkeypatch.setattr(OpenBlocks, "require", require)
-    kv = layout(4)
+    kv = groups(4)
     owner = Side(DoubleStaged(TcpTransport(), slot_nbytes=1 << 20))
     owner.add_buffer(max(kv.extent(0), 1 << 17), 0)
-    owner.transport.guard(groups_of(kv))
+    owner.transport.guard(KVGroups((kv,)))
     stranger = Stranger(owner.transport, "stranger")
     with contextlib.closing(owner), contextlib.closing(stranger.socket):
         stranger.say(wire.Ask(1))
@@ -411,7 +411,7 @@ def test_closing_blocks_does_not_wait_for_ever_for_the_gpu(
 ) -> None:
     _, owner = sides
     staged = cast("DoubleStaged", owner.transport)
-    staged.guard(groups_of(layout(4)))
+    staged.guard(groups(4))
     staged.invite("another")
     monkeypatch.setattr(stager_module, "PLACED_WAIT_S", 0.01)
     monkeypatch.setattr(Owner, "places", lambda *_: True)
@@ -427,7 +427,7 @@ def test_blocks_are_not_closed_while_the_gpu_may_place_what_the_thread_that_died
         side.add_buffer(1 << 16, seed)
     join(writer, owner)
     staged = cast("DoubleStaged", owner.transport)
-    staged.guard(groups_of(layout(4)))
+    staged.guard(groups(4))
     staged.invite("another")
     staged.close_blocks("writer", [[0]])
     stager = staged._stager

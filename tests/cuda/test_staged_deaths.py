@@ -32,7 +32,7 @@ class Served:
         return self.node.address
 
     def send(self, transfer: str) -> None:
-        self.outgoing = self.node.send(transfer, SRC, TOKENS)
+        self.outgoing = self.node.send(transfer, [SRC], TOKENS)
         assert self.outgoing.accepted.wait(WAIT_S)
 
     def layers(self, first: int, last: int) -> None:
@@ -42,7 +42,7 @@ class Served:
             self.outgoing.finish(42)
 
     def receive(self, transfer: str, peer: str) -> None:
-        self.incoming = self.node.receive(transfer, peer, DST, range(TOKENS))
+        self.incoming = self.node.receive(transfer, peer, [DST], range(TOKENS))
 
     def arrived(self) -> int:
         return self.incoming.wait(WAIT_S)
@@ -90,7 +90,7 @@ def test_a_sender_that_is_killed_costs_its_transfer_alone(
 ) -> None:
     first = others("prefill", below)
     with closing(GpuNode("decode", device, 8, below)) as decode:
-        incoming = decode.receive("t", first.call("address"), DST, range(TOKENS))
+        incoming = decode.receive("t", first.call("address"), [DST], range(TOKENS))
         first.call("send", "t")
         first.call("layers", 0, 1)
         incoming.wait_layer(0, WAIT_S)
@@ -99,7 +99,7 @@ def test_a_sender_that_is_killed_costs_its_transfer_alone(
             incoming.wait(WAIT_S)
         assert incoming.released.wait(WAIT_S), "the fence: nobody writes into its blocks any more"
         second = others("prefill", below)
-        again = decode.receive("again", second.call("address"), DST, range(TOKENS))
+        again = decode.receive("again", second.call("address"), [DST], range(TOKENS))
         second.call("send", "again")
         second.call("layers", 0, LAYERS)
         assert again.wait(WAIT_S) == 42
@@ -111,7 +111,7 @@ def test_a_receiver_that_is_killed_before_it_has_placed_anything_frees_the_sende
 ) -> None:
     first = others("decode", below)
     with closing(GpuNode("prefill", device, 4, below)) as prefill:
-        outgoing = prefill.send("t", SRC, TOKENS)
+        outgoing = prefill.send("t", [SRC], TOKENS)
         first.call("receive", "t", prefill.address)
         assert outgoing.accepted.wait(WAIT_S)
         first.call("hold")
@@ -124,7 +124,7 @@ def test_a_receiver_that_is_killed_before_it_has_placed_anything_frees_the_sende
         with pytest.raises(TransferFailed):
             outgoing.wait(WAIT_S)
         second = others("decode", below)
-        again = prefill.send("again", SRC, TOKENS)
+        again = prefill.send("again", [SRC], TOKENS)
         second.call("receive", "again", prefill.address)
         assert again.accepted.wait(WAIT_S)
         for layer in range(LAYERS):

@@ -176,9 +176,9 @@ def test_a_prompt_crosses_between_two_gpus(server: Callable[..., Server], lane: 
     assert parked
     assert count == len(PROMPT) - 1
     src, dst = [3, 9, 1, 12], [4, 0, 15, 7]
-    decode.book.allocated("d", dst, count)
+    decode.book.allocated("d", (dst,), count)
     decode.step()
-    prefill.step([Scheduled("p", tuple(src), True, 0, len(PROMPT))], hooks=hooks)
+    prefill.step([Scheduled("p", (tuple(src),), True, 0, len(PROMPT))], hooks=hooks)
     prefill.over.add("p")
     prefill.book.ended("p")
     ended: set[str] = set()
@@ -235,10 +235,10 @@ def test_a_prompt_is_kept_and_comes_back_into_other_blocks_of_the_gpu(
     src, dst, shared = [3, 9, 1, 12], [4, 0, 15, 7], len(PROMPT) // CHUNK * CHUNK
     one.book.store.arrived("a", PROMPT, "", "", ())
     one.until(lambda _: one.book.missing("a", 0)[0] == 0)
-    one.book.allocated("a", src, 0)
+    one.book.allocated("a", (src,), 0)
     double.hold()
     try:
-        one.step([Scheduled("a", tuple(src), True, 0, len(PROMPT))], hooks=hooks)
+        one.step([Scheduled("a", (tuple(src),), True, 0, len(PROMPT))], hooks=hooks)
         assert one.book.ended("a"), "its blocks are kept until they are copied"
         one.over.add("a")
         for _ in range(5):
@@ -253,7 +253,7 @@ def test_a_prompt_is_kept_and_comes_back_into_other_blocks_of_the_gpu(
     one.book.store.arrived("b", PROMPT, "", "", ())
     one.until(lambda _: one.book.missing("b", 0)[0] is not None)
     assert one.book.missing("b", 0) == (shared, True)
-    one.book.allocated("b", dst, shared)
+    one.book.allocated("b", (dst,), shared)
     one.until(lambda ended: "b" in ended)
     for name in NAMES:
         kept, got = (

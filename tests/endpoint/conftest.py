@@ -94,10 +94,10 @@ class Sends:
         return outgoing
 
     def publish(self, transfer_id: str, blocks: Sequence[int], num_tokens: int, num_cached_tokens: int) -> None:
-        self._transfers[transfer_id].publish(blocks, num_tokens, num_cached_tokens)
+        self._transfers[transfer_id].publish([blocks], num_tokens, num_cached_tokens)
 
     def extend(self, transfer_id: str, blocks: Sequence[int]) -> None:
-        self._transfers[transfer_id].extend(blocks)
+        self._transfers[transfer_id].extend([blocks])
 
     def layer_ready(self, transfer_id: str, layer: int, start: int, end: int) -> None:
         self._transfers[transfer_id].layer_ready(layer, start, end)

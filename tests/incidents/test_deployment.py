@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from pdlink import Node
+from pdlink.kv.groups import KVGroups
 from pdlink.serve import health
 from tests.e2e.deployment import Answer, Deployment, prompt_of, request, until, worker_settings
 from tests.endpoint.conftest import layout
@@ -142,7 +143,7 @@ def test_usage_is_that_of_one_process(deployment: Deployment) -> None:
 @pytest.mark.parametrize("part", ["engine", "endpoint", "loop"])
 def test_health_is_bad_when_a_part_of_the_worker_is_dead(deployment: Deployment, part: str) -> None:
     """llmd-kv#457: /health said 200 while the engine was dead. The worker's own words about a part that is."""
-    with Node("dead", layout(4)) as node:
+    with Node("dead", KVGroups((layout(4),))) as node:
         report = node.report()._replace(
             failure="OSError: out of descriptors" if part == "endpoint" else "",
             stalled_s=1e9 if part == "loop" else 0.0,

@@ -38,9 +38,9 @@ def test_one_of_the_ranks_with_the_same_kv_sends_and_all_report(
         count, parked = decode.book.missing("d", 0)
         assert parked
         assert count == len(PROMPT) - 1
-        decode.book.allocated("d", DST, count)
+        decode.book.allocated("d", (DST,), count)
         decode.step()
-        prefill.step([Scheduled("p", tuple(SRC), True, 0, len(PROMPT))])
+        prefill.step([Scheduled("p", (tuple(SRC),), True, 0, len(PROMPT))])
         assert not any(prefill.reported), "vLLM still has the request"
         prefill.over.add("p")
         prefill.book.ended("p")

@@ -48,7 +48,7 @@ def test_each_engine_is_where_the_proxy_looks_for_it_and_its_kv_comes_from_there
         attempt = {"transfer_id": f"a{number}"}
         engine.book.arrived(f"p{number}", {**attempt, "leg": "prefill", "data_parallel_rank": number}, PROMPT)
         _ask(decode, f"d{number}", attempt, engine.addresses())
-        engine.step([Scheduled(f"p{number}", tuple(SRC), True, 0, len(PROMPT))])
+        engine.step([Scheduled(f"p{number}", (tuple(SRC),), True, 0, len(PROMPT))])
         _until_reported(decode, f"d{number}", engine)
         for (_, theirs), (_, ours) in zip(engine.ranks, decode.ranks, strict=True):
             for name in NAMES:
@@ -67,7 +67,7 @@ def test_a_leg_at_another_engine_moves_nothing_and_decode_hears_that_none_came(
     closed.callback(decode.close)
     before = [{name: cache[name].clone() for name in NAMES} for _, cache in decode.ranks]
     second.book.arrived("p", {"transfer_id": "a", "leg": "prefill"}, PROMPT)  # vLLM has given it to the second one
-    second.step([Scheduled("p", tuple(SRC), True, 0, len(PROMPT))])
+    second.step([Scheduled("p", (tuple(SRC),), True, 0, len(PROMPT))])
     assert "data_parallel_rank: got 0 at data-parallel engine 1" in caplog.text
     _ask(decode, "d", {"transfer_id": "a"}, first.addresses())
     reasons: dict[str, str] = {}
@@ -100,7 +100,7 @@ def _ask(decode: Server, request_id: str, attempt: dict[str, str], addresses: li
     count, parked = decode.book.missing(request_id, 0)
     assert parked
     assert count == COUNT
-    decode.book.allocated(request_id, DST, count)
+    decode.book.allocated(request_id, (DST,), count)
     decode.step()
 
 

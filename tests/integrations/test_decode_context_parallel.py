@@ -139,7 +139,7 @@ def test_ranks_that_share_tokens_out_send_and_receive_them(
                     for heads, row in prefill.rows(prefill.caches, name, token):
                         row[:] = kv[name][token, heads]
             given = tuple(TABLE[:blocks]) if not start else ()
-            prefill.server.step([Scheduled("p", given, not start, start, end - start)])
+            prefill.server.step([Scheduled("p", (given,), not start, start, end - start)])
         prefill.server.over.add("p")
         prefill.server.book.ended("p")
         wait(prefill.server, decode.server)
@@ -164,7 +164,7 @@ def ask(prefill: Engine, decode: Engine, cached: int) -> None:
     count, parked = decode.book.missing("d", cached)
     assert parked
     assert count == len(PROMPT) - 1 - cached
-    decode.book.allocated("d", TABLE[::-1], count)
+    decode.book.allocated("d", (TABLE[::-1],), count)
     decode.step()
 
 
@@ -195,7 +195,7 @@ def test_servers_that_share_otherwise_refuse_each_other(
         opened.callback(decode.server.close)
         before = [caches[name].clone() for caches in decode.caches for name in NAMES]
         ask(prefill.server, decode.server, 0)
-        prefill.server.step([Scheduled("p", tuple(TABLE[:3]), True, 0, len(PROMPT))])
+        prefill.server.step([Scheduled("p", (tuple(TABLE[:3]),), True, 0, len(PROMPT))])
         prefill.server.over.add("p")
         prefill.server.book.ended("p")
         wait(prefill.server, decode.server)

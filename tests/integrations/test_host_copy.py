@@ -127,8 +127,8 @@ def test_kv_crosses_from_device_to_device_in_chunks(servers: tuple[Pair, OnDevic
     ask(prefill, decode)
     offer(decode)
     decode.step()
-    prefill.step([Scheduled("p", tuple(SRC[:4]), True, 0, 16)], hooks=hooks)
-    prefill.step([Scheduled("p", tuple(SRC[4:]), False, 16, 14)], hooks=hooks)
+    prefill.step([Scheduled("p", (tuple(SRC[:4]),), True, 0, 16)], hooks=hooks)
+    prefill.step([Scheduled("p", (tuple(SRC[4:]),), False, 16, 14)], hooks=hooks)
     assert prefill.end("p")
     until(lambda: not decode.half.transfers.is_awaited or bool(pair.decode.rows(DST, 29, 2).any()), "it lands")
     assert not any(tensor.any() for tensor in decode.device.values()), "in the host's memory, and nowhere else yet"
@@ -151,7 +151,7 @@ def test_what_a_hook_announces_is_what_the_device_has_by_then(servers: tuple[Pai
     ask(prefill, decode)
     offer(decode)
     decode.step()
-    prefill.half.begin(prefill.book.step([Scheduled("p", tuple(SRC), True, 16, 14)]))
+    prefill.half.begin(prefill.book.step([Scheduled("p", (tuple(SRC),), True, 16, 14)]))
     prefill.fill(2)
     for name in NAMES:
         prefill.half.layer_saved(name)
@@ -169,7 +169,7 @@ def test_what_decode_has_of_a_prompt_stays_as_it_is(servers: tuple[Pair, OnDevic
     ask(prefill, decode)
     offer(decode, 16)
     decode.step()
-    prefill.step([Scheduled("p", tuple(SRC), True, 8, 22)])
+    prefill.step([Scheduled("p", (tuple(SRC),), True, 8, 22)])
     decode.until_reported(received="d")
     assert same(prefill, decode, 16)
     for index, name in enumerate(NAMES):
@@ -181,11 +181,11 @@ def test_nothing_is_copied_for_nobody(servers: tuple[Pair, OnDevice, OnDevice]) 
     """Decode has the prompt."""
     pair, prefill, decode = servers
     ask(prefill, decode)
-    decode.book.allocated("d", [5, 2], 0)
+    decode.book.allocated("d", ((5, 2),), 0)
     decode.step()
     prefill.step()
     until(lambda: not prefill.half.transfers._requests["p"].num_open, "prefill has heard it")
-    prefill.step([Scheduled("p", tuple(SRC), True, 0, 30)])
+    prefill.step([Scheduled("p", (tuple(SRC),), True, 0, 30)])
     assert not pair.prefill.buffer.array.any()
 
 
@@ -260,8 +260,8 @@ def test_blocks_that_only_a_kernel_reads_are_copied_whole_as_soon_as_they_hold_a
     assert cache.groups.layouts[0].position_tokens == TOKENS
     host = HostCopy({"a": tensor}, mirrored, cache, layerwise=True)
     for chunk, there in (
-        (ComputedChunk("p", (3, 5), True, 0, 6, 14), {3, 5}),
-        (ComputedChunk("p", (7, 2), False, 6, 14, 14), {5, 7, 2}),
+        (ComputedChunk("p", ((3, 5),), True, 0, 6, 14), {3, 5}),
+        (ComputedChunk("p", ((7, 2),), False, 6, 14, 14), {5, 7, 2}),
     ):
         mirrored["a"].zero_()
         host.compute(StepPlan(chunks=[chunk]), {"p"})

@@ -37,26 +37,26 @@ class TestSending:
         requests = book()
         requests.arrived("r", PREFILL, PROMPT)
         requests.arrived("r", PREFILL, PROMPT)
-        first = requests.step([Scheduled("r", (7, 8), True, 0, 32)])
+        first = requests.step([Scheduled("r", ((7, 8),), True, 0, 32)])
         assert first.announces == [Announce("r", ID, 100)]
-        assert first.chunks == [ComputedChunk("r", (7, 8), True, 0, 32, 100)]
-        assert requests.step([Scheduled("r", (9, 3), False, 32, 64)]).chunks == [
-            ComputedChunk("r", (9, 3), False, 32, 96, 100)
+        assert first.chunks == [ComputedChunk("r", ((7, 8),), True, 0, 32, 100)]
+        assert requests.step([Scheduled("r", ((9, 3),), False, 32, 64)]).chunks == [
+            ComputedChunk("r", ((9, 3),), False, 32, 96, 100)
         ]
-        assert requests.step([Scheduled("r", (), False, 96, 4)]).chunks == [
-            ComputedChunk("r", (), False, 96, 100, 100)
+        assert requests.step([Scheduled("r", ((),), False, 96, 4)]).chunks == [
+            ComputedChunk("r", ((),), False, 96, 100, 100)
         ]
-        assert requests.step([Scheduled("r", (), False, 100, 1)]) is NOTHING, "generated tokens are not sent"
+        assert requests.step([Scheduled("r", ((),), False, 100, 1)]) is NOTHING, "generated tokens are not sent"
 
     def test_a_cached_prefix_is_sent_with_the_first_chunk(self) -> None:
         requests = book()
         requests.arrived("r", PREFILL, PROMPT)
-        assert requests.step([Scheduled("r", (1, 2, 3), True, 64, 36)]).chunks == [
-            ComputedChunk("r", (1, 2, 3), True, 0, 100, 100)
+        assert requests.step([Scheduled("r", ((1, 2, 3),), True, 64, 36)]).chunks == [
+            ComputedChunk("r", ((1, 2, 3),), True, 0, 100, 100)
         ]
 
     def test_a_prompt_of_layers_that_do_not_keep_all_is_computed_but_for_its_last_token(self) -> None:
-        """Decode goes on from the state before that token; its blocks are lists by group."""
+        """Decode goes on from the state before that token; its blocks are those of two groups."""
         requests = RequestBook(sends=True, receives=True, shares_prefixes=True, keeps_all=False)
         assert requests.arrived("r", PREFILL, PROMPT) == 1
         tables = ((7, 8), (9,))
@@ -70,7 +70,7 @@ class TestSending:
     def test_blocks_are_kept_from_the_end_of_the_request_until_nothing_reads_them(self) -> None:
         requests = book()
         requests.arrived("r", PREFILL, PROMPT)
-        requests.step([Scheduled("r", (1,), True, 0, 100)])
+        requests.step([Scheduled("r", ((1,),), True, 0, 100)])
         assert requests.ended("r")
         assert requests.step([]) is NOTHING, "its KV is complete: nobody is told to stop"
         requests.sent({"r"})
@@ -81,7 +81,7 @@ class TestSending:
         requests = book()
         requests.arrived("r", PREFILL, PROMPT)
         if computed:
-            requests.step([Scheduled("r", (1,), True, 0, computed)])
+            requests.step([Scheduled("r", ((1,),), True, 0, computed)])
         assert requests.ended("r"), "pushes may be in flight"
         plan = requests.step([])
         assert plan.stops == [StoppedRequest("r", ABORTED)]
@@ -90,17 +90,17 @@ class TestSending:
     def test_a_preempted_request_is_withdrawn_and_published_anew(self) -> None:
         requests = book()
         requests.arrived("r", PREFILL, PROMPT)
-        requests.step([Scheduled("r", (1, 2), True, 0, 64)])
+        requests.step([Scheduled("r", ((1, 2),), True, 0, 64)])
         assert requests.step([], {"r", "stranger"}).withdrawn == ["r"]
-        again = requests.step([Scheduled("r", (5,), True, 0, 32)])
-        assert again.chunks == [ComputedChunk("r", (5,), True, 0, 32, 100)]
+        again = requests.step([Scheduled("r", ((5,),), True, 0, 32)])
+        assert again.chunks == [ComputedChunk("r", ((5,),), True, 0, 32, 100)]
         assert again.stops == []
 
     def test_a_preemption_nobody_told_of_ends_the_transfer(self) -> None:
         requests = book()
         requests.arrived("r", PREFILL, PROMPT)
-        requests.step([Scheduled("r", (1, 2), True, 0, 64)])
-        assert requests.step([Scheduled("r", (5,), True, 0, 32)]).stops == [
+        requests.step([Scheduled("r", ((1, 2),), True, 0, 64)])
+        assert requests.step([Scheduled("r", ((5,),), True, 0, 32)]).stops == [
             StoppedRequest("r", Reason(Code.PREEMPTED))
         ]
 
@@ -118,25 +118,25 @@ class TestReceiving:
         requests.arrived("r", DECODE, PROMPT)
         assert requests.step([]).expects == [ExpectedRequest("r", ID, 99, (CONTROL,))]
         assert requests.missing("r", 0) == requests.missing("r", 0) == (99, True)
-        requests.allocated("r", [4, 5, 6, 7], 99)
-        assert requests.step([]).offers == [OfferedBlocks("r", (4, 5, 6, 7), 0, 99)]
+        requests.allocated("r", ((4, 5, 6, 7),), 99)
+        assert requests.step([]).offers == [OfferedBlocks("r", ((4, 5, 6, 7),), 0, 99)]
         requests.received({"r"})
         assert requests.missing("r", 99) == (0, False)
-        requests.allocated("r", [4, 5, 6, 7], 0)
+        requests.allocated("r", ((4, 5, 6, 7),), 0)
         assert requests.step([]) is NOTHING
 
     def test_decode_offers_only_what_it_lacks(self) -> None:
         requests = book()
         requests.arrived("r", DECODE, PROMPT)
         assert requests.missing("r", 64) == (35, True)
-        requests.allocated("r", [4, 5, 6, 7], 35)
-        assert requests.step([]).offers == [OfferedBlocks("r", (4, 5, 6, 7), 64, 99)]
+        requests.allocated("r", ((4, 5, 6, 7),), 35)
+        assert requests.step([]).offers == [OfferedBlocks("r", ((4, 5, 6, 7),), 64, 99)]
 
     def test_where_nothing_is_missing_the_sender_is_told_so(self) -> None:
         requests = book()
         requests.arrived("r", DECODE, PROMPT)
         assert requests.missing("r", 99) == (0, False)
-        requests.allocated("r", [4, 5, 6, 7], 0)
+        requests.allocated("r", ((4, 5, 6, 7),), 0)
         plan = requests.step([])
         assert (plan.offers, plan.stops) == ([], [StoppedRequest("r", Reason(Code.NOT_NEEDED))])
         assert requests.path("r") == "cached"
@@ -151,7 +151,7 @@ class TestReceiving:
     def test_a_preempted_or_failed_request_is_not_asked_for_again(self) -> None:
         requests = book()
         requests.arrived("r", DECODE, PROMPT)
-        requests.allocated("r", [1, 2], 99)
+        requests.allocated("r", ((1, 2),), 99)
         requests.received({"r"})
         assert requests.missing("r", 0) == (0, False)
 
@@ -160,7 +160,7 @@ class TestReceiving:
         requests = book()
         requests.arrived("r", DECODE, PROMPT)
         if offered:
-            requests.allocated("r", [1, 2], 99)
+            requests.allocated("r", ((1, 2),), 99)
         assert not requests.ended("r"), "vLLM keeps a parked request's blocks by itself"
         assert requests.step([]).stops == [StoppedRequest("r", ABORTED)]
         assert not requests._receiving
@@ -171,11 +171,11 @@ class TestReceiving:
             requests.arrived(name, DECODE, PROMPT)
         assert len(requests.step([]).expects) == 1
         assert requests.missing("1_r", 0) == (None, False)
-        requests.allocated("0_r", [1, 2], 99)
+        requests.allocated("0_r", ((1, 2),), 99)
         requests.received({"0_r"})
         assert requests.missing("1_r", 64) == (0, False)
-        requests.allocated("1_r", [1, 3], 0)
-        assert requests.step([]).offers == [OfferedBlocks("0_r", (1, 2), 0, 99)]
+        requests.allocated("1_r", ((1, 3),), 0)
+        assert requests.step([]).offers == [OfferedBlocks("0_r", ((1, 2),), 0, 99)]
 
     def test_samples_whose_first_one_is_aborted_compute_the_prompt(self) -> None:
         requests = book()
@@ -196,7 +196,7 @@ class TestReceiving:
             requests.arrived(name, DECODE, PROMPT)
         requests.arrived("lost", {**DECODE, "transfer_id": "b"}, PROMPT)
         for name in ("0_r", "lost"):
-            requests.allocated(name, [1, 2], 99)
+            requests.allocated(name, ((1, 2),), 99)
         assert requests.path("0_r") == ""
         requests.received({"0_r", "lost"}, {"lost": "peer_lost"})
         assert requests.path("lost") == "recomputed;reason=peer_lost"
@@ -257,7 +257,7 @@ class TestParameters:
     def test_a_request_with_unusable_parameters_is_served_alone(self, given: dict[str, object] | None) -> None:
         requests = book()
         requests.arrived("r", given, PROMPT)
-        assert requests.step([Scheduled("r", (1,), True, 0, 100)]) is NOTHING
+        assert requests.step([Scheduled("r", ((1,),), True, 0, 100)]) is NOTHING
         assert requests.missing("r", 0) == (0, False)
         assert not requests.ended("r")
 
@@ -334,11 +334,11 @@ def test_nothing_is_left_of_requests_that_have_ended(seed: int) -> None:
                 if count is None:
                     continue
                 if asynchronous:
-                    requests.allocated(name, [1, 2, 3], count)
+                    requests.allocated(name, ((1, 2, 3),), count)
                     requests.received({name})
                     computed = count
                 now = rng.randint(1, size - computed)
-                parts.append(Scheduled(name, (1,), live[name] == 0, computed, now))
+                parts.append(Scheduled(name, ((1,),), live[name] == 0, computed, now))
                 live[name] = computed + now
             elif action > 0.9 or computed == size:
                 if requests.ended(name):
@@ -359,6 +359,6 @@ def test_a_request_that_wants_its_whole_prompt_computed_takes_nothing_from_elsew
     requests = book()
     requests.arrived("r", DECODE, PROMPT)
     assert requests.missing("r", 0, computes_all=True) == (0, False)
-    assert requests.allocated("r", (1, 2, 3), 0) == 0
+    assert requests.allocated("r", ((1, 2, 3),), 0) == 0
     assert requests.step([]).stops == [StoppedRequest("r", Reason(Code.NOT_NEEDED))]
     assert requests.path("r") == "recomputed;reason=whole_prompt"

@@ -77,10 +77,10 @@ def test_a_step_is_read_alike_from_both_model_runners() -> None:
     )
     one = SimpleNamespace(kv_cache_groups=[None])
     assert versions.scheduled(output, one) == [
-        ("n", (1, 2), True, 16, 4),
-        ("c", (5,), False, 32, 8),
-        ("r", (6, 7), True, 0, 32),
-        ("e", (), False, 40, 1),
+        ("n", ((1, 2),), True, 16, 4),
+        ("c", ((5,),), False, 32, 8),
+        ("r", ((6, 7),), True, 0, 32),
+        ("e", ((),), False, 40, 1),
     ]
 
 
@@ -181,7 +181,8 @@ def test_every_group_that_is_transferred_has_a_list_of_blocks() -> None:
     several = caches(FULL, WINDOW, STATES)
     several.transfer_group_ids = (0, 2)
     assert cache_groups.by_group(several, ([1, 2], [3], [4])) == ((1, 2), (4,))
-    assert cache_groups.by_group(caches(FULL), ([1, 2],)) == (1, 2)
+    assert cache_groups.by_group(caches(FULL), ([1, 2],)) == ((1, 2),)
+    assert cache_groups.by_group(several, None) == ((), ()), "a step without new blocks"
 
 
 def test_layers_of_a_group_that_is_not_transferred_are_in_no_other() -> None:

@@ -66,13 +66,13 @@ def test_a_rank_with_several_shards_feeds_as_many_ranks(num_heads: int, shards: 
     theirs = RequestBook(sends=False, receives=True, shares_prefixes=False)
     book.arrived("p", {"transfer_id": "a", "leg": "prefill"}, PROMPT)
     theirs.arrived("d", {"transfer_id": "a", "leg": "decode", "prefill": {"control": controls}}, PROMPT)
-    theirs.allocated("d", [5, 2, 9, 7], 29)
+    theirs.allocated("d", ((5, 2, 9, 7),), 29)
     plan = theirs.step([])
     receivers = [half_of(peer, shard, cache.planes, news) for shard, peer in enumerate(peers)]
     try:
         for receiver in receivers:
             receiver.begin(plan)
-        ranks.begin(book.step([Scheduled("p", tuple(SRC), True, 0, 30)]))
+        ranks.begin(book.step([Scheduled("p", (tuple(SRC),), True, 0, 30)]))
         for name in NAMES:
             ranks.layer_saved(name)
         ranks.end()
@@ -145,12 +145,12 @@ def test_a_rank_with_all_layers_and_two_stages_serve_each_other(one_prefills: bo
     book.arrived("p", {"transfer_id": "a", "leg": "prefill"}, PROMPT)
     theirs.arrived("d", {"transfer_id": "a", "leg": "decode", "prefill": {"control": controls}}, PROMPT)
     dst = [5, 2, 9, 7, 11, 1, 0, 30]
-    theirs.allocated("d", dst, 29)
+    theirs.allocated("d", (dst,), 29)
     plan = theirs.step([])
     try:
         for receiver in receivers:
             receiver.begin(plan)
-        prefills = book.step([Scheduled("p", tuple(SRC), True, 0, 30)])
+        prefills = book.step([Scheduled("p", (tuple(SRC),), True, 0, 30)])
         for index, sender in enumerate(senders):
             sender.begin(prefills)
             for name in NAMES if one_prefills else STAGES[index]:

@@ -83,8 +83,8 @@ def test_ranks_of_one_number_move_a_state_as_one_run() -> None:
 def test_the_parts_of_a_state_share_its_blocks() -> None:
     only, parts = pages("SD", 4, 0, 1).cache, pages("SD", 4, 0, 1).shard(1, 2)
     alone = CacheGroups.of(parts, NUM_BLOCKS)
-    assert alone.kernel_blocks((3, 1)) == [[3, 1], [3, 1]]
-    assert alone.kernel_blocks(()) == (), "a step without new blocks"
+    assert alone.kernel_blocks(((3, 1),)) == [[3, 1], [3, 1]]
+    assert alone.kernel_blocks(((),)) == [[], []], "a step without new blocks"
     beside = CacheGroups.of([only, *parts, only], NUM_BLOCKS)
     assert beside.lists == (0, 1, 1, 2)
     assert beside.kernel_blocks(((3,), (1,), (0,))) == [[3], [1], [1], [0]]

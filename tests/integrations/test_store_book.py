@@ -46,8 +46,8 @@ def found(end: int, *, computed: int = 0) -> tuple[RequestBook, StoreBook]:
 def loading() -> tuple[RequestBook, StoreBook]:
     book, store = found(48)
     assert book.missing("r", 0) == (48, True)
-    book.allocated("r", [3, 4, 5, 6], 48)
-    assert book.step([]).store.loads == [BlocksToLoad("r", (3, 4, 5, 6), 0, 48)]
+    book.allocated("r", ((3, 4, 5, 6),), 48)
+    assert book.step([]).store.loads == [BlocksToLoad("r", ((3, 4, 5, 6),), 0, 48)]
     return book, store
 
 
@@ -95,17 +95,17 @@ def test_a_request_is_parked_once_and_what_the_load_did_not_bring_is_computed() 
     book, _ = loading()
     book.received(["r"])
     assert book.missing("r", 0) == (0, False), "a failed load is not tried again"
-    book.allocated("r", [3, 4, 5, 6], 0)
-    assert book.step([Scheduled("r", (3, 4, 5, 6), True, 47, 3)]).store.saves == [
-        BlocksToSave("r", (3, 4, 5, 6), True, 47, 48, stops=False)
+    book.allocated("r", ((3, 4, 5, 6),), 0)
+    assert book.step([Scheduled("r", ((3, 4, 5, 6),), True, 47, 3)]).store.saves == [
+        BlocksToSave("r", ((3, 4, 5, 6),), True, 47, 48, stops=False)
     ]
 
 
 def test_what_vllm_has_itself_is_neither_fetched_nor_loaded() -> None:
     book, _ = found(48, computed=24)
     assert book.missing("r", 24) == (24, True)
-    book.allocated("r", [1, 2, 3, 4], 24)
-    assert book.step([]).store.loads == [BlocksToLoad("r", (1, 2, 3, 4), 24, 48)]
+    book.allocated("r", ((1, 2, 3, 4),), 24)
+    assert book.step([]).store.loads == [BlocksToLoad("r", ((1, 2, 3, 4),), 24, 48)]
 
 
 def test_a_prompt_whose_beginning_vllm_has_evicted_meanwhile_is_looked_up_again() -> None:
@@ -127,24 +127,24 @@ def test_what_waited_too_long_for_blocks_is_looked_up_again() -> None:
 
 def test_what_was_found_and_is_not_loaded_is_let_go() -> None:
     book, _ = found(48)
-    book.allocated("r", [1], 0)
+    book.allocated("r", ((1,),), 0)
     assert book.step([]).store.drops == ["r"]
     assert book.missing("r", 0) == (0, False)
 
 
 def test_computed_chunks_are_kept_and_generated_tokens_are_not() -> None:
     book, _ = found(0)
-    book.allocated("r", [1, 2], 0)
+    book.allocated("r", ((1, 2),), 0)
     parts = [
-        Scheduled("r", (7, 8), True, 0, 20),
-        Scheduled("r", (9,), False, 20, 20),
-        Scheduled("r", (), False, 40, 10),
-        Scheduled("r", (2,), False, 50, 1),
+        Scheduled("r", ((7, 8),), True, 0, 20),
+        Scheduled("r", ((9,),), False, 20, 20),
+        Scheduled("r", ((),), False, 40, 10),
+        Scheduled("r", ((2,),), False, 50, 1),
     ]
     assert [book.step([part]).store.saves for part in parts] == [
-        [BlocksToSave("r", (7, 8), True, 0, 20)],
-        [BlocksToSave("r", (9,), False, 20, 40)],
-        [BlocksToSave("r", (), False, 40, 48, stops=False)],
+        [BlocksToSave("r", ((7, 8),), True, 0, 20)],
+        [BlocksToSave("r", ((9,),), False, 20, 40)],
+        [BlocksToSave("r", ((),), False, 40, 48, stops=False)],
         [],
     ]
 
@@ -153,13 +153,13 @@ def test_blocks_of_a_request_are_kept_after_its_end_if_some_of_it_was_saved() ->
     book, _ = found(0)
     assert not book.ended("r")
     book, _ = found(0)
-    book.step([Scheduled("r", (1,), True, 0, 16)])
+    book.step([Scheduled("r", ((1,),), True, 0, 16)])
     assert book.ended("r")
 
 
 def test_a_preempted_request_is_withdrawn_and_loaded_again() -> None:
     book, _ = found(0)
-    book.step([Scheduled("r", (1, 2), True, 0, 32)])
+    book.step([Scheduled("r", ((1, 2),), True, 0, 32)])
     assert book.step([], {"r", "stranger"}).store.withdrawn == ["r"]
     assert book.missing("r", 0) == (None, False)
     plan = book.step([]).store
@@ -169,10 +169,10 @@ def test_a_preempted_request_is_withdrawn_and_loaded_again() -> None:
 
 def test_a_request_that_was_preempted_without_a_word_is_withdrawn_before_it_is_kept_anew() -> None:
     book, _ = found(0)
-    book.step([Scheduled("r", (1, 2), True, 0, 32)])
-    plan = book.step([Scheduled("r", (5,), True, 0, 16)]).store
+    book.step([Scheduled("r", ((1, 2),), True, 0, 32)])
+    plan = book.step([Scheduled("r", ((5,),), True, 0, 16)]).store
     assert plan.withdrawn == ["r"]
-    assert plan.saves == [BlocksToSave("r", (5,), True, 0, 16)]
+    assert plan.saves == [BlocksToSave("r", ((5,),), True, 0, 16)]
 
 
 def test_a_request_that_ends_while_it_loads_is_reported_by_the_load_alone() -> None:
@@ -182,7 +182,7 @@ def test_a_request_that_ends_while_it_loads_is_reported_by_the_load_alone() -> N
     book.missing("r", 0)
     book.step([])
     store.looked([Looked("r", 1, 48)])
-    book.allocated("r", [1, 2, 3, 4], book.missing("r", 0)[0] or 0)
+    book.allocated("r", ((1, 2, 3, 4),), book.missing("r", 0)[0] or 0)
     book.step([])
     assert not book.ended("r")
     plan = book.step([])
@@ -198,10 +198,10 @@ def test_a_prompt_that_is_loaded_here_is_sent_from_its_first_token_on() -> None:
     book.step([])
     store.looked([Looked("r", 1, 32)])
     book.missing("r", 0)
-    book.allocated("r", [1, 2, 3, 4], 32)
+    book.allocated("r", ((1, 2, 3, 4),), 32)
     book.step([])
     book.received(["r"])
-    (chunk,) = book.step([Scheduled("r", (1, 2, 3, 4), True, 32, 18)]).chunks
+    (chunk,) = book.step([Scheduled("r", ((1, 2, 3, 4),), True, 32, 18)]).chunks
     assert (chunk.start, chunk.end) == (0, 50)
 
 
@@ -221,10 +221,10 @@ def test_decode_loads_what_its_store_has_and_offers_for_the_rest_then() -> None:
     book, store = decode_leg()
     store.looked([Looked("d", 1, 32)])
     assert book.missing("d", 0) == (49, True), "vLLM waits for both"
-    assert book.allocated("d", [3, 4, 5, 6], 49) == 32
+    assert book.allocated("d", ((3, 4, 5, 6),), 49) == 32
     plan = book.step([])
-    assert plan.store.loads == [BlocksToLoad("d", (3, 4, 5, 6), 0, 32, receives=True)]
-    assert plan.offers == [OfferedBlocks("d", (3, 4, 5, 6), 0, 49, after_load=True)]
+    assert plan.store.loads == [BlocksToLoad("d", ((3, 4, 5, 6),), 0, 32, receives=True)]
+    assert plan.offers == [OfferedBlocks("d", ((3, 4, 5, 6),), 0, 49, after_load=True)]
     assert book.path("d") == ""
     book.received(["d"])
     assert book.path("d") == "transferred"
@@ -237,10 +237,10 @@ def test_decode_offers_for_all_that_neither_vllm_nor_its_store_has(end: int) -> 
     book, store = decode_leg()
     store.looked([Looked("d", 1, end)])
     assert book.missing("d", 24) == (25, True)
-    assert book.allocated("d", [3, 4, 5, 6], 25) == 0
+    assert book.allocated("d", ((3, 4, 5, 6),), 25) == 0
     plan = book.step([])
     assert (plan.store.loads, plan.store.drops) == ([], ["d"])
-    assert plan.offers == [OfferedBlocks("d", (3, 4, 5, 6), 24, 49)]
+    assert plan.offers == [OfferedBlocks("d", ((3, 4, 5, 6),), 24, 49)]
 
 
 def test_what_was_found_earlier_is_not_loaded_over_what_vllm_has_by_now() -> None:
@@ -248,8 +248,8 @@ def test_what_was_found_earlier_is_not_loaded_over_what_vllm_has_by_now() -> Non
     store.looked([Looked("d", 1, 32)])
     assert book.missing("d", 0) == (49, True)
     assert book.missing("d", 48) == (1, True)
-    assert book.allocated("d", [3, 4, 5, 6], 1) == 0
-    assert book.step([]).offers == [OfferedBlocks("d", (3, 4, 5, 6), 48, 49)]
+    assert book.allocated("d", ((3, 4, 5, 6),), 1) == 0
+    assert book.step([]).offers == [OfferedBlocks("d", ((3, 4, 5, 6),), 48, 49)]
 
 
 def test_decode_keeps_nothing_of_what_it_receives_unless_it_is_told_to() -> None:
@@ -257,33 +257,33 @@ def test_decode_keeps_nothing_of_what_it_receives_unless_it_is_told_to() -> None
         book, store = decode_leg(keeps_answers=keeps_answers)
         store.looked([Looked("d", 1, 0)])
         book.missing("d", 0)
-        book.allocated("d", [3, 4, 5, 6], 49)
+        book.allocated("d", ((3, 4, 5, 6),), 49)
         book.received(["d"])
         parts = [
-            Scheduled("d", (3, 4, 5, 6), True, 49, 1),
-            *(Scheduled("d", (), False, at, 1) for at in range(50, 70)),
+            Scheduled("d", ((3, 4, 5, 6),), True, 49, 1),
+            *(Scheduled("d", ((),), False, at, 1) for at in range(50, 70)),
         ]
         assert not any(book.step([part]).store.saves for part in parts)
         known = [*PROMPT, *range(20)]
-        assert book.ended("d", known, (3, 4, 5, 6, 7)) == keeps_answers
+        assert book.ended("d", known, ((3, 4, 5, 6, 7),)) == keeps_answers
         whole = BookedPrompt("d", array("I", known[:64]).tobytes())
-        assert book.step([]).store.keeps == ([Keep(whole, (3, 4, 5, 6, 7), 64)] if keeps_answers else [])
+        assert book.step([]).store.keeps == ([Keep(whole, ((3, 4, 5, 6, 7),), 64)] if keeps_answers else [])
 
 
 def test_of_an_answer_only_chunks_that_it_completes_are_kept() -> None:
     for num_tokens, kept in ((63, False), (64, True)):
         store = StoreBook(CHUNK, keeps_answers=True)
         store.arrived("r", PROMPT, "salt", "", ())
-        assert store.ended("r", list(range(num_tokens)), (1, 2)) == kept
+        assert store.ended("r", list(range(num_tokens)), ((1, 2),)) == kept
         assert [keep.num_tokens for keep in store.step([], ()).keeps] == ([64] if kept else [])
 
 
 def test_nothing_is_kept_of_an_answer_that_began_before_a_reset() -> None:
     book, store = found(0)
     store._keeps_answers = True
-    book.allocated("r", [1, 2], 0)
+    book.allocated("r", ((1, 2),), 0)
     store.reset("era")
-    assert not book.ended("r", list(range(100)), (1, 2))
+    assert not book.ended("r", list(range(100)), ((1, 2),))
     assert book.step([]).store.keeps == []
 
 
@@ -297,12 +297,12 @@ def test_the_rank_that_found_the_least_says_why() -> None:
 def test_a_step_says_how_many_tokens_of_prompts_it_computes() -> None:
     book, _ = found(0)
     parts = [
-        Scheduled("r", (1,), True, 0, 20),
-        Scheduled("r", (), False, 45, 10),
-        Scheduled("stranger", (), True, 0, 9),
+        Scheduled("r", ((1,),), True, 0, 20),
+        Scheduled("r", ((),), False, 45, 10),
+        Scheduled("stranger", ((),), True, 0, 9),
     ]
     assert book.step(parts).store.num_computed == 25
-    assert book.step([Scheduled("r", (), False, 50, 1)]).store.num_computed == 0
+    assert book.step([Scheduled("r", ((),), False, 50, 1)]).store.num_computed == 0
 
 
 def test_a_reset_forgets_what_was_found_but_not_loaded() -> None:
@@ -318,16 +318,16 @@ def test_nothing_is_kept_of_a_prompt_that_was_loaded_or_computed_before_a_reset(
     book, store = loading()
     store.reset("era")
     book.received(["r"])
-    book.allocated("r", [3, 4, 5, 6], 0)
-    assert book.step([Scheduled("r", (3, 4, 5, 6), True, 48, 2)]).store.saves == []
+    book.allocated("r", ((3, 4, 5, 6),), 0)
+    assert book.step([Scheduled("r", ((3, 4, 5, 6),), True, 48, 2)]).store.saves == []
     book, store = books()
-    book.allocated("r", [3, 4], 0)
-    assert book.step([Scheduled("r", (3, 4), True, 0, 32)]).store.saves
+    book.allocated("r", ((3, 4),), 0)
+    assert book.step([Scheduled("r", ((3, 4),), True, 0, 32)]).store.saves
     store.reset("era")
-    assert book.step([Scheduled("r", (5,), False, 32, 16)]).store.saves == []
+    assert book.step([Scheduled("r", ((5,),), False, 32, 16)]).store.saves == []
     book.step([], {"r"})
-    assert book.step([Scheduled("r", (7, 8, 9), True, 0, 48)]).store.saves == [
-        BlocksToSave("r", (7, 8, 9), True, 0, 48)
+    assert book.step([Scheduled("r", ((7, 8, 9),), True, 0, 48)]).store.saves == [
+        BlocksToSave("r", ((7, 8, 9),), True, 0, 48)
     ]
 
 
@@ -336,6 +336,6 @@ def test_a_request_that_is_less_urgent_than_the_limit_is_found_and_not_kept() ->
     requests.arrived("r", list(range(3 * CHUNK)), "", "", (), keeps=False)
     assert requests.missing("r", 0) is None, "what others have kept is looked up"
     requests.looked([Looked("r", 1, 0)])
-    requests.allocated("r", (1, 2, 3), 0)
-    assert requests.step([Scheduled("r", (1, 2, 3), True, 0, 3 * CHUNK)], ()).saves == []
-    assert requests.ended("r", list(range(3 * CHUNK)), (1, 2, 3)) is False
+    requests.allocated("r", ((1, 2, 3),), 0)
+    assert requests.step([Scheduled("r", ((1, 2, 3),), True, 0, 3 * CHUNK)], ()).saves == []
+    assert requests.ended("r", list(range(3 * CHUNK)), ((1, 2, 3),)) is False

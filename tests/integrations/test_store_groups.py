@@ -272,8 +272,7 @@ class Server:
                 tables = tuple(
                     tuple(table[known:]) for table, known in zip(request.tables, request.known, strict=True)
                 )
-                named = tables if any(tables) else ()
-                parts.append(Scheduled(request.name, named, request.fresh, request.computed, end - request.computed))
+                parts.append(Scheduled(request.name, tables, request.fresh, request.computed, end - request.computed))
                 request.fresh, request.known = False, [len(table) for table in request.tables]
         plan = self.book.step(parts, frozenset(request.name for request in preempted))
         self.steps.withdraw(plan)

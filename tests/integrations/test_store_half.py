@@ -169,11 +169,11 @@ class Server:
 
     def run(self, request_id: str, table: list[int], start: int = 0, cuts: tuple[int, ...] = (TOKENS,)) -> None:
         """Compute the prompt from `start` on."""
-        self.book.allocated(request_id, table, 0)
+        self.book.allocated(request_id, (table,), 0)
         known = 0
         for end in cuts:
             blocks = -(-end // (self.block_tokens * self.ratio))
-            part = Scheduled(request_id, tuple(table[known:blocks]), not known, start, end - start)
+            part = Scheduled(request_id, (tuple(table[known:blocks]),), not known, start, end - start)
             self.step([(part, table)])
             start, known = end, blocks
 
@@ -188,7 +188,7 @@ class Server:
 
     def load(self, request_id: str, table: list[int]) -> Results:
         count = self.find(request_id)
-        self.book.allocated(request_id, table, count)
+        self.book.allocated(request_id, (table,), count)
         return self.until(lambda results: results.received)
 
     def settle(self) -> None:
@@ -244,7 +244,7 @@ def keep(made: Server, request_id: str, seed: int) -> None:
 
 def load_fails(made: Server) -> None:
     """vLLM has found the prompt, and computes it in the end."""
-    made.book.allocated("r", table(2), 32)
+    made.book.allocated("r", (table(2),), 32)
     results = made.until(lambda results: results.received)
     assert results.failed == {"r"}
     assert results.failed_blocks == set(table(2))
@@ -330,7 +330,7 @@ def test_a_preempted_prompt_keeps_nothing_of_the_blocks_that_others_write_to() -
         stop.set()
         made.settle()
         assert made.find("r") == 16, "one chunk was whole before"
-        made.book.allocated("r", mine, 16)
+        made.book.allocated("r", (mine,), 16)
         assert made.until(lambda results: results.received).failed == set()
         assert made.holds(mine, 0, 16)
         made.run("r", mine, start=16)
@@ -351,7 +351,7 @@ def test_a_record_that_its_tier_has_lost_is_a_shorter_prefix_and_no_failure() ->
         tier.flip(made.store.source.keys(PROMPT).by_group[0][1])
         made.arrive("r")
         assert made.find("r") == 16
-        made.book.allocated("r", table(2), 16)
+        made.book.allocated("r", (table(2),), 16)
         assert made.until(lambda results: results.received).failed == set()
         assert made.holds(table(2), 0, 16)
         made.finish("r")
@@ -374,7 +374,7 @@ def reading() -> Iterator[tuple[Server, Store, GatedTier, bytes]]:
 
 def test_chunks_are_copied_while_others_are_read() -> None:
     with reading() as (made, _, tier, _):
-        made.book.allocated("r", table(2), 32)
+        made.book.allocated("r", (table(2),), 32)
         made.until(lambda _: made.holds(table(2), 0, 16))
         assert made.step().received == set()
         tier.gate.set()
@@ -386,7 +386,7 @@ def test_chunks_are_copied_while_others_are_read() -> None:
 
 def test_of_a_prompt_whose_last_chunk_does_not_come_the_first_ones_count() -> None:
     with reading() as (made, _, tier, key):
-        made.book.allocated("r", table(2), 32)
+        made.book.allocated("r", (table(2),), 32)
         made.until(lambda _: made.holds(table(2), 0, 16))
         del tier.records[key]
         tier.gate.set()
@@ -401,7 +401,7 @@ def test_of_a_prompt_whose_last_chunk_does_not_come_the_first_ones_count() -> No
 def test_an_abort_while_chunks_are_read_lets_go_of_everything(when: str) -> None:
     with reading() as (made, store, tier, _):
         if when == "loading":
-            made.book.allocated("r", table(2), 32)
+            made.book.allocated("r", (table(2),), 32)
             made.until(lambda _: made.holds(table(2), 0, 16))
         assert not made.book.ended("r")
         made.over.add("r")
@@ -467,7 +467,7 @@ def test_an_abort_lets_go_of_everything(when: str) -> None:
             assert made.find("r") == 32
         if when == "loading":
             made.store.source.copier.put(partial(_wait, stop))
-            made.book.allocated("r", table(2), 32)
+            made.book.allocated("r", (table(2),), 32)
             made.step()
         assert not made.book.ended("r")
         made.over.add("r")
@@ -570,7 +570,7 @@ def test_an_answer_is_kept_with_its_prompt_and_found_by_the_next_turn() -> None:
         for layer in range(LAYERS):
             made.compute(layer, table(1), TOKENS, 70)
         whole = [*PROMPT, *range(700, 726)]
-        assert made.book.ended("w", whole, table(1))
+        assert made.book.ended("w", whole, (table(1),))
         made.over.add("w")
         assert made.until(lambda results: results.sent).sent == {"w"}
         made.arrive("r", [*whole, 1, 2, 3])
@@ -638,7 +638,7 @@ def test_what_is_not_needed_is_let_go_of_while_the_store_does_not_answer(monkeyp
         made.arrive("r")
         assert made.find("r") == 32
         monkeypatch.setattr(Fetch, "close", close)
-        made.book.allocated("r", table(2), 0)
+        made.book.allocated("r", (table(2),), 0)
         made.step()
         assert store._catalog._leases, "it waits in another thread"
         answers.set()
@@ -651,7 +651,7 @@ def test_what_is_loaded_while_the_store_is_reset_does_not_come_back_to_it() -> N
         assert made.book.store is not None
         keep(made, "w", 1)
         made.arrive("r", [*PROMPT, *range(900, 910)])
-        made.book.allocated("r", table(2), made.find("r"))
+        made.book.allocated("r", (table(2),), made.find("r"))
         made.book.store.reset("era")
         made.until(lambda results: results.received)
         made.run("r", table(2), 2 * CHUNK, (TOKENS + 10,))

@@ -61,10 +61,10 @@ class Decode(Server):
             return found[0] is not None
 
         until(asked, "the store has answered")
-        return self.book.allocated("d", table, found[0] or 0)
+        return self.book.allocated("d", (table,), found[0] or 0)
 
     def finish(self, table: list[int], tokens: list[int]) -> None:
-        assert self.book.ended("d", tokens, table) == (len(tokens) >= CHUNK)
+        assert self.book.ended("d", tokens, (table,)) == (len(tokens) >= CHUNK)
         self.over.add("d")
         if len(tokens) >= CHUNK:
             self.until_reported(sent="d")
@@ -76,7 +76,7 @@ def serve(prefill: Server, decode: Decode, attempt: str, table: list[int], promp
     decode.ask(prefill, attempt, prompt)
     loaded = decode.admit(table)
     decode.step()
-    prefill.step([Scheduled("p", tuple(SRC), True, 0, len(prompt))])
+    prefill.step([Scheduled("p", (tuple(SRC),), True, 0, len(prompt))])
     assert decode.until_reported(received="d").failed == set()
     assert prefill.end("p")
     prefill.until_reported(sent="p")
@@ -143,7 +143,7 @@ def test_what_the_store_has_lost_meanwhile_is_asked_of_prefill() -> None:
         with store._lock:
             assert store._catalog.expire(float("1e18"))
         decode.step()
-        prefill.step([Scheduled("p", tuple(SRC), True, 0, 30)])
+        prefill.step([Scheduled("p", (tuple(SRC),), True, 0, 30)])
         assert decode.until_reported(received="d").failed == set()
         assert same(pair, SRC, OTHERS)
         prefill.end("p")

@@ -102,7 +102,7 @@ def test_only_layerwise_servers_need_piecewise_graphs() -> None:
 
 def test_a_plan_survives_the_way_to_the_workers() -> None:
     plan = StepPlan(
-        expects=[ExpectedRequest("r", "t", 3, ("tcp://127.0.0.1:1",))], offers=[OfferedBlocks("r", (1, 2), 0, 2)]
+        expects=[ExpectedRequest("r", "t", 3, ("tcp://127.0.0.1:1",))], offers=[OfferedBlocks("r", ((1, 2),), 0, 2)]
     )
     plan.store = StorePlan(prompts=[BookedPrompt("r", b"1234")], looks=[Look("r", 1, 0)])
     assert pickle.loads(pickle.dumps(PDLinkMetadata(plan))).plan == plan

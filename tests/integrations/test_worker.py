@@ -18,7 +18,7 @@ from pdlink.integrations.vllm_parts.layout import CacheGroups
 from pdlink.integrations.vllm_parts.requests import RequestBook, Scheduled, StepPlan
 from pdlink.integrations.vllm_parts.steps import Steps
 from pdlink.integrations.vllm_parts.worker import Results, WorkerHalf
-from pdlink.kv.groups import groups_of
+from pdlink.kv.groups import KVGroups
 from pdlink.reasons import Code, Reason
 from tests.endpoint.conftest import TIMEOUTS, WAIT_S, Node, Pair, until
 from tests.integrations.vllm_engine import NO_ADAPTERS
@@ -29,7 +29,7 @@ NAMES = ("model.0", "model.1", "model.2")
 
 
 def cache_of(node: Node, ratio: int = 1) -> CacheGroups:
-    return CacheGroups(groups_of(node.layout), {name: (index,) for index, name in enumerate(NAMES)}, (ratio,))
+    return CacheGroups(KVGroups((node.layout,)), {name: (index,) for index, name in enumerate(NAMES)}, (ratio,))
 
 
 def half_of(node: Node, ratio: int = 1, *, preemption_s: float, news: threading.Event) -> WorkerHalf:
@@ -104,7 +104,7 @@ def offer(decode: Server, computed: int = 0) -> None:
     count, parked = decode.book.missing("d", computed)
     assert parked
     assert count is not None
-    decode.book.allocated("d", [5, 2], count)
+    decode.book.allocated("d", ((5, 2),), count)
 
 
 def offered(pair: Pair, prefill: Server, decode: Server, computed: int = 0) -> None:
@@ -139,8 +139,8 @@ def test_chunks_cross_and_both_sides_report_once(
     offer(decode)
     if decode_first:
         decode.step()
-    prefill.step([Scheduled("p", tuple(SRC[:4]), True, 0, 16)], hooks=hooks)
-    prefill.step([Scheduled("p", tuple(SRC[4:]), False, 16, 14)], hooks=hooks)
+    prefill.step([Scheduled("p", (tuple(SRC[:4]),), True, 0, 16)], hooks=hooks)
+    prefill.step([Scheduled("p", (tuple(SRC[4:]),), False, 16, 14)], hooks=hooks)
     assert prefill.end("p"), "its blocks are read"
     received = decode.until_reported(received="d")
     assert (received.failed, received.failed_blocks) == (set(), set())
@@ -164,7 +164,7 @@ def test_a_step_that_computes_nothing_waits_for_what_vllm_waits_for_and_for_noth
     decode.step()
     decode.half.pause(0.01)  # over without news
     assert decode.step() == Results()
-    prefill.step([Scheduled("p", tuple(SRC), True, 0, 30)])
+    prefill.step([Scheduled("p", (tuple(SRC),), True, 0, 30)])
     decode.half.pause(long_s)
     assert decode.step().received == {"d"}
     prefill.end("p")
@@ -178,7 +178,7 @@ def test_only_the_missing_tokens_are_written(pair: Pair, servers: tuple[Server, 
     ask(prefill, decode)
     offer(decode, 16)
     decode.step()
-    prefill.step([Scheduled("p", tuple(SRC), True, 8, 22)])
+    prefill.step([Scheduled("p", (tuple(SRC),), True, 8, 22)])
     decode.until_reported(received="d")
     assert same(pair, SRC, DST, 16)
     assert not pair.decode.rows(DST, 16, 0).any(), "what decode has was not touched"
@@ -190,7 +190,7 @@ def test_a_prefix_from_the_cache_is_not_read_before_the_step_has_written_it(
     """vLLM lets a request share blocks that another one computes in the same step."""
     prefill, decode = servers
     offered(pair, prefill, decode)
-    prefill.half.begin(prefill.book.step([Scheduled("p", tuple(SRC), True, 16, 14)]))
+    prefill.half.begin(prefill.book.step([Scheduled("p", (tuple(SRC),), True, 16, 14)]))
     assert not pair.hub.open_batches
     assert not pair.decode.rows(DST, 29, 0).any()
     pair.prefill.buffer.array[:] = np.random.default_rng(9).integers(0, 256, pair.prefill.buffer.nbytes, np.uint8)
@@ -206,7 +206,7 @@ def test_decode_goes_on_while_prefill_still_computes_what_follows_the_last_atten
 ) -> None:
     prefill, decode = servers
     offered(pair, prefill, decode)
-    prefill.half.begin(prefill.book.step([Scheduled("p", tuple(SRC), True, 0, 30)]))
+    prefill.half.begin(prefill.book.step([Scheduled("p", (tuple(SRC),), True, 0, 30)]))
     for name in NAMES[:-1]:
         prefill.half.layer_saved(name)
     assert decode.step() == Results()
@@ -227,9 +227,9 @@ def test_a_prompt_that_decode_has_ends_both_without_a_push(servers: tuple[Server
     prefill, decode = servers
     ask(prefill, decode)
     assert decode.book.missing("d", 29) == (0, False)
-    decode.book.allocated("d", [5, 2], 0)
+    decode.book.allocated("d", ((5, 2),), 0)
     decode.step()
-    prefill.step([Scheduled("p", tuple(SRC), True, 28, 2)])
+    prefill.step([Scheduled("p", (tuple(SRC),), True, 28, 2)])
     prefill.end("p")
     prefill.until_reported(sent="p")
     decode.end("d")
@@ -247,17 +247,17 @@ def test_a_prompt_that_decode_has_is_no_failure_of_anybody(
     counts = Counts()
     stop = listen(counts)
     ask(prefill, decode)
-    decode.book.allocated("d", [5, 2], 0)
+    decode.book.allocated("d", ((5, 2),), 0)
     if decode_first:
         decode.step()
         until(lambda: pair.prefill.node.why_stopped(ID) == Reason(Code.NOT_NEEDED), "prefill has heard it")
-    prefill.step([Scheduled("p", tuple(SRC[:4]), True, 0, 16)])
+    prefill.step([Scheduled("p", (tuple(SRC[:4]),), True, 0, 16)])
     if not decode_first:
         until(lambda: pair.prefill.node.report().sending["waiting"] == 1, "it is announced")
         decode.step()
         until(lambda: pair.prefill.node.why_stopped(ID) == Reason(Code.NOT_NEEDED), "prefill has heard it")
     if not aborted:
-        prefill.step([Scheduled("p", tuple(SRC[4:]), False, 16, 14)])
+        prefill.step([Scheduled("p", (tuple(SRC[4:]),), False, 16, 14)])
     prefill.end("p")
     prefill.until_reported(sent="p")
     decode.end("d")
@@ -278,7 +278,7 @@ def test_another_prompt_under_one_id_is_told_at_once_and_in_words(
     prefill.book.arrived("p", {"transfer_id": "a", "leg": "prefill", "num_prompts": 1}, [1, *PROMPT])
     decode.book.arrived("d", {"transfer_id": "a", "leg": "decode", "prefill": control}, PROMPT)
     offer(decode)
-    prefill.step([Scheduled("p", tuple(SRC), True, 0, 31)])
+    prefill.step([Scheduled("p", (tuple(SRC),), True, 0, 31)])
     prefill.end("p")
     started_s = time.monotonic()
     results = decode.until_reported(received="d")
@@ -314,9 +314,9 @@ def test_steps_that_are_planned_one_ahead_send_the_same(pair: Pair, servers: tup
     offer(decode)
     decode.step()
     plans = [
-        prefill.book.step([Scheduled("p", tuple(SRC[:4]), True, 0, 16)]),
-        prefill.book.step([Scheduled("p", tuple(SRC[4:]), False, 16, 14)]),
-        prefill.book.step([Scheduled("p", (), False, 30, 1)]),
+        prefill.book.step([Scheduled("p", (tuple(SRC[:4]),), True, 0, 16)]),
+        prefill.book.step([Scheduled("p", (tuple(SRC[4:]),), False, 16, 14)]),
+        prefill.book.step([Scheduled("p", ((),), False, 30, 1)]),
     ]
     for plan in plans:
         prefill.half.begin(plan)
@@ -330,13 +330,13 @@ def test_steps_that_are_planned_one_ahead_send_the_same(pair: Pair, servers: tup
 def test_a_preempted_prompt_is_sent_from_its_new_blocks(pair: Pair, servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
     offered(pair, prefill, decode)
-    prefill.step([Scheduled("p", tuple(SRC[:4]), True, 0, 16)])
+    prefill.step([Scheduled("p", (tuple(SRC[:4]),), True, 0, 16)])
     prefill.step(preempted=frozenset({"p"}))
     rows = pair.prefill.rows(SRC, 30, 0)
     pair.prefill.buffer.array[:] = np.random.default_rng(8).integers(0, 256, pair.prefill.buffer.nbytes, np.uint8)
     other = [block + 1 for block in SRC]  # computed again, elsewhere; the first 16 tokens are with decode already
-    prefill.step([Scheduled("p", tuple(other[:2]), True, 0, 8)])
-    prefill.step([Scheduled("p", tuple(other[2:]), False, 8, 22)])
+    prefill.step([Scheduled("p", (tuple(other[:2]),), True, 0, 8)])
+    prefill.step([Scheduled("p", (tuple(other[2:]),), False, 8, 22)])
     decode.until_reported(received="d")
     assert same(pair, other, DST, 16)
     assert np.array_equal(pair.decode.rows(DST, 16, 0), rows[:, :16]), "landed before the preemption, and right"
@@ -352,8 +352,8 @@ def test_transports_hear_when_a_prompt_is_computed_for_others(
     ask(prefill, decode)
     prefill.step()
     assert not said
-    prefill.step([Scheduled("p", tuple(SRC[:4]), True, 0, 16)])
-    prefill.step([Scheduled("p", tuple(SRC[4:]), False, 16, 14)])
+    prefill.step([Scheduled("p", (tuple(SRC[:4]),), True, 0, 16)])
+    prefill.step([Scheduled("p", (tuple(SRC[4:]),), False, 16, 14)])
     prefill.step()
     assert said == [True, False] * 2
 
@@ -362,7 +362,7 @@ def test_a_preemption_waits_for_pushes_in_flight(pair: Pair, servers: tuple[Serv
     prefill, decode = servers
     offered(pair, prefill, decode)
     pair.hub.hold = True
-    prefill.step([Scheduled("p", tuple(SRC[:4]), True, 0, 16)])
+    prefill.step([Scheduled("p", (tuple(SRC[:4]),), True, 0, 16)])
     until(lambda: len(pair.hub.open_batches) == 3, "a push of every layer is in flight")
     preempting = threading.Thread(target=prefill.step, kwargs={"preempted": frozenset({"p"})})
     preempting.start()
@@ -372,7 +372,7 @@ def test_a_preemption_waits_for_pushes_in_flight(pair: Pair, servers: tuple[Serv
     pair.hub.deliver_all()
     preempting.join(WAIT_S)
     assert not preempting.is_alive()
-    prefill.step([Scheduled("p", tuple(SRC), True, 0, 30)])
+    prefill.step([Scheduled("p", (tuple(SRC),), True, 0, 30)])
     assert decode.until_reported(received="d").failed == set()
     assert same(pair, SRC, DST)
 
@@ -384,7 +384,7 @@ def test_a_preemption_that_waits_too_long_ends_the_transfer(pair: Pair, servers:
     prefill.half = Steps(news, transfers)
     offered(pair, prefill, decode)
     pair.hub.hold = True
-    prefill.step([Scheduled("p", tuple(SRC[:4]), True, 0, 16)])
+    prefill.step([Scheduled("p", (tuple(SRC[:4]),), True, 0, 16)])
     until(lambda: len(pair.hub.open_batches) == 3, "a push of every layer is in flight")
     prefill.step(preempted=frozenset({"p"}))
     assert decode.step() == Results(), "what is in flight may still be written"
@@ -399,7 +399,7 @@ def test_a_failed_load_is_reported_when_nothing_can_write_any_more(
     prefill, decode = servers
     offered(pair, prefill, decode, 16)
     pair.hub.hold = True  # pushes stay in flight
-    prefill.step([Scheduled("p", tuple(SRC[:6]), True, 0, 24)])
+    prefill.step([Scheduled("p", (tuple(SRC[:6]),), True, 0, 24)])
     prefill.end("p")
     prefill.step()
     deadline_s = time.monotonic() + 0.3
@@ -421,7 +421,7 @@ def test_an_aborted_receive_is_reported_after_the_fence(servers: tuple[Server, S
     decode.end("d")
     results = decode.until_reported(received="d")
     assert results.failed == {"d"}
-    prefill.step([Scheduled("p", tuple(SRC), True, 0, 30)])
+    prefill.step([Scheduled("p", (tuple(SRC),), True, 0, 30)])
     prefill.end("p")
     prefill.until_reported(sent="p")
     assert prefill.idle()
@@ -434,7 +434,7 @@ def test_a_request_aborted_before_its_blocks_were_reserved_is_not_reported(serve
     decode.step()
     decode.end("d")
     assert decode.step() == Results()
-    prefill.step([Scheduled("p", tuple(SRC), True, 0, 30)])
+    prefill.step([Scheduled("p", (tuple(SRC),), True, 0, 30)])
     prefill.end("p")
     prefill.until_reported(sent="p")
     assert decode.idle()

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from pdlink.errors import LayoutMismatch
-from pdlink.kv.groups import KVGroups, bands, groups_of
+from pdlink.kv.groups import KVGroups, bands
 from pdlink.kv.layout import KVLayout, LayerLayout, Part, paged_layout
 
 
 def blocks_by_bands(layout: KVLayout, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Block of every byte of region 0, -1 for bytes of none; no byte is of two."""
     found = np.full(nbytes, -1, dtype=np.int64)
-    for _, begin, stride, extent, _, _ in bands(groups_of(layout)).table.tolist():
+    for _, begin, stride, extent, _, _ in bands(KVGroups((layout,))).table.tolist():
         for block in range(layout.num_blocks):
             where = slice(begin + block * stride, begin + block * stride + extent)
             assert (found[where] == -1).all()
@@ -74,14 +74,14 @@ def test_bytes_between_parts_of_a_block_are_of_no_other_block(seed: int) -> None
 
 def test_regions_have_bands_of_their_own_in_order() -> None:
     layers = tuple(LayerLayout((Part(region, 64), Part(region, 0)), 128, 8, 8) for region in (2, 0, 1))
-    found = bands(groups_of(KVLayout("u8", 8, 4, 1, 8, layers))).table.tolist()
+    found = bands(KVGroups((KVLayout("u8", 8, 4, 1, 8, layers),))).table.tolist()
     assert found == [[region, 0, 128, 128, 0, 4] for region in range(3)]
 
 
 def test_blocks_of_different_lengths_side_by_side_are_refused() -> None:
     layers = (LayerLayout((Part(0, 0),), 64, 8, 8), LayerLayout((Part(0, 32),), 128, 8, 8))
     with pytest.raises(LayoutMismatch, match="strides 64 and 128"):
-        bands(groups_of(KVLayout("u8", 4, 4, 1, 8, layers)))
+        bands(KVGroups((KVLayout("u8", 4, 4, 1, 8, layers),)))
 
 
 def _group(num_layers: int, num_blocks: int = 4, *, offset: int = 0, region: int = 0, head_dim: int = 8) -> KVLayout:

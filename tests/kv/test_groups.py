@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pdlink.errors import InvalidRequest, LayoutMismatch
-from pdlink.kv.groups import KVGroups, groups_of
+from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout, paged_layout
 
 
@@ -86,26 +86,28 @@ def test_every_group_gives_the_blocks_of_what_it_needs() -> None:
     assert GROUPS.part(tables, 22, 22) == ((), (), ())
 
 
-def test_one_group_is_given_as_its_layout_and_its_list() -> None:
-    one = groups_of(layout())
-    assert one.by_group([3, 1]) == one.by_group(([3, 1],)) == ((3, 1),)
+def test_each_group_is_given_a_list() -> None:
+    one = KVGroups((layout(),))
+    assert one.by_group([[3, 1]]) == ((3, 1),)
     assert (one.num_layers, one.group_of, one.keeps_all) == (2, (0, 0), True)
-    assert groups_of(one) is one
-    with pytest.raises(InvalidRequest, match="got 2 items for 1 groups"):
+    with pytest.raises(InvalidRequest, match="got 2 lists; expected 1"):
         one.by_group(([3], [1]))
+    flat: Any = [3, 1]
+    with pytest.raises(InvalidRequest, match="not iterable; pass one list of integers for each group"):
+        one.by_group(flat)
 
 
 def test_block_ids_of_numpy_become_those_of_python() -> None:
     """Others cannot be encoded: an offer with one ended the session, and all of its transfers."""
-    one = groups_of(layout())
+    one = KVGroups((layout(),))
     ids: Any = np.array([3, 1])
-    for tables in (one.by_group(ids), one.by_group([ids]), one.by_group([*ids])):
+    for tables in (one.by_group([ids]), one.by_group([[*ids]])):
         assert tables == ((3, 1),)
         assert {type(block) for block in tables[0]} == {int}
     assert GROUPS.by_group([ids[1:], [2], ()]) == ((1,), (2,), ())
     wrong: Any
     for wrong in (1.0, None, "1"):
-        with pytest.raises(InvalidRequest, match=r"blocks: got .* ids are integers"):
+        with pytest.raises(InvalidRequest, match=r"blocks: .* one list of integers"):
             GROUPS.by_group([[1], [wrong], [1]])
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pdlink import _copy
-from pdlink.kv.groups import groups_of
+from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.kv.plan import bind, template
 from pdlink.memory import checksums
@@ -39,7 +39,7 @@ def test_equal_kv_in_different_layouts_has_equal_checksums(order: str, start: in
             for run_list in plan.run_lists(layer):
                 runs = run_list.runs + np.array([run_list.src_base, run_list.dst_base, 0])
                 _copy.memcpy_runs(to.array, from_.array, runs)
-        ours, theirs = Checksums(groups_of(src), [from_]), Checksums(groups_of(dst), [to])
+        ours, theirs = Checksums(KVGroups((src,)), [from_]), Checksums(KVGroups((dst,)), [to])
         for layer in range(3):
             value = ours.of(layer, src_blocks[start // 4 :], start, end)
             assert theirs.of(layer, dst_blocks[start // 6 :], start, end) == value
@@ -49,7 +49,7 @@ def test_equal_kv_in_different_layouts_has_equal_checksums(order: str, start: in
 def test_one_changed_byte_changes_the_checksum_of_its_layer_only() -> None:
     kv = layout("LPBTH", 4)
     with Buffer(kv.extent(0)) as buffer:
-        sums = Checksums(groups_of(kv), [buffer])
+        sums = Checksums(KVGroups((kv,)), [buffer])
         before = [sums.of(layer, [2, 3], 0, 8) for layer in range(3)]
         place = kv.layers[1]
         buffer.array[place.parts[1].offset + 3 * place.block_stride + 2 * place.token_stride + 5] ^= 1
@@ -62,7 +62,7 @@ def test_slices_in_which_a_checksum_is_computed_do_not_show(start: int, monkeypa
     kv = layout("LPBTH", 4)
     with Buffer(kv.extent(0)) as buffer:
         buffer.array[:] = np.random.default_rng(3).integers(0, 256, buffer.nbytes, np.uint8)
-        sums, blocks = Checksums(groups_of(kv), [buffer]), [3, 1, 7, 11, 0, 5]
+        sums, blocks = Checksums(KVGroups((kv,)), [buffer]), [3, 1, 7, 11, 0, 5]
         whole = sums.of(1, blocks, start, 22)
         monkeypatch.setattr(checksums, "_SLICE_NBYTES", 600)  # two blocks
         assert sums.of(1, blocks, start, 22) == whole

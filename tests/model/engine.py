@@ -150,8 +150,9 @@ class Engine:
         self.write(request, range(self.num_layers), 0, written)
         request.position = request.num_cached if is_prefill else 0
         request.state = "running" if is_prefill or request.recomputed else "awaiting_kv"
-        table = tuple(request.blocks)
-        tables = (table, request.kept.window, (request.kept.state,)) if self.kept is not None else table
+        tables: list[Sequence[int]] = [request.blocks]
+        if self.kept is not None:
+            tables += [request.kept.window, (request.kept.state,)]
         self.port.admitted(request.transfer_id, tables, request.num_cached)
         return True
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from pdlink.endpoint.peer import Peer
     from pdlink.engine.engine import Engine as RealEngine
-    from pdlink.kv.groups import AnyBlocks
+    from pdlink.kv.groups import BlockLists
     from pdlink.kv.layout import RunList
     from pdlink.memory.buffers import Buffer
     from pdlink.node.node import Node as FrontDoor
@@ -222,7 +222,7 @@ class _CheckedIncoming(Incoming):
         super().__init__(node.endpoint.receiver, request.transfer_id, address, by_layer=by_layer)
         node.open_legs.add((request.transfer_id, "receiver"))
 
-    def offer(self, blocks: AnyBlocks, tokens: range) -> None:
+    def offer(self, blocks: BlockLists, tokens: range) -> None:
         self._blocks = self._node.groups.by_group(blocks)
         super().offer(blocks, tokens)
 

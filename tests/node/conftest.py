@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import pdlink
-from pdlink.kv.layout import KVLayout, paged_layout
+from pdlink.kv.groups import KVGroups
+from pdlink.kv.layout import paged_layout
 from pdlink.memory.blocks import BlockPool
 from pdlink.protocol.deadlines import Deadlines
 from tests.loopback import LoopbackHub, LoopbackTransport
@@ -21,8 +22,8 @@ WAIT_S = 20.0
 TIMEOUTS = Deadlines(heartbeat_s=0.05, peer_s=5.0, connect_s=6.0, lease_s=7.0, request_s=60.0)
 
 
-def layout(block_tokens: int) -> KVLayout:
-    return paged_layout(
+def groups(block_tokens: int) -> KVGroups:
+    layout = paged_layout(
         dtype="float32",
         itemsize=4,
         num_layers=LAYERS,
@@ -31,6 +32,7 @@ def layout(block_tokens: int) -> KVLayout:
         num_heads=2,
         head_dim=4,
     )
+    return KVGroups((layout,))
 
 
 def rows(node: pdlink.Node, blocks: list[int], layer: int, part: int) -> Any:
@@ -74,7 +76,7 @@ class Pair:
         pool.take(32)  # so that every block is one that a request holds
         return pdlink.Node(
             name,
-            layout(block_tokens),
+            groups(block_tokens),
             transports=[LoopbackTransport(self.hub)],
             deadlines=TIMEOUTS,
             pool=pool,

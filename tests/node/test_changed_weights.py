@@ -15,10 +15,10 @@ from .conftest import DST, SRC, TOKENS, WAIT_S, Pair, assert_same, compute
 
 def transfer(pair: Pair, name: str) -> str:
     """Why it failed, or nothing. Every end has let go of its blocks."""
-    outgoing = pair.prefill.send(name, SRC, TOKENS)
+    outgoing = pair.prefill.send(name, [SRC], TOKENS)
     compute(outgoing)
     try:
-        incoming = pair.decode.receive(name, pair.prefill.address, DST, range(TOKENS))
+        incoming = pair.decode.receive(name, pair.prefill.address, [DST], range(TOKENS))
         incoming.wait(WAIT_S)
     except TransferFailed as error:
         outgoing.cancel()
@@ -49,10 +49,10 @@ def test_a_pair_is_refused_until_both_have_the_same_weights(pair: Pair, first: s
 
 def test_kv_of_the_weights_before_is_not_sent_and_not_taken(pair: Pair) -> None:
     """Both had the change, and only the transfers are older."""
-    waiting = pair.prefill.send("nobody has asked", SRC, TOKENS)
+    waiting = pair.prefill.send("nobody has asked", [SRC], TOKENS)
     compute(waiting)
     outgoing = pair.prefill.send("t")
-    incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
+    incoming = pair.decode.receive("t", pair.prefill.address, [DST], range(TOKENS))
     assert outgoing.accepted.wait(WAIT_S)
     for node in (pair.decode, pair.prefill):
         node.change_content("new")

@@ -176,8 +176,8 @@ def test_a_part_of_a_prompt_is_refused_where_a_group_does_not_keep_all(ends: End
 
 def test_blocks_are_taken_by_group(ends: Ends) -> None:
     for blocks, message in (
-        ((1, 2, 3), "got 3 items for 3 groups of layers"),
-        (DST[:2], "got 2 items for 3 groups"),
+        ((1, 2, 3), "one list of integers for each group"),
+        (DST[:2], "got 2 lists; expected 3"),
         ((*DST[:2], (17, 18)), r"2 blocks of group 2; tokens \[21, 22\) take 1"),
         ((DST[0], (14,), DST[2]), r"1 blocks of group 1; tokens \[16, 22\) take 2"),
     ):

@@ -12,7 +12,7 @@ from pdlink.protocol.auth import Credentials
 from pdlink.serve.keys import keygen
 from tests.loopback import LoopbackHub, LoopbackTransport
 
-from .conftest import DST, SRC, TIMEOUTS, TOKENS, WAIT_S, assert_same, compute, fill, layout
+from .conftest import DST, SRC, TIMEOUTS, TOKENS, WAIT_S, assert_same, compute, fill, groups
 
 
 def test_nodes_with_keys_of_each_other_exchange_kv_and_a_stranger_is_not_dialed(tmp_path: Path) -> None:
@@ -29,14 +29,14 @@ def test_nodes_with_keys_of_each_other_exchange_kv_and_a_stranger_is_not_dialed(
     def node(name: str, block_tokens: int) -> pdlink.Node:
         transports = [LoopbackTransport(hub)]
         return pdlink.Node(
-            name, layout(block_tokens), transports=transports, deadlines=TIMEOUTS, credentials=credentials(name)
+            name, groups(block_tokens), transports=transports, deadlines=TIMEOUTS, credentials=credentials(name)
         )
 
     with node("prefill", 4) as prefill, node("decode", 8) as decode, node("stranger", 4) as stranger:
         fill(prefill)
-        with prefill.send("t", SRC, TOKENS) as outgoing:
+        with prefill.send("t", [SRC], TOKENS) as outgoing:
             compute(outgoing)
-        assert decode.receive("t", prefill.address, DST, range(TOKENS)).wait(WAIT_S) == 42
+        assert decode.receive("t", prefill.address, [DST], range(TOKENS)).wait(WAIT_S) == 42
         assert_same(prefill, decode)
         with pytest.raises(PeerNotAllowed, match="not on this worker's allow-list"):
             decode.receive("u", stranger.address)

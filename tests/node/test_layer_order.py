@@ -14,7 +14,7 @@ from pdlink.node.layer_order import LayerOrder
 from pdlink.reasons import Code, Reason
 from pdlink.transport.tcp import TcpTransport
 
-from .conftest import DST, SRC, TOKENS, WAIT_S, assert_same, fill, layout
+from .conftest import DST, SRC, TOKENS, WAIT_S, assert_same, fill, groups
 
 
 class HeldEvent:
@@ -116,8 +116,8 @@ def nodes() -> Iterator[tuple[Gpu, pdlink.Node, pdlink.Node]]:
     """A sender whose memory is written when the test says so."""
     gpu = Gpu()
     with (
-        pdlink.Node("prefill", layout(4), transports=[TcpTransport()]) as prefill,
-        pdlink.Node("decode", layout(8), transports=[TcpTransport()]) as decode,
+        pdlink.Node("prefill", groups(4), transports=[TcpTransport()]) as prefill,
+        pdlink.Node("decode", groups(8), transports=[TcpTransport()]) as decode,
     ):
         prefill._order = LayerOrder(gpu.make_event)
         fill(prefill)
@@ -129,8 +129,8 @@ def nodes() -> Iterator[tuple[Gpu, pdlink.Node, pdlink.Node]]:
 def test_first_token_follows_the_last_written_layer(nodes: tuple[Gpu, pdlink.Node, pdlink.Node]) -> None:
     """An engine finishes while kernels of the last layer run: the transfer must not fail because that layer lacks."""
     gpu, prefill, decode = nodes
-    incoming = decode.receive("t", prefill.address, DST, range(TOKENS))
-    with prefill.send("t", SRC, TOKENS) as outgoing:
+    incoming = decode.receive("t", prefill.address, [DST], range(TOKENS))
+    with prefill.send("t", [SRC], TOKENS) as outgoing:
         for layer in range(3):
             outgoing.layer_ready(layer)
         outgoing.finish(42)
@@ -145,13 +145,13 @@ def test_first_token_follows_the_last_written_layer(nodes: tuple[Gpu, pdlink.Nod
 def test_cached_tokens_are_pushed_when_they_are_written(nodes: tuple[Gpu, pdlink.Node, pdlink.Node]) -> None:
     """Another request has launched the kernels that write them, a moment ago perhaps."""
     gpu, prefill, decode = nodes
-    incoming = decode.receive("t", prefill.address, DST, range(TOKENS))
+    incoming = decode.receive("t", prefill.address, [DST], range(TOKENS))
     outgoing = prefill.send("t")
     assert outgoing.accepted.wait(WAIT_S)
     written = {layer: prefill.pages(layer).copy() for layer in range(3)}
     for layer in range(3):
         prefill.pages(layer)[:] = 0
-    outgoing.publish(SRC, TOKENS, 8)
+    outgoing.publish([SRC], TOKENS, 8)
     for layer in range(3):
         outgoing.layer_ready(layer, 8)
     outgoing.finish(42)
@@ -167,13 +167,13 @@ def test_layers_that_were_launched_before_blocks_were_withdrawn_are_not_in_the_n
     nodes: tuple[Gpu, pdlink.Node, pdlink.Node],
 ) -> None:
     gpu, prefill, decode = nodes
-    incoming = decode.receive("t", prefill.address, DST, range(TOKENS))
-    outgoing = prefill.send("t", [0, 3, 4, 6, 8, 10], TOKENS)
+    incoming = decode.receive("t", prefill.address, [DST], range(TOKENS))
+    outgoing = prefill.send("t", [[0, 3, 4, 6, 8, 10]], TOKENS)
     assert outgoing.accepted.wait(WAIT_S)
     for layer in range(3):
         outgoing.layer_ready(layer)
     outgoing.withdraw(WAIT_S)
-    outgoing.publish(SRC, TOKENS)
+    outgoing.publish([SRC], TOKENS)
     gpu.reach()
     assert not incoming.has_layer(0)
     reached = threading.Event()
@@ -193,8 +193,8 @@ def test_layers_that_were_launched_before_blocks_were_withdrawn_are_not_in_the_n
 
 def test_fault_of_the_gpu_fails_the_transfer(nodes: tuple[Gpu, pdlink.Node, pdlink.Node]) -> None:
     gpu, prefill, decode = nodes
-    incoming = decode.receive("t", prefill.address, DST, range(TOKENS))
-    outgoing = prefill.send("t", SRC, TOKENS)
+    incoming = decode.receive("t", prefill.address, [DST], range(TOKENS))
+    outgoing = prefill.send("t", [SRC], TOKENS)
     outgoing.layer_ready(0)
     gpu.reach(failure="an illegal memory access was encountered")
     with pytest.raises(TransferFailed, match="illegal memory access"):
@@ -210,10 +210,10 @@ def test_blocks_are_offered_when_what_was_launched_before_has_run(
     gpu, prefill, decode = nodes
     later = Gpu()
     decode._order = LayerOrder(later.make_event)
-    outgoing = prefill.send("t", SRC, TOKENS, TOKENS)
+    outgoing = prefill.send("t", [SRC], TOKENS, TOKENS)
     outgoing.finish(42)
     gpu.reach()
-    incoming = decode.receive("t", prefill.address, DST, range(TOKENS))
+    incoming = decode.receive("t", prefill.address, [DST], range(TOKENS))
     assert outgoing.accepted.wait(WAIT_S)
     assert not incoming.done.wait(0.2)
     decode.pages(0)[:] = 0
@@ -221,7 +221,7 @@ def test_blocks_are_offered_when_what_was_launched_before_has_run(
     assert incoming.wait(WAIT_S) == 42
     assert_same(prefill, decode)
     with pytest.raises(InvalidRequest, match="a range from 0"):
-        decode.receive("u", prefill.address, DST, range(0, TOKENS, 2))
+        decode.receive("u", prefill.address, [DST], range(0, TOKENS, 2))
     decode._order.close()
 
 
@@ -231,7 +231,7 @@ def test_a_transfer_that_is_cancelled_before_its_offer_has_left_offers_nothing(
     _, prefill, decode = nodes
     later = Gpu()
     decode._order = LayerOrder(later.make_event)
-    incoming = decode.receive("t", prefill.address, DST, range(TOKENS))
+    incoming = decode.receive("t", prefill.address, [DST], range(TOKENS))
     incoming.cancel()
     assert incoming.released.wait(WAIT_S)
     later.reach()

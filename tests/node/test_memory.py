@@ -18,7 +18,7 @@ from pdlink.transport.base import Transport
 from pdlink.transport.mapped import MappedTransport
 from pdlink.transport.tcp import TcpTransport
 
-from .conftest import DST, SRC, TOKENS, WAIT_S, assert_same, compute, fill, layout
+from .conftest import DST, SRC, TOKENS, WAIT_S, assert_same, compute, fill, groups
 
 
 class OnlyDlpack:
@@ -43,7 +43,7 @@ KINDS: dict[str, Callable[[int], Any]] = {
 
 
 def node(name: str, block_tokens: int, kind: str, transports: list[Transport]) -> pdlink.Node:
-    kv = layout(block_tokens)
+    kv = groups(block_tokens)
     memory = KINDS[kind](kv.extent(0))
     return pdlink.Node(name, kv, None if memory is None else [memory], transports=transports)
 
@@ -55,9 +55,9 @@ def lane_of_transfer(source: str, destination: str, *kinds: Callable[[], Transpo
         node("decode", 8, destination, [kind() for kind in kinds]) as decode,
     ):
         fill(prefill)
-        with prefill.send("t", SRC, TOKENS) as outgoing:
+        with prefill.send("t", [SRC], TOKENS) as outgoing:
             compute(outgoing)
-        incoming = decode.receive("t", prefill.address, DST, range(TOKENS))
+        incoming = decode.receive("t", prefill.address, [DST], range(TOKENS))
         assert incoming.wait(WAIT_S) == 42
         assert_same(prefill, decode)
         return prefill.report().peers[0]["lane"]
@@ -87,7 +87,7 @@ def test_node_over_mapped_memory_alone_cannot_receive_into_borrowed_memory() -> 
         node("decode", 8, "numpy", [mapped()]) as decode,
         pytest.raises(TransportUnavailable, match=r"region 0 is borrowed memory.*receive over tcp or ucx"),
     ):
-        decode.receive("t", "tcp://127.0.0.1:1", DST, range(TOKENS))
+        decode.receive("t", "tcp://127.0.0.1:1", [DST], range(TOKENS))
 
 
 def test_borrowed_buffer_is_the_memory_and_no_copy() -> None:

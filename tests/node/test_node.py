@@ -26,7 +26,7 @@ from pdlink.reasons import Code, Reason
 from tests.endpoint.conftest import until
 from tests.loopback import LoopbackHub, LoopbackTransport
 
-from .conftest import DST, LAYERS, SRC, TIMEOUTS, TOKENS, WAIT_S, Pair, assert_same, compute, fill, layout
+from .conftest import DST, LAYERS, SRC, TIMEOUTS, TOKENS, WAIT_S, Pair, assert_same, compute, fill, groups
 
 
 def num_held(node: pdlink.Node, blocks: list[int]) -> int:
@@ -36,8 +36,8 @@ def num_held(node: pdlink.Node, blocks: list[int]) -> int:
 
 
 def test_transfer_brings_kv_and_first_token(pair: Pair) -> None:
-    outgoing = pair.prefill.send("t", SRC, TOKENS)
-    incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
+    outgoing = pair.prefill.send("t", [SRC], TOKENS)
+    incoming = pair.decode.receive("t", pair.prefill.address, [DST], range(TOKENS))
     compute(outgoing)
     assert incoming.wait(WAIT_S) == 42
     outgoing.wait(WAIT_S)
@@ -52,9 +52,9 @@ def test_blocks_may_be_reserved_after_the_request_has_come(pair: Pair) -> None:
     outgoing = pair.prefill.send("t")
     incoming = pair.decode.receive("t", pair.prefill.address)
     assert outgoing.accepted.wait(WAIT_S)
-    outgoing.publish(SRC[:2], TOKENS)
-    outgoing.extend(SRC[2:])
-    incoming.offer(DST[1:], range(8, TOKENS))
+    outgoing.publish([SRC[:2]], TOKENS)
+    outgoing.extend([SRC[2:]])
+    incoming.offer([DST[1:]], range(8, TOKENS))
     compute(outgoing)
     assert incoming.wait(WAIT_S) == 42
     assert not pair.decode.pages(0)[DST[0]].any(), "tokens that were not asked for stay away"
@@ -65,7 +65,7 @@ def test_blocks_that_are_withdrawn_while_their_transfer_ends_are_given_back_once
 ) -> None:
     pool = pair.prefill.pool
     assert pool is not None
-    outgoing, give_back, calls = pair.prefill.send("t", SRC, TOKENS), pool.give_back, list[list[int]]()
+    outgoing, give_back, calls = pair.prefill.send("t", [SRC], TOKENS), pool.give_back, list[list[int]]()
 
     def while_they_are_given_back(blocks: Any) -> None:
         calls.append(list(blocks))
@@ -83,8 +83,8 @@ def test_blocks_that_are_withdrawn_while_their_transfer_ends_are_given_back_once
 
 
 def test_layer_can_be_read_while_later_ones_are_computed(pair: Pair) -> None:
-    outgoing = pair.prefill.send("t", SRC, TOKENS)
-    incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
+    outgoing = pair.prefill.send("t", [SRC], TOKENS)
+    incoming = pair.decode.receive("t", pair.prefill.address, [DST], range(TOKENS))
     compute(outgoing, range(1))
     incoming.wait_layer(0, WAIT_S)
     assert_same(pair.prefill, pair.decode, range(1))
@@ -98,7 +98,7 @@ def test_layer_can_be_read_while_later_ones_are_computed(pair: Pair) -> None:
 
 
 def test_threads_that_wait_for_layers_all_go_on_when_the_transfer_fails(pair: Pair) -> None:
-    incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
+    incoming = pair.decode.receive("t", pair.prefill.address, [DST], range(TOKENS))
     errors: list[Reason] = []
 
     def wait(layer: int) -> None:
@@ -117,8 +117,8 @@ def test_threads_that_wait_for_layers_all_go_on_when_the_transfer_fails(pair: Pa
 
 def test_receiver_that_leaves_early_keeps_its_blocks_until_the_sender_is_quiet(pair: Pair) -> None:
     pair.hub.hold = True
-    outgoing = pair.prefill.send("t", SRC, TOKENS)
-    with pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS)) as incoming:
+    outgoing = pair.prefill.send("t", [SRC], TOKENS)
+    with pair.decode.receive("t", pair.prefill.address, [DST], range(TOKENS)) as incoming:
         outgoing.layer_ready(0)
         until(lambda: bool(pair.hub.open_batches), "a layer is in flight")
     with pytest.raises(TransferFailed, match="aborted"):
@@ -133,11 +133,11 @@ def test_receiver_that_leaves_early_keeps_its_blocks_until_the_sender_is_quiet(p
 
 def test_sender_that_leaves_early_keeps_its_blocks_until_nothing_reads_them(pair: Pair) -> None:
     pair.hub.hold = True
-    incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
+    incoming = pair.decode.receive("t", pair.prefill.address, [DST], range(TOKENS))
     freed = threading.Event()
 
     def fail() -> None:
-        with pair.prefill.send("t", SRC, TOKENS) as outgoing:
+        with pair.prefill.send("t", [SRC], TOKENS) as outgoing:
             outgoing.released.then(freed.set)
             outgoing.layer_ready(0)
             until(lambda: bool(pair.hub.open_batches), "a layer is in flight")
@@ -156,17 +156,17 @@ def test_sender_that_leaves_early_keeps_its_blocks_until_nothing_reads_them(pair
 
 
 def test_finished_sender_may_leave_before_the_receiver_comes(pair: Pair) -> None:
-    with pair.prefill.send("t", SRC, TOKENS) as outgoing:
+    with pair.prefill.send("t", [SRC], TOKENS) as outgoing:
         compute(outgoing)
-    with pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS)) as incoming:
+    with pair.decode.receive("t", pair.prefill.address, [DST], range(TOKENS)) as incoming:
         assert incoming.wait(WAIT_S) == 42
     assert_same(pair.prefill, pair.decode)
 
 
 async def test_both_ends_can_be_awaited(pair: Pair) -> None:
     async with asyncio.timeout(WAIT_S):
-        async with pair.prefill.send("t", SRC, TOKENS) as outgoing:
-            async with pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS)) as incoming:
+        async with pair.prefill.send("t", [SRC], TOKENS) as outgoing:
+            async with pair.decode.receive("t", pair.prefill.address, [DST], range(TOKENS)) as incoming:
                 await outgoing.accepted
                 compute(outgoing, range(1))
                 await incoming.layer(0)
@@ -179,7 +179,7 @@ async def test_both_ends_can_be_awaited(pair: Pair) -> None:
 
 
 async def test_failure_is_raised_where_it_is_awaited(pair: Pair) -> None:
-    incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
+    incoming = pair.decode.receive("t", pair.prefill.address, [DST], range(TOKENS))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             await incoming
@@ -199,7 +199,7 @@ async def _token(incoming: pdlink.Incoming) -> int:
 
 def test_callback_that_waits_is_told_that_it_cannot(pair: Pair) -> None:
     heard: list[str] = []
-    outgoing = pair.prefill.send("t", SRC, TOKENS)
+    outgoing = pair.prefill.send("t", [SRC], TOKENS)
     incoming = pair.decode.receive("t", pair.prefill.address)
 
     def wait() -> None:
@@ -218,8 +218,8 @@ def test_blocks_go_back_and_waiters_wake_though_a_callback_raises(pair: Pair, we
     def raises() -> None:
         raise ZeroDivisionError
 
-    outgoing = pair.prefill.send("t", SRC, TOKENS)
-    incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
+    outgoing = pair.prefill.send("t", [SRC], TOKENS)
+    incoming = pair.decode.receive("t", pair.prefill.address, [DST], range(TOKENS))
     layer = incoming._signal(1)
     outgoing.done.then(raises)
     incoming.done.then(raises)
@@ -236,7 +236,7 @@ def test_blocks_go_back_and_waiters_wake_though_a_callback_raises(pair: Pair, we
 
 def test_every_callback_runs_though_one_of_them_raises(pair: Pair) -> None:
     second = threading.Event()
-    outgoing = pair.prefill.send("t", SRC, TOKENS)
+    outgoing = pair.prefill.send("t", [SRC], TOKENS)
     outgoing.released.then(lambda: [][0])
     outgoing.released.then(second.set)
     outgoing.cancel()
@@ -244,8 +244,8 @@ def test_every_callback_runs_though_one_of_them_raises(pair: Pair) -> None:
 
 
 def test_closing_a_node_fails_its_transfers_and_those_of_its_peer(pair: Pair) -> None:
-    outgoing = pair.prefill.send("t", SRC, TOKENS)
-    incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
+    outgoing = pair.prefill.send("t", [SRC], TOKENS)
+    incoming = pair.decode.receive("t", pair.prefill.address, [DST], range(TOKENS))
     assert outgoing.accepted.wait(WAIT_S)
     pair.prefill.close()
     for end in (outgoing, incoming):
@@ -260,7 +260,7 @@ def test_closing_a_node_fails_its_transfers_and_those_of_its_peer(pair: Pair) ->
 def test_transfers_fail_when_the_nodes_loop_dies(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     died = threading.Event()
     node = pair.node("mortal", 4, on_death=died.set)
-    outgoing = node.send("t", SRC, TOKENS)
+    outgoing = node.send("t", [SRC], TOKENS)
     monkeypatch.setattr(node.endpoint, "turn", lambda *_: [][0])
     with pytest.raises(TransferFailed, match="loop has died: IndexError"):
         outgoing.wait(WAIT_S)
@@ -270,10 +270,10 @@ def test_transfers_fail_when_the_nodes_loop_dies(pair: Pair, monkeypatch: pytest
 
 
 def test_id_that_was_used_is_refused_and_leaves_the_first_transfer_alone(pair: Pair) -> None:
-    outgoing = pair.prefill.send("t", SRC, TOKENS)
+    outgoing = pair.prefill.send("t", [SRC], TOKENS)
     with pytest.raises(InvalidRequest, match="every attempt needs a new one"):
-        pair.prefill.send("t", SRC, TOKENS)
-    incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
+        pair.prefill.send("t", [SRC], TOKENS)
+    incoming = pair.decode.receive("t", pair.prefill.address, [DST], range(TOKENS))
     compute(outgoing)
     assert incoming.wait(WAIT_S) == 42
 
@@ -288,18 +288,18 @@ def test_id_that_was_used_is_refused_and_leaves_the_first_transfer_alone(pair: P
 )
 def test_blocks_that_do_not_fit_the_tokens_are_refused(pair: Pair, tokens: range, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        pair.decode.receive("t", pair.prefill.address, DST, tokens)
+        pair.decode.receive("t", pair.prefill.address, [DST], tokens)
 
 
 def test_layer_that_is_not_there_is_refused(pair: Pair) -> None:
-    incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
+    incoming = pair.decode.receive("t", pair.prefill.address, [DST], range(TOKENS))
     with pytest.raises(InvalidRequest, match="layer: got 3, the layout has 3"):
         incoming.wait_layer(3)
 
 
 def test_other_hosts_take_keys_or_a_word() -> None:
     with pytest.raises(ConfigError, match=r"host: other hosts can reach 0\.0\.0\.0.*pass credentials"):
-        pdlink.Node("n", layout(4), host="0.0.0.0")
+        pdlink.Node("n", groups(4), host="0.0.0.0")
 
 
 def test_address_of_another_host_is_not_dialed_without_keys(pair: Pair) -> None:
@@ -309,12 +309,12 @@ def test_address_of_another_host_is_not_dialed_without_keys(pair: Pair) -> None:
 
 def test_name_that_no_worker_can_have_is_refused() -> None:
     with pytest.raises(ConfigError, match="name: got 'a b'"):
-        pdlink.Node("a b", layout(4))
+        pdlink.Node("a b", groups(4))
 
 
 def test_buffer_that_is_too_small_is_refused_with_both_sizes() -> None:
     with pytest.raises(LayoutMismatch, match=r"buffers\[0\]: got 100 bytes, the layout reaches to byte 24576"):
-        pdlink.Node("n", layout(4), [bytearray(100)])
+        pdlink.Node("n", groups(4), [bytearray(100)])
 
 
 class Event:
@@ -347,16 +347,16 @@ class DeviceLike(Buffer):
 
 
 def device_pair(pair: Pair) -> tuple[pdlink.Node, DeviceLike]:
-    memory = DeviceLike(layout(4).extent(0))
-    node = pdlink.Node("gpu", layout(4), [memory], transports=[LoopbackTransport(pair.hub)])
+    memory = DeviceLike(groups(4).extent(0))
+    node = pdlink.Node("gpu", groups(4), [memory], transports=[LoopbackTransport(pair.hub)])
     fill(node)
     return node, memory
 
 
 def test_layers_in_device_memory_leave_when_their_event_is_reached(pair: Pair) -> None:
     node, memory = device_pair(pair)
-    incoming = pair.decode.receive("t", node.address, DST, range(TOKENS))
-    with node.send("t", SRC, TOKENS) as outgoing:
+    incoming = pair.decode.receive("t", node.address, [DST], range(TOKENS))
+    with node.send("t", [SRC], TOKENS) as outgoing:
         compute(outgoing)
         assert not incoming.done.wait(0.05), "nothing is written yet"
         for event in memory.events:
@@ -370,8 +370,8 @@ def test_layers_in_device_memory_leave_when_their_event_is_reached(pair: Pair) -
 
 def test_kernel_that_fails_ends_the_transfer(pair: Pair) -> None:
     node, memory = device_pair(pair)
-    incoming = pair.decode.receive("t", node.address, DST, range(TOKENS))
-    with node.send("t", SRC, TOKENS) as outgoing:
+    incoming = pair.decode.receive("t", node.address, [DST], range(TOKENS))
+    with node.send("t", [SRC], TOKENS) as outgoing:
         outgoing.layer_ready(0)
         memory.events[0].problem = "an illegal memory access"
         memory.events[0].reached.set()
@@ -388,19 +388,19 @@ def test_failed_opening_leaves_nothing_open(steady_descriptors: None) -> None:
 
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError, match="no descriptor"):
-        pdlink.Node("n", layout(4), transports=[Broken(LoopbackHub())], pool=BlockPool(32))
+        pdlink.Node("n", groups(4), transports=[Broken(LoopbackHub())], pool=BlockPool(32))
     gc.collect()  # the error's traceback holds views of the memory
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_closed_node_frees_its_native_engines() -> None:
-    prefill, decode = (pdlink.Node(name, layout(4), deadlines=TIMEOUTS) for name in ("prefill", "decode"))
+    prefill, decode = (pdlink.Node(name, groups(4), deadlines=TIMEOUTS) for name in ("prefill", "decode"))
     engines = [
         weakref.ref(transport) for node in (prefill, decode) for transport in node.endpoint.transports.values()
     ]
     assert engines
-    outgoing = prefill.send("t", SRC, TOKENS)
-    incoming = decode.receive("t", prefill.address, SRC, range(TOKENS))
+    outgoing = prefill.send("t", [SRC], TOKENS)
+    incoming = decode.receive("t", prefill.address, [SRC], range(TOKENS))
     compute(outgoing)
     incoming.wait(WAIT_S)
     outgoing.wait(WAIT_S)
@@ -413,8 +413,8 @@ def test_closed_node_frees_its_native_engines() -> None:
 
 def test_live_transfers_show_their_layers_and_end(pair: Pair) -> None:
     pair.hub.hold = True
-    outgoing = pair.prefill.send("t", SRC, TOKENS)
-    incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
+    outgoing = pair.prefill.send("t", [SRC], TOKENS)
+    incoming = pair.decode.receive("t", pair.prefill.address, [DST], range(TOKENS))
     assert outgoing.accepted.wait(WAIT_S)
     outgoing.layer_ready(0)
     until(lambda: bool(pair.hub.open_batches), "a layer is in flight")

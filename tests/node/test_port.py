@@ -32,8 +32,8 @@ def engines(pair: Pair) -> Engines:
 
 
 def test_verbs_of_two_engines_move_the_kv_of_one_request(pair: Pair, engines: Engines) -> None:
-    engines.sends.admitted("p", SRC)
-    engines.receives.admitted("d", [*DST, 31])
+    engines.sends.admitted("p", [SRC])
+    engines.receives.admitted("d", [[*DST, 31]])
     engines.compute()
     engines.sends.finished("p", 42)
     engines.sends.ended("p")
@@ -46,8 +46,8 @@ def test_verbs_of_two_engines_move_the_kv_of_one_request(pair: Pair, engines: En
 
 @pytest.mark.parametrize("cached", [8, 9, TOKENS])
 def test_receiver_asks_only_for_what_its_engine_has_not_cached(pair: Pair, engines: Engines, cached: int) -> None:
-    engines.sends.admitted("p", SRC)
-    engines.receives.admitted("d", DST, cached)
+    engines.sends.admitted("p", [SRC])
+    engines.receives.admitted("d", [DST], cached)
     engines.compute()
     engines.sends.finished("p", 42)
     assert engines.incoming.wait(WAIT_S) == 42
@@ -56,13 +56,13 @@ def test_receiver_asks_only_for_what_its_engine_has_not_cached(pair: Pair, engin
 
 
 def test_blocks_may_be_added_chunk_by_chunk_and_taken_away(pair: Pair, engines: Engines) -> None:
-    engines.receives.admitted("d", DST)
-    engines.sends.admitted("p", SRC[:2])
+    engines.receives.admitted("d", [DST])
+    engines.sends.admitted("p", [SRC[:2]])
     engines.compute(end=8)
     engines.sends.preempted("p", WAIT_S)
-    engines.sends.admitted("p", SRC[:2])
+    engines.sends.admitted("p", [SRC[:2]])
     engines.compute(end=8)
-    engines.sends.extended("p", SRC[2:])
+    engines.sends.extended("p", [SRC[2:]])
     engines.compute(start=8)
     engines.sends.finished("p", 42)
     assert engines.incoming.wait(WAIT_S) == 42
@@ -70,8 +70,8 @@ def test_blocks_may_be_added_chunk_by_chunk_and_taken_away(pair: Pair, engines: 
 
 
 def test_layer_is_waited_for_and_a_failed_one_is_not(pair: Pair, engines: Engines) -> None:
-    engines.sends.admitted("p", SRC)
-    engines.receives.admitted("d", DST)
+    engines.sends.admitted("p", [SRC])
+    engines.receives.admitted("d", [DST])
     engines.compute(range(1))
     assert engines.receives.layer_needed("d", 0, WAIT_S)
     assert not engines.receives.layer_needed("d", 1, 0.01), "it has not come"
@@ -86,7 +86,7 @@ def test_request_that_is_admitted_after_its_transfer_failed_is_a_fallback(pair: 
     engines.sends.ended("p", ABORTED)
     until(engines.incoming.done.is_set, "decode has heard it")
     for _ in range(2):
-        engines.receives.admitted("d", DST)
+        engines.receives.admitted("d", [DST])
     stop()
     assert [event.reason for event in heard if isinstance(event, FallbackUsed)] == ["aborted"]
     assert not engines.receives.layer_needed("d", 0, WAIT_S)
@@ -94,7 +94,7 @@ def test_request_that_is_admitted_after_its_transfer_failed_is_a_fallback(pair: 
 
 
 def test_request_that_ends_early_ends_its_transfer_on_both_sides(pair: Pair, engines: Engines) -> None:
-    engines.receives.admitted("d", DST)
+    engines.receives.admitted("d", [DST])
     engines.receives.ended("d")
     assert engines.incoming.released.wait(WAIT_S)
     assert engines.outgoing.released.wait(WAIT_S)
@@ -109,8 +109,8 @@ def test_id_in_use_is_refused_and_the_first_request_goes_on(pair: Pair, engines:
     ):
         with pytest.raises(InvalidRequest, match="is in use"):
             begin()
-    engines.sends.admitted("p", SRC)
-    engines.receives.admitted("d", DST)
+    engines.sends.admitted("p", [SRC])
+    engines.receives.admitted("d", [DST])
     engines.compute()
     engines.sends.finished("p", 42)
     assert engines.incoming.wait(WAIT_S) == 42
@@ -118,8 +118,8 @@ def test_id_in_use_is_refused_and_the_first_request_goes_on(pair: Pair, engines:
 
 def test_requests_without_a_transfer_are_ignored(pair: Pair) -> None:
     port = pdlink.EnginePort(pair.prefill)
-    port.admitted("r", SRC)
-    port.extended("r", SRC)
+    port.admitted("r", [SRC])
+    port.extended("r", [SRC])
     port.preempted("r", WAIT_S)
     port.layer_written(0, [("r", 0, TOKENS)])
     port.finished("r", 42)

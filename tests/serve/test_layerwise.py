@@ -12,6 +12,7 @@ import torch
 
 from pdlink.engine.request import GenerationRequest, SamplingParams
 from pdlink.errors import TransferFailed
+from pdlink.kv.groups import KVGroups
 from pdlink.node.node import Node
 from pdlink.node.port import EnginePort
 from pdlink.protocol.deadlines import Deadlines
@@ -53,7 +54,7 @@ def link() -> Iterator[Link]:
     nodes = [
         Node(
             name,
-            worker.cache.layout,
+            KVGroups((worker.cache.layout,)),
             [worker.cache.buffer],
             pool=worker.pool,
             transports=[LoopbackTransport(hub)],
@@ -64,7 +65,7 @@ def link() -> Iterator[Link]:
     first = prefill.generate(PROMPT, 1)[0]
     table = prefill.pool.take(prefill.pool.num_free)  # the blocks of the ended request, as it left them
     outgoing = nodes[0].send("t")
-    outgoing.publish(prefill.heard.tables["r"], len(PROMPT), 0)
+    outgoing.publish([prefill.heard.tables["r"]], len(PROMPT), 0)
     port = EnginePort(nodes[1])
     stream = asyncio.run(_stream())
     leg = DecodeLeg(stream, "t", nodes[0].address, decode.engine, port, recompute=True)
@@ -86,7 +87,7 @@ def link() -> Iterator[Link]:
     for part in (part for layer in range(NUM_LAYERS) for part in decode.cache.views(layer)):
         part[list(decode.heard.tables["r"])] = float("nan")  # what has not landed would spoil the answer
     hub.hold = True
-    port.admitted("r", decode.heard.tables["r"], 0)
+    port.admitted("r", [decode.heard.tables["r"]], 0)
     until(lambda: nodes[0].report().sending["writing"] == 1, "the offer is here")
     for layer in range(NUM_LAYERS):
         outgoing.layer_ready(layer)

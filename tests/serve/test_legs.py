@@ -17,6 +17,7 @@ from pdlink.api import kv_path
 from pdlink.config import ModelConfig, TimeoutConfig
 from pdlink.engine.tiny import END_TOKEN_ID, SPECIAL_TOKENS
 from pdlink.errors import TransferFailed
+from pdlink.kv.groups import KVGroups
 from pdlink.node.node import Node
 from pdlink.node.port import EnginePort
 from pdlink.reasons import Reason
@@ -221,7 +222,7 @@ def test_prefill_whose_transfer_failed_before_its_engine_had_the_request_is_abor
 
     async def failure() -> TransferFailed | None:
         stream = Stream("r", 3, WAIT_S, held=True)
-        with Node("prefill", layout(4)) as node:
+        with Node("prefill", KVGroups((layout(4),))) as node:
             leg = PrefillLeg(stream, "t", engine, EnginePort(node))
             node.other_side_failed("t", "gone")
             assert await asyncio.to_thread(leg.outgoing.released.wait, WAIT_S)

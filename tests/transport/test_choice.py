@@ -101,9 +101,10 @@ class Direct(Transport):
 
 def test_a_line_in_the_registry_makes_a_class_a_transport_of_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "TRANSPORTS", (*choice.TRANSPORTS, Direct))
-    kv = pdlink.paged_layout(
+    layout = pdlink.paged_layout(
         dtype="float16", itemsize=2, num_layers=2, num_blocks=8, block_tokens=4, num_heads=2, head_dim=8
     )
+    kv = pdlink.KVGroups((layout,))
     with (
         pdlink.Node("prefill", kv, transport="direct") as prefill,
         pdlink.Node("decode", kv, transport="direct") as decode,
@@ -112,8 +113,8 @@ def test_a_line_in_the_registry_makes_a_class_a_transport_of_every_node(monkeypa
             for part in range(2):
                 pages = prefill.pages(layer, part)
                 pages[:] = np.random.default_rng(layer * 2 + part).integers(0, 256, pages.shape, dtype=np.uint8)
-        incoming = decode.receive("t", prefill.address, [5, 2], range(7))
-        with prefill.send("t", [1, 6], 7) as outgoing:
+        incoming = decode.receive("t", prefill.address, [[5, 2]], range(7))
+        with prefill.send("t", [[1, 6]], 7) as outgoing:
             for layer in range(2):
                 outgoing.layer_ready(layer)
             outgoing.finish(42)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pdlink.errors import ProtocolError
-from pdlink.kv.groups import groups_of
+from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout, RunList, paged_layout
 from pdlink.transport.edge import listening
 from pdlink.transport.staging.credit import Credit
@@ -101,7 +101,7 @@ def bytes_of(layout: KVLayout) -> dict[int, int]:
 def test_a_run_is_let_through_exactly_if_all_its_bytes_are_in_open_blocks(order: str) -> None:
     layout, rng = LAYOUTS[order], np.random.default_rng(3)
     owner, size = bytes_of(layout), layout.extent(0)
-    guard = OpenBlocks(groups_of(layout))
+    guard = OpenBlocks(KVGroups((layout,)))
     guard.open(7, [[1, 2, 4]])
     guard.open(8, [[2]])
     open_to = {1: 7, 2: 8, 4: 7}

@@ -10,7 +10,7 @@ from pdlink.integrations.vllm_parts.states import inside_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdlink.kv.groups import AnyBlocks
+    from pdlink.kv.groups import BlockLists
 
 
 def transfer_groups(kv_cache_config: Any) -> tuple[int, ...]:
@@ -52,10 +52,10 @@ _SIZES = (
 )
 
 
-def by_group(kv_cache_config: Any, block_ids: Sequence[Sequence[int]]) -> AnyBlocks:
-    """Blocks as pdlink takes them: a list for each group that is transferred, or the list of the only one."""
-    ids = [index for index, _ in transfer_parts(kv_cache_config)]
-    return tuple(block_ids[ids[0]]) if len(ids) == 1 else tuple(tuple(block_ids[index]) for index in ids)
+def by_group(kv_cache_config: Any, block_ids: Sequence[Sequence[int]] | None) -> BlockLists:
+    """Blocks as pdlink takes them: a list for each group that is transferred. None stands for no blocks."""
+    parts = transfer_parts(kv_cache_config)
+    return tuple(tuple(block_ids[index]) if block_ids else () for index, _ in parts)
 
 
 def keeps_all(kv_cache_config: Any) -> bool:

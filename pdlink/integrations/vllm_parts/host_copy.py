@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pdlink.integrations.vllm_parts.layout import CacheGroups
     from pdlink.integrations.vllm_parts.requests import StepPlan
-    from pdlink.kv.groups import AnyBlocks
+    from pdlink.kv.groups import BlockLists
     from pdlink.kv.layout import KVLayout
 
 log = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ class HostCopy:
         self._coming |= coming
         kept = self._nothing()
         for keep in plan.store.keeps:
-            for layout, table, mine in zip(self._layouts, self._cache.by_group(keep.blocks), kept, strict=True):
+            for layout, table, mine in zip(self._layouts, self._cache.kernel_blocks(keep.blocks), kept, strict=True):
                 mine.update(table[layout.blocks_of(*layout.positions(0, keep.num_tokens))])
         for layers, mine in zip(self._layers, kept, strict=True):
             for layer in layers.values() if mine else ():
@@ -234,8 +234,8 @@ class HostCopy:
             group = self._group[name]
             self._layers[group][name].take(_index(self._computed[group]))
 
-    def _expected(self, blocks: AnyBlocks, begin: int, end: int) -> _Coming:
-        return _Coming(self._cache.by_group(blocks), begin, end)
+    def _expected(self, blocks: BlockLists, begin: int, end: int) -> _Coming:
+        return _Coming(self._cache.kernel_blocks(blocks), begin, end)
 
     def _clear_ends(self, coming: _Coming) -> None:
         """Behind the last token may be what another group left in the block: bytes that are no numbers, which kernels
@@ -246,11 +246,11 @@ class HostCopy:
                 for layer in layers.values():
                     layer.host.select(layer.axis, last[0]).zero_()
 
-    def _extended(self, key: tuple[str, bool], blocks: AnyBlocks, *, first: bool) -> list[list[int]]:
+    def _extended(self, key: tuple[str, bool], blocks: BlockLists, *, first: bool) -> list[list[int]]:
         if first or key not in self._tables:
             self._tables[key] = [[] for _ in self._layouts]
         tables = self._tables[key]
-        for table, more in zip(tables, self._cache.by_group(blocks) if blocks else (), strict=False):
+        for table, more in zip(tables, self._cache.kernel_blocks(blocks), strict=True):
             table += more
         return tables
 

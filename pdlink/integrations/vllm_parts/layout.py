@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from pdlink.errors import LocalError
 from pdlink.kv.groups import KVGroups
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from pdlink.integrations.vllm_parts.states import StateTensor
-    from pdlink.kv.groups import AnyBlocks
+    from pdlink.kv.groups import BlockLists
 
 COLUMNS = "columns"
 """How CPU_ATTN lays out a block with plain vector instructions ("vec", "vec16")."""
@@ -187,29 +187,21 @@ class CacheGroups:
         one_each = not any(cache.shares_blocks for cache in caches)
         return cls(KVGroups(layouts), planes, ratios, () if one_each else tuple(lists))
 
-    def kernel_blocks(self, blocks: AnyBlocks) -> AnyBlocks:
-        """Blocks of the layout for those of vLLM's scheduler: lists by group, or the list of the only group."""
-        if not blocks or (set(self.block_ratios) == {1} and not self.lists):
+    def kernel_blocks(self, blocks: BlockLists) -> BlockLists:
+        """Blocks of the layout, by group, for those of vLLM's scheduler."""
+        if set(self.block_ratios) == {1} and not self.lists:
             return blocks
-        if len(self.block_ratios) == 1:
-            return _split(cast("Sequence[int]", blocks), self.block_ratios[0])
         lists = self.lists or range(len(self.block_ratios))
-        given = cast("Sequence[Sequence[int]]", blocks if lists[-1] else (blocks,))
-        return [_split(given[at], ratio) for at, ratio in zip(lists, self.block_ratios, strict=True)]
+        return [_split(blocks[at], ratio) for at, ratio in zip(lists, self.block_ratios, strict=True)]
 
-    def by_group(self, blocks: AnyBlocks) -> Sequence[Sequence[int]]:
-        """The same, a list for the only group, too."""
-        mine = self.kernel_blocks(blocks)
-        return cast("Sequence[Sequence[int]]", mine if len(self.block_ratios) > 1 else (mine,))
-
-    def blocks_from(self, token: int, blocks: AnyBlocks) -> Sequence[int]:
+    def blocks_from(self, token: int, blocks: BlockLists) -> Sequence[int]:
         """Of vLLM's blocks of the only group those from `token` on, which up to 0.29 it asks for where a load has
         failed. None of several groups."""
         if len(self.block_ratios) > 1:
             return ()
         layout = self.groups.layouts[0]
         per_block = layout.block_tokens * layout.position_tokens * self.block_ratios[0]
-        return cast("Sequence[int]", blocks)[token // per_block :]
+        return blocks[0][token // per_block :]
 
 
 def _split(blocks: Sequence[int], ratio: int) -> list[int]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from pdlink.api import kv_path
 from pdlink.api.legs import DecodeParams, PrefillParams
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from pdlink.integrations.vllm_parts.adapters import Adapter
     from pdlink.integrations.vllm_parts.store_book import StoreBook
-    from pdlink.kv.groups import AnyBlocks
+    from pdlink.kv.groups import BlockLists
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class OfferedBlocks:
     """What a request lacks from token `start` on is to be written into its blocks; `blocks[0]` holds token 0."""
 
     request_id: str
-    blocks: AnyBlocks
+    blocks: BlockLists
     start: int
     end: int
     after_load: bool = False
@@ -94,7 +94,7 @@ class ComputedChunk:
     """
 
     request_id: str
-    blocks: AnyBlocks
+    blocks: BlockLists
     """All blocks so far if `first`, otherwise only the new ones."""
     first: bool
     start: int
@@ -138,7 +138,7 @@ class Scheduled:
     """A request's part in one step, in vLLM's terms."""
 
     request_id: str
-    blocks: AnyBlocks
+    blocks: BlockLists
     whole: bool
     """`blocks` are all of the request's (new, or resumed after a preemption), not only the added ones."""
     start: int
@@ -294,7 +294,7 @@ class RequestBook:
         count = request.num_tokens - 1 - num_computed
         return (count, True) if count > 0 else (0, False)
 
-    def allocated(self, request_id: str, blocks: AnyBlocks, num_external: int) -> int:
+    def allocated(self, request_id: str, blocks: BlockLists, num_external: int) -> int:
         """vLLM has reserved all blocks (from token 0 on); the last `num_external` tokens in them are to come.
 
         How many of these come from the store.
@@ -315,8 +315,8 @@ class RequestBook:
             if loaded == num_external:
                 request.path.said = kv_path.CACHED
             end = request.num_tokens - 1
-            table = cast("AnyBlocks", tuple(blocks))
-            self._plan.offers.append(OfferedBlocks(request_id, table, end - num_external, end, after_load=loaded > 0))
+            begin = end - num_external
+            self._plan.offers.append(OfferedBlocks(request_id, blocks, begin, end, after_load=loaded > 0))
         return loaded
 
     def step(self, scheduled: Iterable[Scheduled], preempted: Collection[str] = ()) -> StepPlan:
@@ -363,7 +363,7 @@ class RequestBook:
         """Which leg of an attempt this request is: prefill, decode, or empty."""
         return "prefill" if request_id in self._sending else "decode" if request_id in self._receiving else ""
 
-    def ended(self, request_id: str, tokens: Sequence[int] = (), blocks: AnyBlocks = ()) -> bool:
+    def ended(self, request_id: str, tokens: Sequence[int] = (), blocks: BlockLists = ()) -> bool:
         """A request has ended, however it did. True: its blocks are read until `sent`.
 
         tokens: see `StoreBook.ended`.

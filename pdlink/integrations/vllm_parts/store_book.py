@@ -15,14 +15,14 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from pdlink.integrations.vllm_parts.adapters import Adapter
     from pdlink.integrations.vllm_parts.requests import Scheduled
-    from pdlink.kv.groups import AnyBlocks
+    from pdlink.kv.groups import BlockLists
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class BlocksToLoad:
     """Tokens [begin, end) are to be copied into the request's blocks; `blocks[0]` holds token 0."""
 
     request_id: str
-    blocks: AnyBlocks
+    blocks: BlockLists
     begin: int
     end: int
     receives: bool = False
@@ -96,7 +96,7 @@ class BlocksToSave:
     """After this step, layer by layer in it, tokens [start, end) of a prompt are in its blocks."""
 
     request_id: str
-    blocks: AnyBlocks
+    blocks: BlockLists
     """All blocks so far if `first`, otherwise only the new ones."""
     first: bool
     start: int
@@ -110,7 +110,7 @@ class Keep:
     """A request has ended, and all tokens of `prompt`, its answer among them, are in its blocks."""
 
     prompt: BookedPrompt
-    blocks: AnyBlocks
+    blocks: BlockLists
     num_tokens: int
 
 
@@ -225,7 +225,7 @@ class StoreBook:
             return None
         return max(0, request.end - num_computed)
 
-    def allocated(self, request_id: str, blocks: AnyBlocks, num_external: int) -> int:
+    def allocated(self, request_id: str, blocks: BlockLists, num_external: int) -> int:
         """vLLM has reserved blocks; those after what it has computed are for `num_external` tokens from elsewhere.
 
         How many of these the store loads: all, unless the others come from another server.
@@ -237,8 +237,7 @@ class StoreBook:
         count = min(num_external, max(0, found))
         if count:
             end = request.computed + count
-            table = cast("AnyBlocks", tuple(blocks))
-            self._plan.loads.append(BlocksToLoad(request_id, table, request.computed, end, request.receives))
+            self._plan.loads.append(BlocksToLoad(request_id, blocks, request.computed, end, request.receives))
             request.phase = _Phase.LOADING
             return count
         if request.phase in (_Phase.ASKED, _Phase.FOUND):
@@ -267,7 +266,7 @@ class StoreBook:
         request = self._requests.get(request_id)
         return request is not None and request.phase is _Phase.LOADING
 
-    def ended(self, request_id: str, tokens: Sequence[int] = (), blocks: AnyBlocks = ()) -> bool:
+    def ended(self, request_id: str, tokens: Sequence[int] = (), blocks: BlockLists = ()) -> bool:
         """A request has ended, however it did. True: its blocks are read until the workers report it.
 
         tokens: of prompt and answer whose KV is in `blocks`, of a request whose answer is complete.
@@ -282,7 +281,7 @@ class StoreBook:
         end = self._whole(len(tokens)) if self._keeps_answers and request.keeps and not request.stale else 0
         if end > (0 if request.receives else self._whole(request.num_tokens)):
             whole = replace(request.prompt, tokens=array("I", tokens[:end]).tobytes())
-            self._plan.keeps.append(Keep(whole, cast("AnyBlocks", tuple(blocks)), end))
+            self._plan.keeps.append(Keep(whole, blocks, end))
             return True
         return request.saved
 

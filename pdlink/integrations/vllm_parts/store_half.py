@@ -317,7 +317,7 @@ class StoreHalf:
     def _load(self, load: BlocksToLoad) -> None:
         with self._lock:
             look = self._looks.pop(load.request_id)
-        loading = look.stored.load(load.begin, load.end, self._cache.by_group(load.blocks))
+        loading = look.stored.load(load.begin, load.end, self._cache.kernel_blocks(load.blocks))
         with self._lock:
             self._loads[load.request_id] = loading
         is_right = bool(self._adapters.has(self._prompts[load.request_id].adapter))
@@ -360,7 +360,7 @@ class StoreHalf:
             saving = self._savings[save.request_id] = _Saving(self._stored(save.request_id))
         if save.first:
             saving.tables = [[] for _ in self._planes]
-        for table, more in zip(saving.tables, self._cache.by_group(save.blocks) if save.blocks else (), strict=False):
+        for table, more in zip(saving.tables, self._cache.kernel_blocks(save.blocks), strict=True):
             table += more
         self._spans.append(_Span(saving, save.start, save.end, save.stops))
 
@@ -372,7 +372,8 @@ class StoreHalf:
         if not self._adapters.has(keep.prompt.adapter):
             return
         stored = self.source.prompt(request_id, self._hashed(keep.prompt))
-        for group, (planes, table) in enumerate(zip(self._planes, self._cache.by_group(keep.blocks), strict=True)):
+        tables = self._cache.kernel_blocks(keep.blocks)
+        for group, (planes, table) in enumerate(zip(self._planes, tables, strict=True)):
             for layer in range(len(planes)):
                 stored.store(0, keep.num_tokens, table, layer, group=group)
         stored.close()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pdlink.config import TiersConfig
     from pdlink.integrations.vllm_parts.adapters import LoadedAdapters
-    from pdlink.kv.groups import AnyBlocks
+    from pdlink.kv.groups import BlockLists
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def leave_last_token(request: Any) -> None:
     request.max_tokens = 1  # a second token would change the state
 
 
-def scheduled(output: Any, kv_cache_config: Any) -> list[tuple[str, AnyBlocks, bool, int, int]]:
+def scheduled(output: Any, kv_cache_config: Any) -> list[tuple[str, BlockLists, bool, int, int]]:
     """(request id, blocks `by_group`, whether those are all, tokens computed before, tokens computed now) of a step.
 
     Model runner V2 lists resumed requests among the new ones, V1 among the cached ones with their ids in a set.
@@ -102,11 +102,10 @@ def scheduled(output: Any, kv_cache_config: Any) -> list[tuple[str, AnyBlocks, b
     ]
     cached = output.scheduled_cached_reqs
     for index, request_id in enumerate(cached.req_ids):
-        blocks = cached.new_block_ids[index]
         parts.append(
             (
                 request_id,
-                by_group(kv_cache_config, blocks) if blocks else (),
+                by_group(kv_cache_config, cached.new_block_ids[index]),
                 request_id in cached.resumed_req_ids,
                 cached.num_computed_tokens[index],
                 counts[request_id],

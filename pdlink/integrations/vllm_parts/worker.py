@@ -296,7 +296,7 @@ class WorkerHalf:
         for port in self._ports:
             if chunk.first:
                 port.admitted(chunk.request_id, blocks)
-            elif blocks:
+            elif any(blocks):
                 port.extended(chunk.request_id, blocks)
         self._spans.append((chunk.request_id, chunk.start, chunk.end))
         if chunk.end == chunk.num_tokens:

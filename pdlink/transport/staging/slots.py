@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdlink.cuda.buffers import PinnedBuffer
-from pdlink.kv.groups import groups_of
+from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout, LayerLayout, Part
 
 if TYPE_CHECKING:
     from pdlink.cuda.driver import Device
-    from pdlink.kv.groups import KVGroups
 
 
 class Slots:
@@ -50,4 +49,4 @@ class Slots:
     def as_blocks(self) -> KVGroups:
         """Slots that writers fill as blocks, for a transport that checks what each of them may write."""
         layer = LayerLayout((Part(0, self.first_nbytes),), self.nbytes, self.nbytes, self.nbytes)
-        return groups_of(KVLayout("uint8", 1, self.count, 1, self.nbytes, (layer,)))
+        return KVGroups((KVLayout("uint8", 1, self.count, 1, self.nbytes, (layer,)),))
