@@ -8,6 +8,7 @@ LAYERS, TOKENS = 4, 100
 LAYOUT = pdlink.paged_layout(
     dtype="float32", itemsize=4, num_layers=LAYERS, num_blocks=64, block_tokens=16, num_heads=8, head_dim=64
 )
+KV = pdlink.KVGroups((LAYOUT,))
 PATIENT = pdlink.Deadlines(lease_s=60, other_leg_s=60)  # somebody starts the two by hand
 
 
@@ -17,7 +18,8 @@ def compute(layer, part):
 
 
 def prefill(host, port):
-    with pdlink.Node("prefill-0", LAYOUT, host=host, port=int(port), deadlines=PATIENT, insecure=True) as node:
+    listen = pdlink.LinkListen(address=f"{host}:{port}")
+    with pdlink.Node("prefill-0", KV, listen=listen, deadlines=PATIENT, insecure=True) as node:
         print("prefill listens on", node.address, flush=True)
         blocks = [5, 3, 40, 8, 1, 60, 2]
         with node.send("request-1", [blocks], TOKENS) as outgoing:
@@ -30,7 +32,8 @@ def prefill(host, port):
 
 
 def decode(host, peer):
-    with pdlink.Node("decode-0", LAYOUT, host=host, deadlines=PATIENT, insecure=True) as node:
+    listen = pdlink.LinkListen(address=host)
+    with pdlink.Node("decode-0", KV, listen=listen, deadlines=PATIENT, insecure=True) as node:
         blocks = [0, 1, 2, 3, 10, 11, 12]
         with node.receive("request-1", peer, [blocks], range(TOKENS)) as incoming:
             for layer in range(LAYERS):

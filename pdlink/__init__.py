@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pdlink import errors as errors
     from pdlink.config import SecurityConfig as SecurityConfig
     from pdlink.config import TransportConfig as TransportConfig
+    from pdlink.config.listen import LinkListen as LinkListen
     from pdlink.kv.groups import KVGroups as KVGroups
     from pdlink.kv.layout import KVLayout as KVLayout
     from pdlink.kv.layout import paged_layout as paged_layout
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from pdlink.node.node import Outgoing as Outgoing
     from pdlink.node.port import EnginePort as EnginePort
     from pdlink.protocol.deadlines import Deadlines as Deadlines
+    from pdlink.protocol.handshake import ModelId as ModelId
     from pdlink.serve.keys import load_credentials as load_credentials
     from pdlink.store.cache import Cache as Cache
     from pdlink.store.turns import Retention as Retention
@@ -36,6 +38,8 @@ _HOMES = {
     "Incoming": "pdlink.node.node",
     "KVGroups": "pdlink.kv.groups",
     "KVLayout": "pdlink.kv.layout",
+    "LinkListen": "pdlink.config.listen",
+    "ModelId": "pdlink.protocol.handshake",
     "Node": "pdlink.node.node",
     "Outgoing": "pdlink.node.node",
     "Retention": "pdlink.store.turns",

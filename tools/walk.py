@@ -175,7 +175,8 @@ def layer(_arguments: argparse.Namespace) -> list[Span]:
     )
     kv = pdlink.KVGroups((layout,))
     shortest: dict[str, Span] = {}
-    with pdlink.Node("prefill", kv, transport="tcp") as prefill, pdlink.Node("decode", kv, transport="tcp") as decode:
+    over = pdlink.TransportConfig(kind="tcp")
+    with pdlink.Node("prefill", kv, transport=over) as prefill, pdlink.Node("decode", kv, transport=over) as decode:
         for transfer_id in ("warm", "walked"):
             incoming = decode.receive(transfer_id, prefill.address, [[0, 1, 2, 3]], range(num_tokens))
             outgoing = prefill.send(transfer_id, [[0, 1, 2, 3]], num_tokens)
@@ -377,11 +378,10 @@ def _cache_spans(verb: str) -> list[Span]:
     layout = pdlink.paged_layout(
         num_layers=16, num_blocks=64, block_tokens=16, num_heads=4, head_dim=64, itemsize=2, dtype="float16"
     )
-    kv = pdlink.KVGroups((layout,))
     blocks, best = list(range(16)), list[Span]()
     with (
         tempfile.TemporaryDirectory() as disk,
-        pdlink.Cache(kv, nbytes=256 << 20, disk=disk, disk_nbytes=1 << 30, model="walk") as cache,
+        pdlink.Cache(layout, nbytes=256 << 20, disk=disk, disk_nbytes=1 << 30, model="walk") as cache,
     ):
         for number in range(8):
             prompt = [number] * 256

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pdlink import _copy
+from pdlink.config import TransportConfig
 from pdlink.kv.layout import paged_layout
 from pdlink.memory.buffers import Buffer
 from pdlink.memory.pages import gather
@@ -309,7 +310,7 @@ class _Lending:
 
     def __init__(self, name: str, kind: str, nbytes: int, count: int, peers: Sequence[str] = ()) -> None:
         self.shape = RecordShape("uint8", 1, (Group("latent", (0,), 1, 1, nbytes),))
-        self.link = PeerLink(name, transport=kind)
+        self.link = PeerLink(name, transport=TransportConfig(kind=kind))
         arena_nbytes = max(2 * count * (nbytes + HEADER_NBYTES), 64 << 20)
         tiers = [self.link.tier(peer) for peer in peers]
         self.store = Store(arena_nbytes, make_policy("lru"), tiers, lends=True)

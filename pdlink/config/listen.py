@@ -152,6 +152,12 @@ class ListenConfig(LinkListen):
         return place_of(self.control).port if self.control else 0
 
     @property
+    def link(self) -> LinkListen:
+        """Without HTTP."""
+        control = str(HostPort(self.control_host, self.control_port))
+        return LinkListen(address=control, data=self.data, advertise=self.advertise)
+
+    @property
     def reachable(self) -> dict[str, str]:
         http = "listen.http" if self.http else "listen"
         control = "listen.control" if self.control else "listen"

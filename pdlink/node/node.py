@@ -2,7 +2,7 @@
 
     import pdlink
 
-    node = pdlink.Node("prefill-0", pdlink.KVGroups((pdlink.paged_layout(...),)), port=8500)
+    node = pdlink.Node("prefill-0", pdlink.KVGroups((pdlink.paged_layout(...),)))
     with node.send(transfer_id, [blocks], num_tokens) as outgoing:
         for layer in range(num_layers):
             compute(layer)
@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 
-from pdlink.config import TransportConfig, is_loopback
-from pdlink.config.listen import is_every_address
+from pdlink.config import TransportConfig
+from pdlink.config.listen import LinkListen, is_every_address
 from pdlink.endpoint.channel import Channel
 from pdlink.endpoint.data_path import Outgoing as Outgoing
 from pdlink.endpoint.driver import Endpoint
@@ -42,6 +42,7 @@ from pdlink.node import report
 from pdlink.node.layer_order import LaunchedIncoming, LaunchedOutgoing, LayerOrder
 from pdlink.protocol.auth import NAME_RULE, ControlAddress, check_dial, is_worker_name
 from pdlink.protocol.deadlines import Deadlines
+from pdlink.protocol.handshake import ModelId
 from pdlink.protocol.messages import VERSION, Identity
 from pdlink.reasons import Code, Reason
 from pdlink.transport.choice import open_transports
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
 
     from pdlink.endpoint.half import Transfer
     from pdlink.endpoint.live import LiveTransfer
-    from pdlink.endpoint.sharing import Sharing
     from pdlink.kv.groups import BlockLists, KVGroups
     from pdlink.memory.blocks import BlockPool
     from pdlink.memory.buffers import AnyBuffer, HostBuffer
@@ -65,6 +65,8 @@ if TYPE_CHECKING:
 
 _UNCHECKED = object()
 _MAX_DIALABLE = 4096
+_LOCAL, _ANY_TRANSPORT, _DEADLINES, _ANY_MODEL = LinkListen(), TransportConfig(), Deadlines(), ModelId()
+"""The defaults of a node."""
 
 
 class Node:
@@ -89,19 +91,12 @@ class Node:
         groups: KVGroups,
         buffers: Sequence[Any] | None = None,
         *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        data_host: str | None = None,
-        advertise_host: str | None = None,
-        model: str = "",
-        revision: str = "",
-        content: str = "",
-        num_ranks: int = 1,
+        listen: LinkListen = _LOCAL,
+        model: ModelId = _ANY_MODEL,
         pool: BlockPool | None = None,
-        transport: str | TransportConfig = "auto",
+        transport: TransportConfig = _ANY_TRANSPORT,
         transports: Sequence[Transport] | None = None,
-        deadlines: Deadlines | None = None,
-        sharing: Sharing | None = None,
+        deadlines: Deadlines = _DEADLINES,
         credentials: Credentials | None = None,
         insecure: bool = False,
         channel: Callable[[str], Channel] = Channel,
@@ -116,30 +111,26 @@ class Node:
         buffers: memory that is *borrowed*, for region 0, 1, … of the layouts: contiguous torch tensors (CPU or CUDA),
             numpy arrays, objects with `__dlpack__` or the buffer protocol; or buffers of `pdlink.memory`. It must
             outlive the node. None allocates shared memory, which peers on this host can map: the fastest lane.
-        host, port: where the control plane listens; port 0 takes a free one. Others than this host can reach
-            anything but loopback, which takes `credentials`, or `insecure=True` on a private network.
-        data_host: where the tcp transport listens, if that is not `host`.
-        advertise_host: the address that peers reach this node by, if it is not `host`.
-        deadlines, sharing: how long it waits for others, and how transfers share a transport; None: the defaults.
+        listen: where peers reach it. Others than this host can reach anything but loopback, which takes
+            `credentials`, or `insecure=True` on a private network.
+        model: must be equal on both sides of a link.
+        deadlines: how long it waits for others.
         credentials: who this node is and whom it knows, from files that `pdlink keygen` has made:
             `pdlink.load_credentials(pdlink.SecurityConfig(key_file=..., allow_file=...))`. The control plane is
             encrypted then. insecure: without keys, let other hosts reach this node and dial any address.
-        model, revision, content, num_ranks: what must be equal on both sides of a link, beside the layout's sizes.
         pool: counts the blocks. The node then holds a reference of its own to the blocks of each transfer until
             nothing can touch them. None leaves that to the caller, who waits for `released`.
-        transport: "auto" (whatever works between two nodes, the fastest first), "mapped", "tcp", "ucx", or settings.
+        transport: by default whatever works between two nodes, the fastest first.
         transports: ready-made ones instead; the node opens and closes them.
         channel: makes the control channel from an identity, NAME@EPOCH; one that loses frames tests what follows.
         on_death: called in the node's thread if its loop dies, which only a bug can do. All transfers have failed.
 
-        Raises ConfigError (name, host, port), LayoutMismatch (a buffer is too small), InvalidRequest (an object that
+        Raises ConfigError (name, listen), LayoutMismatch (a buffer is too small), InvalidRequest (an object that
         cannot be borrowed), TransportUnavailable, OSError (not enough memory).
         """
         if not is_worker_name(name):
             raise ConfigError(f"name: got {name!r}; a name is {NAME_RULE}")
-        config = TransportConfig(kind=transport) if isinstance(transport, str) else transport
-        hosts = {"host": host, "advertise_host": advertise_host, "data_host": data_host}
-        open_to = {what: one for what, one in hosts.items() if one is not None and not is_loopback(one)}
+        open_to = listen.reachable
         if open_to and credentials is None and not insecure:
             what, one = next(iter(open_to.items()))
             raise ConfigError(
@@ -148,7 +139,7 @@ class Node:
             )
         groups.check("own")
         self.name, self.groups, self.pool = name, groups, pool
-        self._insecure, self._verify = insecure, config.verify
+        self._insecure, self._verify = insecure, transport.verify
         self.short_of_blocks = lambda: False
         self._closed = False
         self._dialable: dict[str, object] = {}
@@ -161,10 +152,9 @@ class Node:
                 self._order = LayerOrder(cast("Callable[[], Any]", self.buffers[0].make_event))
                 opened.callback(self._order.close)
             if transports is None:
-                told = advertise_host if data_host is None or is_every_address(data_host) else None
-                transports = open_transports(
-                    config, self.buffers, data_host or host, told, this_host_only=not open_to
-                )
+                told = listen.advertise if listen.data is None or is_every_address(listen.data) else None
+                host = listen.data or listen.control_host
+                transports = open_transports(transport, self.buffers, host, told, this_host_only=not open_to)
             else:
                 for made in transports:
                     opened.callback(made.close)
@@ -178,21 +168,20 @@ class Node:
                 name,
                 Identity(
                     VERSION,
-                    model,
-                    revision,
-                    num_ranks,
+                    model.name,
+                    model.revision,
+                    model.num_ranks,
                     groups.layouts[0],
                     host_id(),
-                    content,
+                    model.content,
                     os.getpid(),
                     kind,
                     groups.layouts[1:],
                 ),
                 transports,
-                deadlines or Deadlines(),
-                batch_timeout_s=config.batch_timeout_s,
-                sharing=sharing,
-                require_lane=config.require,
+                deadlines,
+                batch_timeout_s=transport.batch_timeout_s,
+                require_lane=transport.require,
                 credentials=credentials,
                 checksums=Checksums(groups, cast("list[HostBuffer]", self.buffers)) if kind == "host" else None,
                 channel=channel,
@@ -201,9 +190,9 @@ class Node:
                 pool=pool,
             )
             opened.callback(self.endpoint.close)
-            self.endpoint.open(host, port, advertise_host)
+            self.endpoint.open(listen.control_host, listen.control_port, listen.advertise)
             self._opened = opened.pop_all()
-        obstacles = [transport.no_invitations for transport in transports]
+        obstacles = [made.no_invitations for made in transports]
         self._no_invitations = "; ".join(obstacles) if all(obstacles) else ""
         self.address = self.endpoint.address
 

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pdlink.config import TransportConfig
+from pdlink.config.listen import LinkListen
 from pdlink.errors import ConfigError, DeadlineExceeded, InvalidRequest, PdlinkError, TransferFailed
 from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout, LayerLayout, Part
@@ -28,6 +30,8 @@ from pdlink.peers.messages import MAX_KEYS, PeerAnswer, PeerAsk, Pull
 from pdlink.peers.questions import Questions
 from pdlink.peers.tier import PeerTier
 from pdlink.protocol.auth import ControlAddress, check_dial
+from pdlink.protocol.deadlines import Deadlines
+from pdlink.protocol.handshake import ModelId
 from pdlink.reasons import Code, Reason
 from pdlink.store.extents import ALIGNMENT_NBYTES as PAGE_NBYTES
 from pdlink.store.extents import whole_pages
@@ -37,9 +41,7 @@ from pdlink.store.record import SCHEMA
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdlink.config import TransportConfig
     from pdlink.protocol.auth import AllowList, Credentials
-    from pdlink.protocol.deadlines import Deadlines
     from pdlink.store.slots import SlotLease
     from pdlink.store.store import Store
 
@@ -51,6 +53,7 @@ _NOT_HERE = "not_here"
 """Reason of a transfer that fails because the owner has no such record."""
 _LENDERS = 2
 _CLOSE_S = 2.0
+_LOCAL, _ANY_TRANSPORT, _DEADLINES = LinkListen(), TransportConfig(), Deadlines()
 
 
 class PeerLink:
@@ -60,21 +63,19 @@ class PeerLink:
         self,
         name: str,
         *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        advertise_host: str | None = None,
-        transport: str | TransportConfig = "auto",
-        deadlines: Deadlines | None = None,
+        listen: LinkListen = _LOCAL,
+        transport: TransportConfig = _ANY_TRANSPORT,
+        deadlines: Deadlines = _DEADLINES,
         credentials: Credentials | None = None,
         insecure: bool = False,
         timeout_s: float = 5.0,
     ) -> None:
-        """name: of this store among the stores that meet. port: of questions, 0 for a free one; records take others.
+        """name: of this store among the stores that meet. listen: for questions; records take other ports there.
 
         timeout_s: of an answer, and of a record. The rest as in `Node`.
         """
-        self._name, self._host, self._port, self._timeout_s = name, host, port, timeout_s
-        self._advertise_host, self._transport, self._deadlines = advertise_host, transport, deadlines
+        self._name, self._listen, self._timeout_s = name, listen, timeout_s
+        self._transport, self._deadlines = transport, deadlines
         self._credentials, self._insecure = credentials, insecure
         self._questions = Questions(f"{name}@{secrets.token_hex(8)}", self._on_ask, self._on_pull)
         self._lenders = Line("pdlink-lend", _LENDERS)
@@ -104,10 +105,8 @@ class PeerLink:
             self._name,
             KVGroups((KVLayout("uint8", 1, num_pages, 1, PAGE_NBYTES, (layer,)),)),
             [store.buffer],
-            host=self._host,
-            advertise_host=self._advertise_host,
-            model="pdlink records",
-            revision=str(SCHEMA),
+            listen=self._listen.on_port(0),
+            model=ModelId("pdlink records", str(SCHEMA)),
             transport=self._transport,
             deadlines=self._deadlines,
             credentials=self._credentials,
@@ -115,7 +114,7 @@ class PeerLink:
         )
         self._node_port = ControlAddress.parse(self._node.address).port
         try:
-            bound = self._questions.open(self._host, self._port, self._credentials)
+            bound = self._questions.open(self._listen.control_host, self._listen.control_port, self._credentials)
         except BaseException:
             self._node.close()
             raise

@@ -7,6 +7,7 @@ What must be equal is compared factor by factor, and a refusal names the factor 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from pdlink.errors import HandshakeRefused
@@ -23,6 +24,18 @@ _NEAR_TO_FAR: Final[tuple[Reach, ...]] = ("process", "host", "network")
 
 CONNECTION_FACTOR = "data connection"
 """The two fit together, and no transport between them connected: out of descriptors, a firewall, another user."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelId:
+    """Whose KV it is. All of it must be equal on both sides of a link, beside the sizes of the layouts."""
+
+    name: str = ""
+    revision: str = ""
+    content: str = ""
+    """Digest of config, tokenizer and weights (`pdlink.content`)."""
+    num_ranks: int = 1
+    """Tensor-parallel ranks that hold the KV heads."""
 
 
 def compare(local: Identity, remote: Identity) -> None:

@@ -19,16 +19,14 @@ def make_link(
     credentials: Credentials | None,
     *,
     insecure: bool,
-    deadlines: Deadlines | None = None,
+    deadlines: Deadlines,
 ) -> PeerLink | None:
     """Not open yet; None where the settings want none. name: of the process, which others may have, too."""
     if not config.tiers.peers and config.tiers.peer_port is None:
         return None
     return PeerLink(
         f"{(credentials and credentials.owner) or name}/store-{secrets.token_hex(4)}",
-        host=config.listen.control_host,
-        port=config.tiers.peer_port or 0,
-        advertise_host=config.listen.advertise,
+        listen=config.listen.link.on_port(config.tiers.peer_port or 0),
         transport=config.transport,
         deadlines=deadlines,
         credentials=credentials,

@@ -108,6 +108,7 @@ def _reload(allow_file: str, allow: Callable[[AllowList], None]) -> None:
 def run_store(config: StoreConfig, parent: Parent | None, say: Callable[[str], None]) -> None:
     """Run one store until SIGTERM or the end of its parent. Raises ConfigError, and OSError (no memory)."""
     from pdlink.config import SecurityConfig, read_secrets
+    from pdlink.protocol.deadlines import Deadlines
     from pdlink.serve import keys
     from pdlink.serve.kv_events import open_publisher, tell_shared_records
     from pdlink.serve.peers import make_link
@@ -124,7 +125,7 @@ def run_store(config: StoreConfig, parent: Parent | None, say: Callable[[str], N
     if http_key is None and not is_loopback(config.listen.host):
         log.warning("listen %s without http_key_file: HTTP is open to anybody who reaches it", config.listen.host)
     credentials = keys.load_credentials(SecurityConfig(key_file=config.key_file, allow_file=config.allow_file))
-    link = make_link(config, config.name, credentials, insecure=config.insecure)
+    link = make_link(config, config.name, credentials, insecure=config.insecure, deadlines=Deadlines())
     peers = [link.tier(address) for address in config.tiers.peers] if link is not None else ()
     store = make_store(config.tiers, config.name, peers=peers)
     store.open()

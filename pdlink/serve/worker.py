@@ -28,6 +28,7 @@ from pdlink.memory.blocks import BlockPool
 from pdlink.node.node import Node, end_process
 from pdlink.node.port import EnginePort
 from pdlink.protocol.deadlines import Deadlines
+from pdlink.protocol.handshake import ModelId
 from pdlink.serve.kv_events import open_publisher, tell_blocks, tell_records
 from pdlink.serve.peers import make_link
 from pdlink.serve.stream import DecodeLeg, PrefillLeg, Stream
@@ -134,13 +135,8 @@ class Worker:
             self.name,
             KVGroups((self.cache.layout,)),
             [self.cache.buffer],
-            host=config.listen.control_host,
-            port=config.listen.control_port,
-            data_host=config.listen.data,
-            advertise_host=config.listen.advertise,
-            model=self.model.name,
-            revision=self.model.revision,
-            content=self.model.content,
+            listen=config.listen.link,
+            model=ModelId(self.model.name, self.model.revision, self.model.content),
             pool=self.pool,
             transport=config.transport,
             deadlines=deadlines,

@@ -29,6 +29,7 @@ from pdlink.integrations.sglang_parts.pool import Memory, buffers_of, layout_of
 from pdlink.integrations.sglang_parts.rooms import KV, PrefillRooms
 from pdlink.kv.groups import KVGroups
 from pdlink.node.node import Node
+from pdlink.protocol.handshake import ModelId
 from pdlink.reasons import ABORTED, Reason
 from tests.cuda.double import Kv, Reached
 from tests.cuda.fake import Fake
@@ -66,7 +67,13 @@ class Rank:
         groups, self.layers = layout_of(places, lens, [ITEM] * 2 * LAYERS, [*range(LAYERS)] * 2, PAGE, "float32")
 
         def node(layout: KVGroups, suffix: str, meaning: str) -> Node:
-            return Node(f"{name}{suffix}", layout, memory, revision=meaning, transport=TransportConfig(kind=kind))
+            return Node(
+                f"{name}{suffix}",
+                layout,
+                memory,
+                model=ModelId(revision=meaning),
+                transport=TransportConfig(kind=kind),
+            )
 
         self.ends = Ends(groups, self.layers, [], node, memory)
         self.gpu = GpuOrder(memory[0].make_event, device.synchronize, 0)  # type: ignore[arg-type]

@@ -18,7 +18,6 @@ import pytest
 import pdlink
 from pdlink.cuda.driver import Device
 from pdlink.errors import TransferFailed, TransportFailure, TransportUnavailable
-from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import RunList
 from pdlink.memory.buffers import Buffer
 from pdlink.transport.base import PeerClosed, Transport
@@ -286,10 +285,10 @@ def test_a_writer_is_held_to_the_blocks_that_it_is_offered() -> None:
     kv = groups(4)
     for seed, side in enumerate((writer, owner)):
         side.add_buffer(kv.extent(0), seed)
-    owner.transport.guard(KVGroups((kv,)))
+    owner.transport.guard(kv)
     join(writer, owner)
     owner.transport.open_blocks("writer", [[3]])
-    place = kv.layers[1]
+    place = kv.layouts[0].layers[1]
     inside = place.parts[0].offset + 3 * place.block_stride
     assert writer.wait_batch(writer.submit("owner", run_list([[0, inside, 8]]))) == "ok"
     before = owner.snapshot()
@@ -348,7 +347,7 @@ def test_runs_of_a_slot_are_counted_before_they_are_looked_up(
     kv = groups(4)
     owner = Side(DoubleStaged(TcpTransport(), slot_nbytes=1 << 20))
     owner.add_buffer(max(kv.extent(0), 1 << 17), 0)
-    owner.transport.guard(KVGroups((kv,)))
+    owner.transport.guard(kv)
     stranger = Stranger(owner.transport, "stranger")
     with contextlib.closing(owner), contextlib.closing(stranger.socket):
         stranger.say(wire.Ask(1))

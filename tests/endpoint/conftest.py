@@ -7,21 +7,25 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 import pdlink
 from pdlink.config import TransportConfig
+from pdlink.config.listen import LinkListen
 from pdlink.endpoint.channel import Channel
 from pdlink.endpoint.data_path import Outgoing
 from pdlink.endpoint.receiver import Incoming
 from pdlink.endpoint.sharing import Sharing
 from pdlink.events import Event, listen
+from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.kv.plan import warm_up
 from pdlink.memory.buffers import Buffer
 from pdlink.protocol.deadlines import Deadlines
+from pdlink.protocol.handshake import ModelId
 from pdlink.reasons import Code, Reason
 from tests.loopback import LoopbackHub, LoopbackTransport
 
@@ -199,24 +203,24 @@ class Node:
         self.buffer = Buffer(kv.extent(0))
         self.transport = transports[0] if transports else LoopbackTransport(hub)
         self.short_of_blocks = False
+        self._sharing = Sharing() if sharing is None else sharing
         self._make = partial(
             pdlink.Node,
             name,
-            kv,
+            KVGroups((kv,)),
             [self.buffer],
-            model=model,
-            revision="main",
+            model=ModelId(model, "main"),
             transport=TransportConfig(batch_timeout_s=5.0, require=require_lane),
             transports=transports or [self.transport],
             deadlines=timeouts,
-            sharing=sharing,
             credentials=credentials,
             channel=channel,
             on_death=on_death,
         )
 
     def open(self, port: int = 0) -> Self:
-        self.node = self._make(port=port)
+        with patch("pdlink.endpoint.driver.Sharing", lambda: self._sharing):
+            self.node = self._make(listen=LinkListen(address=f"127.0.0.1:{port}"))
         self.node.short_of_blocks = lambda: self.short_of_blocks
         self.endpoint = self.node.endpoint
         self.sender, self.receiver = Sends(self.endpoint.sender), Receives(self.endpoint.receiver)

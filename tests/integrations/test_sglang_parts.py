@@ -23,6 +23,7 @@ from pdlink.integrations.sglang_parts.settings import read_storage
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
 from pdlink.kv.groups import KVGroups
 from pdlink.node.node import Node
+from pdlink.protocol.handshake import ModelId
 from pdlink.reasons import ABORTED
 
 PAGE, TOKEN, PAGES, LAYERS, PLACES = 4, 32, 64, 3, 16
@@ -46,7 +47,7 @@ class Side:
 
         def node(layout: KVGroups, suffix: str, meaning: str) -> Node:
             memory: Any = described[1] if suffix.startswith("/s") else self.entries
-            return Node(f"{name}{suffix}", layout, memory, revision=meaning)
+            return Node(f"{name}{suffix}", layout, memory, model=ModelId(revision=meaning))
 
         self.ends = Ends(groups, self.layers, [described[0]] if states else [], node)
 

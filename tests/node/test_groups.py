@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -175,6 +175,7 @@ def test_a_part_of_a_prompt_is_refused_where_a_group_does_not_keep_all(ends: End
 
 
 def test_blocks_are_taken_by_group(ends: Ends) -> None:
+    blocks: Any
     for blocks, message in (
         ((1, 2, 3), "one list of integers for each group"),
         (DST[:2], "got 2 lists; expected 3"),

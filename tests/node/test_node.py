@@ -298,8 +298,8 @@ def test_layer_that_is_not_there_is_refused(pair: Pair) -> None:
 
 
 def test_other_hosts_take_keys_or_a_word() -> None:
-    with pytest.raises(ConfigError, match=r"host: other hosts can reach 0\.0\.0\.0.*pass credentials"):
-        pdlink.Node("n", groups(4), host="0.0.0.0")
+    with pytest.raises(ConfigError, match=r"listen: other hosts can reach 0\.0\.0\.0.*pass credentials"):
+        pdlink.Node("n", groups(4), listen=pdlink.LinkListen(address="0.0.0.0"))
 
 
 def test_address_of_another_host_is_not_dialed_without_keys(pair: Pair) -> None:

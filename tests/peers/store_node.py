@@ -6,6 +6,8 @@ import random
 import time
 from typing import TYPE_CHECKING
 
+from pdlink.config import TransportConfig
+from pdlink.config.listen import HostPort, LinkListen
 from pdlink.peers.link import PeerLink
 from pdlink.protocol.deadlines import Deadlines
 from pdlink.store.policies.registry import make_policy
@@ -52,9 +54,8 @@ class StoreNode:
         self.shape = shape_of(payload_nbytes)
         self.link = PeerLink(
             name,
-            host=host,
-            port=port,
-            transport=kind,
+            listen=LinkListen(address=str(HostPort(host, port))),
+            transport=TransportConfig(kind=kind),
             deadlines=TIMEOUTS,
             credentials=credentials,
             timeout_s=timeout_s,

@@ -106,8 +106,8 @@ def test_a_line_in_the_registry_makes_a_class_a_transport_of_every_node(monkeypa
     )
     kv = pdlink.KVGroups((layout,))
     with (
-        pdlink.Node("prefill", kv, transport="direct") as prefill,
-        pdlink.Node("decode", kv, transport="direct") as decode,
+        pdlink.Node("prefill", kv, transport=pdlink.TransportConfig(kind="direct")) as prefill,
+        pdlink.Node("decode", kv, transport=pdlink.TransportConfig(kind="direct")) as decode,
     ):
         for layer in range(2):
             for part in range(2):

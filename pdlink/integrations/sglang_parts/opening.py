@@ -14,6 +14,7 @@ from pdlink.integrations.sglang_parts.ends import Ends, RankShare
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
 from pdlink.node.node import Node
 from pdlink.protocol.deadlines import Deadlines
+from pdlink.protocol.handshake import ModelId
 from pdlink.serve.keys import as_name, load_credentials
 
 if TYPE_CHECKING:
@@ -105,19 +106,15 @@ def open_ends(
     name = (credentials and credentials.owner) or f"sglang-{mode}-{as_name(socket.gethostname(), 32)}-{os.getpid()}"
     revision = f"sglang {versions.precision(server_args)} {args.kv_layout}"
     content = versions.content(server_args)
+    model_name = str(server_args.served_model_name or server_args.model_path)
 
     def node(layout: KVGroups, memory: list[AnyBuffer], suffix: str, meaning: str, port: int) -> Node:
         return Node(
             f"{name}/{rank}{suffix}",
             layout,
             memory,
-            host=settings.listen.control_host,
-            port=port,
-            data_host=settings.listen.data,
-            advertise_host=settings.listen.advertise,
-            model=str(server_args.served_model_name or server_args.model_path),
-            revision=f"{revision} {meaning}",
-            content=HERE.named(content),
+            listen=settings.listen.on_port(port),
+            model=ModelId(model_name, f"{revision} {meaning}", HERE.named(content)),
             transport=settings.transport,
             deadlines=Deadlines.of(settings.timeouts),
             credentials=credentials,

@@ -28,6 +28,7 @@ from pdlink.integrations.vllm_parts.store_half import StoreHalf
 from pdlink.integrations.vllm_parts.worker import WorkerHalf
 from pdlink.node.node import Node, end_process
 from pdlink.protocol.deadlines import Deadlines
+from pdlink.protocol.handshake import ModelId
 from pdlink.serve.keys import as_name, load_credentials
 from pdlink.store.opening import SourceGroup, open_source
 from pdlink.store.source import CallersBlocks
@@ -214,11 +215,8 @@ class Rank:
                 self._name_of(shard, credentials),
                 cache.groups,
                 buffers,
-                host=settings.listen.control_host,
-                port=settings.listen.control_port,
-                data_host=settings.listen.data,
-                advertise_host=settings.listen.advertise,
-                **self._identity(cache.planes),
+                listen=settings.listen,
+                model=self._model_id(cache.planes),
                 transport=settings.transport,
                 deadlines=Deadlines.of(settings.timeouts),
                 credentials=credentials,
@@ -251,8 +249,8 @@ class Rank:
         return open_source(tiers, name, groups, buffers, CallersBlocks(), model=model)
 
     def _source_group(self, cache: CacheLayout) -> SourceGroup:
-        tiers, identity = self._settings.tiers, self._identity(cache.planes)  # with the names of its layers
-        revision = f"{identity['revision']} {identity['content']} {versions.precision(self._config)}"
+        tiers, model = self._settings.tiers, self._model_id(cache.planes)
+        revision = f"{model.revision} {model.content} {versions.precision(self._config)}"
         heads, num_heads = versions.heads(self._config, cache.layout.num_heads)
         if tiers is None or tiers.store is None or cache.layout.position_tokens > 1 or cache.layout.state:
             revision, heads, num_heads = f"{revision} rank {self._place.rank} of {self._place.num_ranks}", None, None
@@ -308,13 +306,9 @@ class Rank:
         shared = self._num_shards > 1 and "{shard}" not in (self._settings.security.key_file or "")
         return f"{name}/{shard}" if shared else name
 
-    def _identity(self, planes: Iterable[str]) -> dict[str, Any]:
-        """What must be equal on both servers beside the layout: model, its shape, the names of its layers."""
+    def _model_id(self, planes: Iterable[str]) -> ModelId:
+        """Its revision tells the model's shape and the names of these layers, too."""
         shape = json.dumps([versions.model_shape(self._config), list(planes)], sort_keys=True, default=str)
         digest = hashlib.blake2b(shape.encode(), digest_size=8).hexdigest()
-        return {
-            "model": versions.model_name(self._config),
-            "revision": f"{self._config.model_config.revision or 'main'} {digest}",
-            "content": HERE.named(self._content),
-            "num_ranks": self._num_shards,
-        }
+        revision = f"{self._config.model_config.revision or 'main'} {digest}"
+        return ModelId(versions.model_name(self._config), revision, HERE.named(self._content), self._num_shards)
