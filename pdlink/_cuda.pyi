@@ -1,7 +1,7 @@
 """Kernels that reshape paged KV, and what a writer on a GPU needs of the gate (`csrc/cuda`).
 
-Nothing here but `Launcher` calls CUDA: launches are planned, and run by loops on this CPU if asked. Addresses are
-taken on trust, as a kernel does; `pdlink.cuda.ops` and `pdlink.transport.mapped_cuda` are the checked ways in.
+Nothing here but `KernelLauncher` calls CUDA: launches are planned, and run by loops on this CPU if asked. Addresses
+are taken on trust, as a kernel does; `pdlink.cuda.ops` and `pdlink.transport.mapped_cuda` are the checked ways in.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _Gate = tuple[int, int, int, bytes]
 THREADS: int
 """Of a block, in every kernel."""
 
-class Strides:
+class Rows:
     """Where the rows of one side lie. Strides and addresses in bytes.
 
     The byte of (layer, part, slot, head) is at base + layer * layer_stride + part * part_stride + (slot //
@@ -54,8 +54,8 @@ class Launch:
         """The kernel's only argument."""
 
 def plan_reshape(
-    src: Strides,
-    dst: Strides,
+    src: Rows,
+    dst: Rows,
     *,
     num_tokens: int,
     num_layers: int = 1,
@@ -104,7 +104,7 @@ class RunQueue:
     def nbytes(self) -> int:
         """Of the whole batch."""
 
-class Launcher:
+class KernelLauncher:
     """Launches into one stream, each with everything it asks of the driver in one call; any thread may call."""
 
     def __init__(self, library: str, context: int, kernel: int, work: int, bell: int) -> None:

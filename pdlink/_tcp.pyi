@@ -21,7 +21,7 @@ class PeerUnusable(RuntimeError):
 class NameTaken(ValueError):
     """The name stands for a connection already."""
 
-class Engine:
+class TransferEngine:
     """One native thread with a listening socket and its connections. Any thread may call; a forked child may not."""
 
     def __init__(

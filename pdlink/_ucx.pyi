@@ -1,7 +1,8 @@
 """UCX without Python in the way: one native thread progresses it (`csrc/ucx`).
 
-An `Engine` belongs to the process that made it; in a forked child every method refuses or does nothing, so that the
-parent's connections live on. No method holds the interpreter lock while it waits, and the thread never needs it.
+A `TransferEngine` belongs to the process that made it; in a forked child every method refuses or does nothing, so
+that the parent's connections live on. No method holds the interpreter lock while it waits, and the thread never needs
+it.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ class Library:
     def version(self) -> str:
         """Such as "1.22.0"."""
 
-class Engine:
+class TransferEngine:
     """A UCX context, its workers and the thread that progresses them."""
 
     def __init__(self, library: Library, tls: str, devices: str = "") -> None:

@@ -315,7 +315,10 @@ def logs() -> Iterator[str]:
 
 SAME_IDEA = {
     "Hello": "the first message of a connection, in each protocol",
-    "Welcome": "its answer",
+    "NameTaken": "an error of every native transport",
+    "PeerUnusable": "another one",
+    "TransferEngine": "a native transport",
+    "Welcome": "the answer to a Hello",
     "Worker": "one worker: the process itself, and what the proxy knows of it",
 }
 """Names that several classes may have."""
@@ -326,7 +329,7 @@ def class_names() -> Iterator[str]:
     file."""
     places: dict[str, list[str]] = {}
     for folder in ("pdlink", "proxy/pdlink_proxy", "benchmarks/pdlink_bench"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
+        for path in sorted(each for each in (ROOT / folder).rglob("*.py*") if each.suffix in (".py", ".pyi")):
             for node in ast.walk(ast.parse(text_of(path))):
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     places.setdefault(node.name, []).append(f"{name(path)}:{node.lineno}")

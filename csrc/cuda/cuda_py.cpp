@@ -24,19 +24,19 @@ using namespace nb::literals;
 namespace pdlink::cuda {
 namespace {
 
-Strides make_strides(std::uint64_t base, std::uint64_t table, std::uint64_t alignment, std::int64_t layer_stride,
-                     std::int64_t part_stride, std::int64_t block_stride, std::int64_t token_stride,
-                     std::int64_t head_stride, std::uint32_t block_tokens, std::uint64_t slots,
-                     std::int64_t first_slot, std::int64_t num_slots) {
+Rows make_rows(std::uint64_t base, std::uint64_t table, std::uint64_t alignment, std::int64_t layer_stride,
+               std::int64_t part_stride, std::int64_t block_stride, std::int64_t token_stride,
+               std::int64_t head_stride, std::uint32_t block_tokens, std::uint64_t slots, std::int64_t first_slot,
+               std::int64_t num_slots) {
     if (block_tokens == 0 || block_tokens > 1u << 31) throw std::invalid_argument("block_tokens must be 1 .. 2^31");
-    Strides strides;
-    strides.alignment = alignment;
-    strides.side = {base,        table, layer_stride, part_stride, block_stride,         token_stride,
-                    head_stride, slots, first_slot,   num_slots,   Divider(block_tokens)};
-    return strides;
+    Rows rows;
+    rows.alignment = alignment;
+    rows.side = {base,        table, layer_stride, part_stride, block_stride,         token_stride,
+                 head_stride, slots, first_slot,   num_slots,   Divider(block_tokens)};
+    return rows;
 }
 
-std::vector<Launch> plan(const Strides& src, const Strides& dst, std::uint64_t num_tokens, std::uint32_t num_layers,
+std::vector<Launch> plan(const Rows& src, const Rows& dst, std::uint64_t num_tokens, std::uint32_t num_layers,
                          std::uint32_t num_parts, std::uint32_t num_heads, std::uint64_t head_nbytes,
                          std::uint64_t refused, std::uint32_t max_strands) {
     Request request;
@@ -90,10 +90,10 @@ NB_MODULE(_cuda, m) {
     using namespace pdlink::cuda;
     translate_system_errors();
 
-    nb::class_<Strides>(m, "Strides")
-        .def(nb::new_(&make_strides), nb::kw_only(), "base"_a = 0, "table"_a = 0, "alignment"_a = 0,
-             "layer_stride"_a = 0, "part_stride"_a = 0, "block_stride"_a, "token_stride"_a, "head_stride"_a = 0,
-             "block_tokens"_a, "slots"_a = 0, "first_slot"_a = 0, "num_slots"_a);
+    nb::class_<Rows>(m, "Rows").def(nb::new_(&make_rows), nb::kw_only(), "base"_a = 0, "table"_a = 0,
+                                    "alignment"_a = 0, "layer_stride"_a = 0, "part_stride"_a = 0, "block_stride"_a,
+                                    "token_stride"_a, "head_stride"_a = 0, "block_tokens"_a, "slots"_a = 0,
+                                    "first_slot"_a = 0, "num_slots"_a);
     nb::class_<Launch>(m, "Launch")
         .def_ro("kernel", &Launch::kernel)
         .def_prop_ro("grid", [](const Launch& launch) { return std::make_tuple(launch.grid_x, launch.grid_y); })
@@ -125,21 +125,21 @@ NB_MODULE(_cuda, m) {
         .def(nb::new_(&make_queue), "lists"_a.noconvert(), "local"_a, "remote"_a)
         .def_prop_ro("empty", &RunQueue::empty)
         .def_prop_ro("nbytes", &RunQueue::nbytes);
-    nb::class_<Launcher>(m, "Launcher")
+    nb::class_<KernelLauncher>(m, "KernelLauncher")
         .def(nb::init<const std::string&, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t>(),
              "library"_a, "context"_a, "kernel"_a, "work"_a, "bell"_a)
         .def(
             "launch_runs",
-            [](const Launcher& launcher, RunQueue& runs, std::uint64_t launch_nbytes, std::uintptr_t host,
+            [](const KernelLauncher& launcher, RunQueue& runs, std::uint64_t launch_nbytes, std::uintptr_t host,
                std::uint64_t device, std::uint64_t nbytes, std::uintptr_t event) {
-                const SlotMemory slot{reinterpret_cast<cuda::Run*>(host), device, nbytes / sizeof(cuda::Run)};
+                const SlotMemory slot{reinterpret_cast<KernelRun*>(host), device, nbytes / sizeof(KernelRun)};
                 const nb::gil_scoped_release release;
                 return told(launcher.launch_runs(runs, launch_nbytes, slot, event));
             },
             "runs"_a, "launch_nbytes"_a, "host"_a, "device"_a, "nbytes"_a, "event"_a)
         .def(
             "ring_after",
-            [](const Launcher& launcher, std::uintptr_t event, int fd) {
+            [](const KernelLauncher& launcher, std::uintptr_t event, int fd) {
                 const nb::gil_scoped_release release;
                 return told(launcher.ring_after(event, fd));
             },

@@ -24,19 +24,19 @@ void look_up(void* library, const char* name, Function& function) {
 
 }  // namespace
 
-RunQueue::RunQueue(std::span<const pdlink::Run> runs) {
+RunQueue::RunQueue(std::span<const Run> runs) {
     runs_.reserve(runs.size());
-    for (const pdlink::Run& run : runs) {
+    for (const Run& run : runs) {
         runs_.push_back({run.src, run.dst, run.nbytes});
         nbytes_ += run.nbytes;
     }
 }
 
-RunRange RunQueue::copy_next(std::span<Run> to, std::uint64_t launch_nbytes) const {
+RunRange RunQueue::copy_next(std::span<KernelRun> to, std::uint64_t launch_nbytes) const {
     RunRange range;
     std::uint64_t left = launch_nbytes;
     for (std::size_t i = at_; i < runs_.size() && range.num_runs < to.size() && left > 0; ++i) {
-        Run run = runs_[i];
+        KernelRun run = runs_[i];
         if (run.nbytes > left) run.nbytes = range.cut_nbytes = left;
         left -= run.nbytes;
         range.longest_nbytes = std::max(range.longest_nbytes, run.nbytes);
@@ -48,14 +48,14 @@ RunRange RunQueue::copy_next(std::span<Run> to, std::uint64_t launch_nbytes) con
 void RunQueue::take(const RunRange& range) {
     at_ += range.num_runs;
     if (range.cut_nbytes == 0) return;
-    Run& cut = runs_[--at_];
+    KernelRun& cut = runs_[--at_];
     cut.src += range.cut_nbytes;
     cut.dst += range.cut_nbytes;
     cut.nbytes -= range.cut_nbytes;
 }
 
-Launcher::Launcher(const std::string& library, std::uintptr_t context, std::uintptr_t kernel, std::uintptr_t work,
-                   std::uintptr_t bell)
+KernelLauncher::KernelLauncher(const std::string& library, std::uintptr_t context, std::uintptr_t kernel,
+                               std::uintptr_t work, std::uintptr_t bell)
     : library_(::dlopen(library.c_str(), RTLD_NOW)),
       context_(handle(context)),
       kernel_(handle(kernel)),
@@ -75,10 +75,10 @@ Launcher::Launcher(const std::string& library, std::uintptr_t context, std::uint
     }
 }
 
-Launcher::~Launcher() { ::dlclose(library_); }
+KernelLauncher::~KernelLauncher() { ::dlclose(library_); }
 
-Failure Launcher::launch_runs(RunQueue& runs, std::uint64_t launch_nbytes, const SlotMemory& slot,
-                              std::uintptr_t event) const {
+Failure KernelLauncher::launch_runs(RunQueue& runs, std::uint64_t launch_nbytes, const SlotMemory& slot,
+                                    std::uintptr_t event) const {
     const RunRange range = runs.copy_next({slot.host, slot.num_runs}, launch_nbytes);
     Launch launch = plan_runs(slot.device, range.num_runs, range.longest_nbytes);
     void* arguments[] = {launch.argument.data()};
@@ -94,7 +94,7 @@ Failure Launcher::launch_runs(RunQueue& runs, std::uint64_t launch_nbytes, const
     return failure.number ? failure : Failure{};
 }
 
-Failure Launcher::ring_after(std::uintptr_t event, int fd) const {
+Failure KernelLauncher::ring_after(std::uintptr_t event, int fd) const {
     if (const int failed = calls_.push(context_)) return {"cuCtxPushCurrent_v2", failed};
     Failure failure{"cuStreamWaitEvent", calls_.wait(bell_, handle(event), 0)};
     if (failure.number == 0)

@@ -16,10 +16,10 @@
 namespace pdlink::cuda {
 
 // As the kernel reads it.
-struct Run {
+struct KernelRun {
     std::uint64_t src, dst, nbytes;
 };
-static_assert(sizeof(Run) == 24);
+static_assert(sizeof(KernelRun) == 24);
 
 // The next runs of a batch for one launch.
 struct RunRange {
@@ -31,18 +31,18 @@ struct RunRange {
 // The runs of a batch that are not launched yet.
 class RunQueue {
   public:
-    explicit RunQueue(std::span<const pdlink::Run> runs);
+    explicit RunQueue(std::span<const Run> runs);
 
     bool empty() const { return at_ == runs_.size(); }
     std::uint64_t nbytes() const { return nbytes_; }  // of the whole batch
 
-    // Runs for one launch, copied to `to`: at most `most_runs` of them and about `launch_nbytes` bytes, the last cut
-    // if need be. They are taken off by `take`, once they are launched.
-    RunRange copy_next(std::span<Run> to, std::uint64_t launch_nbytes) const;
+    // Runs for one launch, copied to `to`: as many as it has room for, about `launch_nbytes` bytes, the last cut if
+    // need be. They are taken off by `take`, once they are launched.
+    RunRange copy_next(std::span<KernelRun> to, std::uint64_t launch_nbytes) const;
     void take(const RunRange& range);
 
   private:
-    std::vector<Run> runs_;
+    std::vector<KernelRun> runs_;
     std::size_t at_ = 0;
     std::uint64_t nbytes_ = 0;
 };
@@ -55,21 +55,21 @@ struct Failure {
 
 // The list of one launch until it has run: pinned memory that the kernel reads in place.
 struct SlotMemory {
-    Run* host = nullptr;
+    KernelRun* host = nullptr;
     std::uint64_t device = 0;  // the same memory, for kernels
     std::size_t num_runs = 0;
 };
 
 // The calls of the driver in `library`, for one context, one kernel and two streams. Any thread may call.
-class Launcher {
+class KernelLauncher {
   public:
     // All are handles of the driver. work: where launches go, one after the other; bell: another stream.
     // Throws std::runtime_error if the library cannot be loaded or lacks a call.
-    Launcher(const std::string& library, std::uintptr_t context, std::uintptr_t kernel, std::uintptr_t work,
-             std::uintptr_t bell);
-    ~Launcher();
-    Launcher(const Launcher&) = delete;
-    Launcher& operator=(const Launcher&) = delete;
+    KernelLauncher(const std::string& library, std::uintptr_t context, std::uintptr_t kernel, std::uintptr_t work,
+                   std::uintptr_t bell);
+    ~KernelLauncher();
+    KernelLauncher(const KernelLauncher&) = delete;
+    KernelLauncher& operator=(const KernelLauncher&) = delete;
 
     // Launch the next range of `runs` and record `event` behind it. If "cuLaunchKernel" or a call before it failed,
     // nothing was launched and `runs` is as it was.

@@ -21,9 +21,9 @@ void require(bool holds, const char* what) {
 }
 
 // All addresses and steps of one side, or-ed: what divides this divides each of them.
-std::uint64_t address_bits(const Strides& strides, const Request& request) {
-    const Side& side = strides.side;
-    std::uint64_t bits = side.table ? strides.alignment : side.base;
+std::uint64_t address_bits(const Rows& rows, const Request& request) {
+    const Side& side = rows.side;
+    std::uint64_t bits = side.table ? rows.alignment : side.base;
     const auto step = [&](std::uint64_t count, std::int64_t stride) {
         if (count > 1) bits |= static_cast<std::uint64_t>(stride);
     };

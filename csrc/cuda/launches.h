@@ -19,13 +19,13 @@ struct Launch {
 };
 
 // One side as callers describe it: the fields of `Side`, and what is known about addresses that only the GPU sees.
-struct Strides {
+struct Rows {
     Side side;
     std::uint64_t alignment = 0;  // with a table: every address in it is a multiple of this
 };
 
 struct Request {
-    Strides src, dst;
+    Rows src, dst;
     std::uint32_t num_layers = 1, num_parts = 1;
     std::uint64_t num_tokens = 0;
     std::uint32_t num_heads = 1;

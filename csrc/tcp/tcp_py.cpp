@@ -57,7 +57,7 @@ void on_blocks(Engine& engine, const std::string& peer, const Blocks& blocks) {
 
 NB_MODULE(_tcp, m) {
     using namespace pdlink::tcp;
-    pdlink::add_engine<Engine>(m, "Engine")
+    pdlink::add_engine<Engine>(m, "TransferEngine")
         .def(
             "__init__",
             [](Engine* at, std::string host, std::uint16_t streams, std::string congestion, double connect_timeout_s,

@@ -67,7 +67,7 @@ NB_MODULE(_ucx, m) {
         .def_ro("path", &Library::path)
         .def_prop_ro("version", &Library::version);
 
-    pdlink::add_engine<Engine>(m, "Engine")
+    pdlink::add_engine<Engine>(m, "TransferEngine")
         .def(
             "__init__",
             [](Engine* self, Library library, std::string tls, std::string devices) {

@@ -86,7 +86,7 @@ class Launches(Generic[Work]):
             kernel = 0 if kernels is None else kernels.function("pdlink_runs")
             handles = (device.context, kernel, self._stream.handle, self._bell.handle)
             try:
-                self._launcher = _cuda.Launcher(device.driver.path, *handles)
+                self._launcher = _cuda.KernelLauncher(device.driver.path, *handles)
             except RuntimeError as error:
                 raise CudaUnavailable(str(error)) from None
             made.pop_all()

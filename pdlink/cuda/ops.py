@@ -56,8 +56,8 @@ def reshape(
     num_layers, num_parts = _grouping(src, dst)
     num_heads, head_dim = src[0].shape[2:]
     launches = _cuda.plan_reshape(
-        _strides(src, src_slots, device, num_parts),
-        _strides(dst, dst_slots, device, num_parts),
+        _rows(src, src_slots, device, num_parts),
+        _rows(dst, dst_slots, device, num_parts),
         num_tokens=num_tokens,
         num_layers=num_layers,
         num_parts=num_parts,
@@ -155,7 +155,7 @@ def _grouping(src: Sequence[Tensor], dst: Sequence[Tensor]) -> tuple[int, int]:
     return len(src), 1
 
 
-def _strides(planes: Sequence[Tensor], slots: Tensor | None, device: torch.device, num_parts: int) -> _cuda.Strides:
+def _rows(planes: Sequence[Tensor], slots: Tensor | None, device: torch.device, num_parts: int) -> _cuda.Rows:
     first = planes[0]
     block, token, head = (stride * first.itemsize for stride in first.stride()[:3])
     steps = _steps(planes, num_parts)
@@ -166,7 +166,7 @@ def _strides(planes: Sequence[Tensor], slots: Tensor | None, device: torch.devic
         for address in addresses:
             alignment |= address
     layer_stride, part_stride = steps or (0, 0)
-    return _cuda.Strides(
+    return _cuda.Rows(
         base=base,
         table=table,
         alignment=alignment,

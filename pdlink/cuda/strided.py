@@ -32,9 +32,9 @@ class Paged(NamedTuple):
     block_tokens: int
     num_slots: int
 
-    def placed(self, slots: int) -> _cuda.Strides:
+    def placed(self, slots: int) -> _cuda.Rows:
         """slots: address of the list of this side."""
-        return _cuda.Strides(**self._asdict(), slots=slots)
+        return _cuda.Rows(**self._asdict(), slots=slots)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ class _Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     """Sizes."""
 
 
-class TcpTransport(NativeTransport[_tcp.Engine, "AnyBuffer"]):
+class TcpTransport(NativeTransport[_tcp.TransferEngine, "AnyBuffer"]):
     """Peers anywhere, through sockets. Lane "tcp"."""
 
     name: ClassVar[str] = "tcp"
@@ -99,7 +99,7 @@ class TcpTransport(NativeTransport[_tcp.Engine, "AnyBuffer"]):
         fast = next((name for name in ("cubic", "reno") if _tcp.congestion_usable(name)), default)
         return Probe(self.name, ok=True, facts={"congestion on one host": fast, "congestion else": default})
 
-    def _start(self) -> _tcp.Engine:
+    def _start(self) -> _tcp.TransferEngine:
         """Looks up host names."""
         if not 1 <= self._streams <= _tcp.MAX_STREAMS:
             raise TransportUnavailable(f"tcp: {self._streams} streams, possible are 1 to {_tcp.MAX_STREAMS}")
@@ -118,7 +118,7 @@ class TcpTransport(NativeTransport[_tcp.Engine, "AnyBuffer"]):
             raise TransportUnavailable(f"tcp: nobody can connect to {self._advertised}; set listen.advertise")
         self._on_loopback = ipaddress.ip_address(listen).is_loopback
         try:
-            return _tcp.Engine(
+            return _tcp.TransferEngine(
                 listen,
                 self._streams,
                 self._congestion or "",

@@ -128,7 +128,7 @@ def _rdma() -> bool:
         return False
 
 
-class UcxTransport(NativeTransport["_ucx.Engine", "AnyBuffer"]):
+class UcxTransport(NativeTransport["_ucx.TransferEngine", "AnyBuffer"]):
     """Puts through UCX, on whatever lane it finds; `lane(peer)` tells which."""
 
     name: ClassVar[str] = "ucx"
@@ -171,11 +171,11 @@ class UcxTransport(NativeTransport["_ucx.Engine", "AnyBuffer"]):
             return Probe(self.name, ok=False, reason=str(error))
         return Probe(self.name, ok=True, facts={"version": loaded.version, "library": loaded.path})
 
-    def _start(self) -> _ucx.Engine:
+    def _start(self) -> _ucx.TransferEngine:
         self._library = _load(self._library_choice)
         self._host = host_id()
         try:
-            engine = _ucx.Engine(self._library, self._tls, self._devices)
+            engine = _ucx.TransferEngine(self._library, self._tls, self._devices)
         except RuntimeError as error:
             raise TransportUnavailable(
                 f"UCX {self._library.version} ({self._library.path}) with transports {self._tls!r}"

@@ -109,7 +109,7 @@ def test_a_launch_has_the_grid_and_the_argument_that_were_planned(device: Device
     memory = [Kv(device, 3 * 100 * 160, seed, Reached) for seed in range(2)]
     src, dst = (torch.from_numpy(one.array[: 3 * 100 * 160]).view(3, 100, 1, 160) for one in memory)
     places = [
-        _cuda.Strides(
+        _cuda.Rows(
             base=side.data_ptr(),
             layer_stride=side.stride(0),
             block_stride=160,

@@ -95,10 +95,10 @@ def test_a_slot_outside_moves_nothing_and_is_told() -> None:
         assert flag.item() == 1
 
 
-def strides(tensor: torch.Tensor, **more: int) -> _cuda.Strides:
+def strides(tensor: torch.Tensor, **more: int) -> _cuda.Rows:
     """Of a contiguous [block, token, element]."""
     block, token, _ = (stride * tensor.itemsize for stride in tensor.stride())
-    return _cuda.Strides(
+    return _cuda.Rows(
         base=tensor.data_ptr(),
         block_stride=block,
         token_stride=token,

@@ -21,11 +21,11 @@ CASES = [
 ]
 
 
-def strides(base: int, head_nbytes: int, slots: torch.Tensor, *, flat: bool) -> _cuda.Strides:
+def strides(base: int, head_nbytes: int, slots: torch.Tensor, *, flat: bool) -> _cuda.Rows:
     """Two planes, tokens in blocks; heads apart unless `flat`."""
     head = head_nbytes if flat else 2 * head_nbytes
     token = HEADS * head
-    return _cuda.Strides(
+    return _cuda.Rows(
         base=base,
         layer_stride=BLOCKS * BLOCK_TOKENS * token,
         block_stride=BLOCK_TOKENS * token,

@@ -125,7 +125,7 @@ def _holds(buffer: Buffer, pointer: int, nbytes: int) -> bool:
     return buffer.ptr <= pointer and pointer + nbytes <= buffer.ptr + buffer.nbytes
 
 
-class Rows:
+class MetadataRows:
     """SGLang's metadata buffers: a row for each request in each of them, in the host's memory."""
 
     def __init__(self, kv_args: Any) -> None:

@@ -75,7 +75,7 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         versions.check(sglang.__version__, accept_newer=settings.untested_sglang == "accept")
         mention_foreign()
         opening.check(args, server_args)
-        self.rows = pool.Rows(args)
+        self.rows = pool.MetadataRows(args)
         # The node is there before SGLang tells others about this rank.
         self.ends, self.layer_ids = opening.open_ends(settings, args, server_args, mode.value, latent=is_mla_backend)
         self.node = self.ends.own.port.node
