@@ -136,7 +136,10 @@ class Outgoing(Transfer):
         Each layer is reported front to back, once for every chunk. If the receiver's offer is here the bytes are
         handed to the transport before this returns: one lock and one native call, no waiting. On a GPU it is enough
         that the kernels which write the layer were launched in this thread's current stream.
+        Raises InvalidRequest for a layer that the layouts do not have.
         """
+        if not 0 <= layer < self._sender.groups.num_layers:
+            raise self._sender.groups.no_layer(layer)
         if end is None:
             end = self.num_tokens
         with self._sender.lock:

@@ -170,7 +170,7 @@ class Incoming(Transfer):
 
     def _signal(self, layer: int) -> Signal:
         if not 0 <= layer < self._receiver.groups.num_layers:
-            raise InvalidRequest(f"layer: got {layer}, the layout has {self._receiver.groups.num_layers}")
+            raise self._receiver.groups.no_layer(layer)
         with self._receiver.lock:
             if self._layers is None:
                 self._layers = {}

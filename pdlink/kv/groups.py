@@ -119,6 +119,10 @@ class KVGroups:
             raise InvalidRequest(f"blocks: got {len(given)} lists; expected {len(self.layouts)}, one for each group")
         return given
 
+    def no_layer(self, layer: int) -> InvalidRequest:
+        """The error that says that there is no such layer."""
+        return InvalidRequest(f"layer: got {layer}; expected 0 to {self.num_layers - 1}")
+
     def part(self, blocks: BlocksByGroup, start: int, end: int) -> BlocksByGroup:
         """Of lists from token 0 on the blocks that hold what is transferred of tokens [start, end)."""
         return tuple(

@@ -85,6 +85,8 @@ class LaunchedOutgoing(Outgoing):
             self.layer_ready(layer, 0, num_cached_tokens)
 
     def layer_ready(self, layer: int, start: int = 0, end: int | None = None) -> None:
+        if not 0 <= layer < self._sender.groups.num_layers:
+            raise self._sender.groups.no_layer(layer)
         self._when_written(partial(super().layer_ready, layer, start, end))
 
     def finish(self, first_token: int = 0) -> None:

@@ -218,13 +218,17 @@ class GroupLoad:
             self._finish(end)
 
     def _finish(self, end: int) -> None:
-        """Nothing touches the blocks any more."""
-        self._fetch.close()
-        self._source.give_back(self._blocks.numbers)
-        with self._landed:
-            self._failed = end < self._end
-            self._landed.notify_all()
-        self.done.set_result(end)
+        """Nothing touches the blocks any more. The request is told whatever raises: it waits."""
+        try:
+            try:
+                self._fetch.close()
+            finally:
+                self._source.give_back(self._blocks.numbers)
+        finally:
+            with self._landed:
+                self._failed = end < self._end
+                self._landed.notify_all()
+            self.done.set_result(end)
 
     # --- The copier's thread, where a GPU copies. The store has checked the records: `fetch.unchecked` is empty
 

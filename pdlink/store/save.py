@@ -125,18 +125,27 @@ class Save:
 
     def _copy_layer(self, part: _Pass, layer: int, after: CudaEvent | None) -> None:
         source = self._source
-        if layer == 0 and not self._withdrawn:
-            self._reserve(part)
-        if self._withdrawn or not part.slots:
-            source.unmark(after)
-            if part.blocks.numbers:
-                source.settle(partial(self._give_back, part))  # of layers that are on their way
-            return
-        if part.plan is None:
-            part.plan = source.plan(self._group, part.slots, part.blocks, part.begin, part.end, loading=False)
-        sums = np.zeros((len(part.slots), 2), np.uint64) if self._summed else None
-        copied = partial(self._copied, part, layer, time.monotonic(), sums)
-        source.move(part.plan, layer, loading=False, after=after, then=copied, sums=sums)
+        try:
+            if layer == 0 and not self._withdrawn:
+                self._reserve(part)
+            if self._withdrawn or not part.slots:
+                source.unmark(after)
+                self._drop(part)
+                return
+            if part.plan is None:
+                part.plan = source.plan(self._group, part.slots, part.blocks, part.begin, part.end, loading=False)
+            sums = np.zeros((len(part.slots), 2), np.uint64) if self._summed else None
+            copied = partial(self._copied, part, layer, time.monotonic(), sums)
+            source.move(part.plan, layer, loading=False, after=after, then=copied, sums=sums)
+        except BaseException:
+            self._drop(part)
+            raise
+
+    def _drop(self, part: _Pass) -> None:
+        """Its chunks never become complete. Its blocks go back when copies that have begun are over."""
+        part.slots = []
+        if part.blocks.numbers:
+            self._source.settle(partial(self._give_back, part))
 
     def _copied(self, part: _Pass, layer: int, began_s: float, sums: Sums | None, error: str) -> None:
         """The copy of a layer is over. error: nothing was copied, so its chunks never become complete."""
@@ -154,13 +163,18 @@ class Save:
                 done.append((chunk, slot))
                 if sums is not None:
                     said_sums(source.store.array[slot.offset :], group.shape)[:] = filling.sums
-                del self._filling[chunk]
-        if done:
-            preimages = [self._preimage(chunk) for chunk, _ in done]
-            source.store.commit([slot for _, slot in done], group.shape, preimages, summed=sums is not None)
-            self.num_kept += len(done)
-        if layer + 1 == group.num_layers:
-            self._give_back(part)
+        is_last = layer + 1 == group.num_layers
+        try:
+            if done:
+                preimages = [self._preimage(chunk) for chunk, _ in done]
+                source.store.commit([slot for _, slot in done], group.shape, preimages, summed=sums is not None)
+                self.num_kept += len(done)
+                for chunk, _ in done:
+                    del self._filling[chunk]
+        finally:
+            if is_last:
+                self._give_back(part)
+        if is_last:
             emit(KVCopied(direction="store", nbytes=copied, took_s=part.took_s))
 
     def _end(self) -> None:

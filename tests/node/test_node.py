@@ -293,8 +293,14 @@ def test_blocks_that_do_not_fit_the_tokens_are_refused(pair: Pair, tokens: range
 
 def test_layer_that_is_not_there_is_refused(pair: Pair) -> None:
     incoming = pair.decode.receive("t", pair.prefill.address, [DST], range(TOKENS))
-    with pytest.raises(InvalidRequest, match="layer: got 3, the layout has 3"):
+    with pytest.raises(InvalidRequest, match="layer: got 3; expected 0 to 2"):
         incoming.wait_layer(3)
+    outgoing = pair.prefill.send("t", [SRC], TOKENS)
+    for layer in (-1, 3):
+        with pytest.raises(InvalidRequest, match=f"layer: got {layer}; expected 0 to 2"):
+            outgoing.layer_ready(layer)
+    compute(outgoing)
+    assert incoming.wait(WAIT_S) == 42
 
 
 def test_other_hosts_take_keys_or_a_word() -> None:

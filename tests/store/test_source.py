@@ -464,6 +464,55 @@ def test_an_aborted_load_gives_its_blocks_back_when_nothing_writes_to_them() -> 
         assert made.pool.num_held == 11
 
 
+def raises(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("a bug")
+
+
+@pytest.mark.parametrize("broken", ["copy", "close", "give_back", "told", "brought"])
+def test_a_job_that_raises_in_the_copier_fails_its_load(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened() as store, engine(store) as made:
+        prompt, blocks = made.prompt("p"), made.blocks(1)
+        made.prefill(prompt, blocks, [TOKENS])
+        made.settle()
+        mine = made.blocks(2)
+        held = made.pool.num_held
+        with monkeypatch.context() as patch:
+            if broken == "close":
+                patch.setattr("pdlink.store.fetching.Fetch.close", raises)
+            elif broken != "told":
+                patch.setattr(made.source, broken, raises)
+            prompt = made.prompt("load")
+            end = prompt.lookup()
+            loading = prompt.load(0, end, [mine], raises if broken == "told" else None)
+            assert loading.done.result(WAIT_S) == (end if broken == "give_back" else 0)
+            if broken != "give_back":
+                with pytest.raises(TransferFailed):
+                    loading.wait_layer(LAYERS - 1, WAIT_S)
+                assert made.pool.num_held == held, "its blocks are given back"
+        again = made.prompt("again")
+        assert again.load(0, again.lookup(), [mine]).done.result(WAIT_S) == end
+        check(made, mine, 0, end)
+
+
+@pytest.mark.parametrize("broken", ["reserve", "commit", "copy"])
+def test_a_job_that_raises_in_the_copier_gives_the_blocks_of_its_pass_back(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened() as store, engine(store) as made:
+        prompt, blocks = made.prompt("p"), made.blocks(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(made.source if broken == "copy" else store, broken, raises)
+            made.prefill(prompt, blocks, [20])
+            made.settle()
+        made.prefill(prompt, blocks, [TOKENS], start=20)
+        made.settle()
+        made.pool.give_back(blocks)
+        assert made.pool.num_held == 0
+        prompt.close()
+        made.settle()
+        assert store.held() == {"leases": 0, "reservations": 0}
+
+
 def test_a_lease_that_ended_during_the_copy_makes_the_load_worthless() -> None:
     with opened() as store, engine(store) as made:
         prompt, blocks, stop = made.prompt("p"), made.blocks(1), threading.Event()
