@@ -29,7 +29,7 @@ TIMEOUT_S = 300
 """Of one test: everything is some five times slower."""
 ATTACKS = ("tcp", "tcp_blocks", "mapped", "control", "values", "descriptors", "endless", "fairness")
 GROUPS = {
-    "conformance": ["tests/conformance"],
+    "conformance": ["tests/conformance/transports"],
     "transports": ["tests/transport", "tests/native"],
     "index": ["tests/proxy/test_kv_index.py"],
     "cuda": ["tests/cuda", "--ignore=tests/cuda/test_build.py"],

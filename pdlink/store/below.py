@@ -148,8 +148,11 @@ class Below:
         return (*self._contains(self.tiers[index], keys), False).index(False)
 
     def _contains(self, tier: GuardedTier, keys: Sequence[bytes]) -> list[bool]:
+        """Not of what is hidden now: the tier may drop it while it answers."""
         nothing: list[bool] = []
-        return tier.call("contains", partial(tier.tier.contains, keys), nothing)
+        hidden = {key for key in keys if tier.hides(key)} if tier.forgets else ()
+        found = tier.call("contains", partial(tier.tier.contains, keys), nothing)
+        return [has and key not in hidden for key, has in zip(keys, found, strict=False)] if hidden else found
 
     # --- Records
 

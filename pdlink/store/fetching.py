@@ -63,7 +63,8 @@ class Fetch:
         self.slots: list[Slot | None] = []
         """One per chunk; None while it is on its way, or if it does not come."""
         self.leases: list[SlotLease] = []
-        self.closed = False
+        self.closed, self.stood = False, True
+        """Whether it was closed, and whether all leases stood until then."""
         self.is_begun = False
         """Whether all chunks are in `slots` that will ever be."""
         self._num_leading, self._more = 0, _nothing
@@ -260,18 +261,17 @@ class Fetching:
             leases, fetch.leases = [lease for lease in fetch.leases if lease.slots], []
         at = {key: index for index, key in enumerate(fetch.wanted.found.keys)}
         leases.sort(key=lambda lease: at[lease.slots[0].key], reverse=True)
-        stood = True
         for lease in leases:
             with self._books.lock:
                 if catalog.stands(lease):
                     for slot in set(lease.slots).intersection(wrong):
                         self._found_wrong(slot, "payload_checksum")
-                stood &= catalog.release(lease, used=True)
+                fetch.stood &= catalog.release(lease, used=True)
             if len(lease.slots) > 1 and lease is not leases[-1]:
                 let_others()
         if wrong:
             self._books.tell()
-        return stood
+        return fetch.stood
 
     def _found_wrong(self, slot: Slot, reason: str) -> None:
         """A record is not what was put. Under the lock, and a lease of it."""

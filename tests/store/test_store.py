@@ -101,31 +101,12 @@ def read(store: AnyStore, keys: Sequence[bytes]) -> int:
     return len(slots)
 
 
-def put_below(store: Store, keys: Sequence[bytes], *tiers: StubTier) -> None:
+def put_below(store: AnyStore, keys: Sequence[bytes], *tiers: StubTier) -> None:
     """Put records and wait until the tiers have them."""
     for key in keys:
         assert put(store, [key]) == 1
         for tier in tiers:
             assert tier.kept.acquire(timeout=WAIT_S)
-
-
-def test_what_was_put_is_found_up_to_the_first_gap() -> None:
-    with opened() as store:
-        assert put(store, [KEYS[0], KEYS[1], KEYS[3]]) == 3
-        assert read(store, KEYS) == 2
-        assert put(store, KEYS[:4]) == 1
-        assert read(store, KEYS) == 4
-
-
-def test_a_record_that_memory_has_lost_comes_from_the_tier_and_stays() -> None:
-    tier = StubTier()
-    with opened(2, [tier]) as store:
-        put_below(store, KEYS[:4], tier)
-        assert read(store, KEYS[:2]) == 2
-        assert tier.calls.count("get") == 2
-        assert read(store, KEYS[:2]) == 2
-        assert tier.calls.count("get") == 2, "a hit below is kept in memory"
-    assert tier.closed
 
 
 def test_a_prefix_may_lie_in_memory_and_in_two_tiers() -> None:
@@ -134,32 +115,6 @@ def test_a_prefix_may_lie_in_memory_and_in_two_tiers() -> None:
         put_below(store, KEYS[:8], first, second)
         first.records = {KEYS[1]: first.records[KEYS[1]]}
         second.flip(KEYS[1])
-        assert read(store, KEYS[:3]) == 3
-
-
-@pytest.mark.parametrize("damage", ["flip", "header", "short", "long", "empty", "other"])
-def test_a_damaged_record_is_a_shorter_prefix_and_is_dropped(damage: str) -> None:
-    tier = StubTier()
-    with opened(4, [tier]) as store:
-        put_below(store, KEYS[:3], tier)
-        records = dict(tier.records)
-        store.clear()
-        tier_is_empty(tier)
-        tier.records = records
-        if damage in ("flip", "header"):
-            tier.flip(KEYS[1], HEADER_NBYTES + 5 if damage == "flip" else 20)
-        else:
-            whole = records[KEYS[1]]
-            tier.records[KEYS[1]] = {
-                "short": whole[:-1],
-                "long": whole + b"x",
-                "empty": b"",
-                "other": records[KEYS[2]],
-            }[damage]
-        assert read(store, KEYS[:3]) == 1
-        drained(store)
-        assert KEYS[1] not in tier.records or damage == "long"
-        assert put(store, KEYS[:3]) == 1, "computed again, it is stored again"
         assert read(store, KEYS[:3]) == 3
 
 
@@ -239,60 +194,6 @@ def test_a_stalled_read_delays_its_own_request_by_the_deadline_only() -> None:
             done.wait(0.02)
         else:
             pytest.fail("the tier did not come back")
-
-
-def test_two_requests_for_one_prefix_read_it_once() -> None:
-    tier = StubTier()
-    with opened(4, [tier]) as store:
-        put_below(store, KEYS[:6], tier)
-        tier.going.clear()
-        first, second = fetch(store, KEYS[:2]), fetch(store, KEYS[:2])
-        tier.going.set()
-        for begun in (first, second):
-            assert [payload(store, slot) for slot in begun.done.result(WAIT_S)] == [content(key) for key in KEYS[:2]]
-            assert begun.close()
-        assert tier.calls.count("get") == 2
-
-
-def test_a_load_without_room_is_a_shorter_prefix_and_waits_for_nobody() -> None:
-    """lmcache#2942, lmcache#3855: loads that hold memory and wait for more block each other for ever."""
-    tier = StubTier()
-    with opened(4, [tier]) as store:
-        put_below(store, KEYS, tier)
-        holding = fetch(store, KEYS[4:7])
-        assert len(holding.done.result(WAIT_S)) == 3
-        begun = fetch(store, KEYS[:4])
-        assert len(begun.done.result(WAIT_S)) == 1
-        assert holding.close()
-        assert begun.close()
-        assert read(store, KEYS[:4]) == 4
-
-
-def test_a_fetch_that_is_never_closed_keeps_its_records_for_its_lease_only() -> None:
-    clock = Clock()
-    with opened(2, clock=clock, lease_s=5.0) as store:
-        put(store, KEYS[:2])
-        forgotten = fetch(store, KEYS[:2])
-        assert put(store, KEYS[2:4]) == 0
-        clock.now_s += 6
-        done = threading.Event()
-        for _ in range(200):
-            if put(store, KEYS[2:4]):
-                break
-            done.wait(0.05)
-        assert read(store, KEYS[2:4]) == 2
-        assert not forgotten.close(), "what was read late counts for nothing"
-
-
-def test_a_frozen_store_answers_and_keeps_nothing_new() -> None:
-    tier = StubTier()
-    with opened(2, [tier]) as store:
-        put_below(store, KEYS[:4], tier)
-        store.frozen = True
-        assert put(store, KEYS[4:5]) == 0
-        assert read(store, KEYS[2:4]) == 2
-        assert read(store, KEYS[:2]) == 0
-        assert "get" not in tier.calls
 
 
 def test_a_tier_is_asked_once_for_all_records_that_are_wanted_again() -> None:
@@ -484,36 +385,6 @@ def test_a_store_larger_than_the_machine_opens_with_one_step_of_memory_and_can_b
         store.check()
     finally:
         store.close()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_many_threads_never_read_another_ones_record(seed: int) -> None:
-    tier = StubTier()
-    failures: list[BaseException] = []
-    keys = [b"%032d" % index for index in range(30)]
-
-    def work(number: int) -> None:
-        rng = random.Random(seed * 100 + number)
-        try:
-            for _ in range(150):
-                first = rng.randrange(28)
-                mine = keys[first : first + rng.randint(1, 4)]
-                if rng.random() < 0.5:
-                    put(store, mine)
-                elif rng.random() < 0.05:
-                    store.clear(mine)
-                else:
-                    read(store, mine)
-        except BaseException as error:  # noqa: BLE001
-            failures.append(error)
-
-    with opened(8, [tier]) as store:
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert not failures, failures
 
 
 def test_a_look_up_that_nobody_waits_for_any_more_is_not_made() -> None:

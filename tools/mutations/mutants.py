@@ -32,7 +32,7 @@ class Suite:
 
 
 _TRANSPORTS = (
-    *("tests/conformance", "tests/transport", "tests/native", "tests/attacks/test_tcp.py"),
+    *("tests/conformance/transports", "tests/transport", "tests/native", "tests/attacks/test_tcp.py"),
     *("tests/attacks/test_tcp_blocks.py", "tests/attacks/test_mapped.py"),
 )
 _TIERS = (
@@ -40,6 +40,7 @@ _TIERS = (
     "tests/store/test_store.py",
     "tests/store/test_cleared.py",
     "tests/store/test_client.py",
+    "tests/conformance/stores",
 )
 
 
@@ -75,7 +76,9 @@ SUITES = (
         ("tests/store/policies", "tests/store/test_catalog.py", "tests/store/test_retention.py"),
     ),
     Suite("pdlink/store/tiers", _TIERS),
-    Suite("pdlink/store/server", ("tests/store/test_desk.py", "tests/store/test_client.py")),
+    Suite(
+        "pdlink/store/server", ("tests/store/test_desk.py", "tests/store/test_client.py", "tests/conformance/stores")
+    ),
     Suite(
         "pdlink/store",
         (
@@ -85,6 +88,7 @@ SUITES = (
             *("tests/store/test_cache.py", "tests/store/test_record.py", "tests/store/test_codec.py"),
             *("tests/store/test_preimages.py", "tests/store/test_line.py"),
             *("tests/store/test_gathering.py", "tests/store/test_desk.py", "tests/store/tiers/test_opening.py"),
+            "tests/conformance/stores",
         ),
     ),
     Suite("pdlink/peers", ("tests/peers", "tests/store/tiers/test_peer.py")),
