@@ -325,7 +325,8 @@ class Store(AnyStore):
             if lease is not head[0]:
                 let_others()
         with self._lock:
-            self._books.room_taken.notify_all()
+            if self._arena.wants_more(self._catalog.used_nbytes):
+                self._books.room_taken.notify_all()
         self._books.tell()
         return tuple(slots)
 

@@ -350,6 +350,15 @@ def test_memory_comes_ahead_of_need(monkeypatch: pytest.MonkeyPatch) -> None:
         until(lambda: store.gauges()["committed"] == 8 * SHAPE.nbytes, "the keeper runs ahead")
 
 
+def test_a_put_wakes_the_keeper_for_memory_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    woken: list[None] = []
+    with opened(4) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(store._books.room_taken, "notify_all", lambda: woken.append(None))
+            assert put(store, KEYS[:4]) == 4
+        assert not woken, "all of its arena has memory"
+
+
 def test_memory_that_is_refused_lowers_the_room_and_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
