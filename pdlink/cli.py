@@ -244,7 +244,7 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
         cache.formatter_class = argparse.RawDescriptionHelpFormatter
         cache.commands = cache_command.add_arguments(cache)
 
-    config = commands.add_parser("config", help="settings for those who come from another system")
+    config = commands.add_parser("config", help="settings of pdlink from those of another system")
     config.set_defaults(run=lambda _: no_command(config))
     add_log_behind(config)
     config.commands = ["from"]

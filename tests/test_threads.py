@@ -31,6 +31,7 @@ from pdlink.observe.spans import Span, TraceContext
 from pdlink.reasons import Code, Reason
 from pdlink.store.client import RemoteStore
 from pdlink.store.keeper import Keeper
+from pdlink.store.late import Late
 from pdlink.store.link import Link
 from pdlink.store.server.listener import Listener
 from pdlink.transport.handle_door import HandleDoor
@@ -268,8 +269,18 @@ def handles(patch: pytest.MonkeyPatch, __: Path) -> None:
         door.close()
 
 
+def opening(_: pytest.MonkeyPatch, __: Path) -> None:
+    """Operators see that what opens late is not used."""
+    going = threading.Event()
+    late = Late("a disk", lambda: going.wait(WAIT_S))
+    late.then(bug)
+    going.set()
+    until(lambda: "has died: ZeroDivisionError" in late.problem, "it is told")
+
+
 SCENARIOS = [
     publisher, spans, timeline, gpu_order, gpu_acts, accepting, connecting, hearing, keeping, handles,
+    opening,
 ]  # fmt: skip
 
 

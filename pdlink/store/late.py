@@ -7,6 +7,8 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from pdlink import threads
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -34,7 +36,7 @@ class Late(Generic[_T]):
         """Guards the calls, and `opened` with them."""
         self._calls: list[Callable[[_T], None]] = []
         self._told = ""
-        threading.Thread(target=self._run, name="pdlink-store-open", daemon=True).start()
+        threads.guarded("pdlink-store-open", self._run, self._died).start()
 
     def wait(self) -> None:
         """Until the first attempt has ended, `WAIT_S` at most. Raises what it raised."""
@@ -61,6 +63,9 @@ class Late(Generic[_T]):
     def close(self) -> None:
         """Try no more. What is open, or opens still, is closed by a call of `then`."""
         self._closed.set()
+
+    def _died(self, why: str) -> None:
+        self.problem = why
 
     def _run(self) -> None:
         while not self._closed.is_set():
