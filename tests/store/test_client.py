@@ -658,3 +658,9 @@ def test_a_client_that_keeps_its_reservations_leaves_room_for_others(tmp_path: P
         held = [slot for _ in range(20) for slot in hog.reserve([os.urandom(32) for _ in range(8)], SHAPE)]
         assert len(held) == 14
         assert put(other, KEYS[:2]) == read(other, KEYS[:2]) == 2
+
+
+def test_a_client_with_records_of_a_fifth_of_the_arena_leaves_room_for_one(tmp_path: Path) -> None:
+    with served(tmp_path, 5) as (_, listener), client(listener.path) as hog, client(listener.path) as other:
+        assert len([*hog.reserve(KEYS[:3], SHAPE), *hog.reserve(KEYS[3:5], SHAPE)]) == 4
+        assert put(other, KEYS[5:6]) == read(other, KEYS[5:6]) == 1

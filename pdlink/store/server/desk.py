@@ -40,6 +40,8 @@ _MAX_FETCHES = 4096
 """Of one client at a time; an engine has one for each running request."""
 _LEFT_SHARE = 8
 """Of the arena, how small a part one client leaves to the others when it has reserved all that it may."""
+_ALL_OF = 4
+"""Records, or fewer, that fit into an arena: one client may reserve all of them. Of more it leaves one at least."""
 _MAX_TENANT_CHARS = 64
 _MAX_PARTS = 4096
 """Of a record; a model has fewer KV heads."""
@@ -195,8 +197,9 @@ class Desk:
         if nbytes <= self._store.buffer.nbytes:
             room = Room(message.keys, message.shape, self.holder, share, retention)
             held_nbytes = sum(slot.nbytes for slot, _ in self._writing.values())
-            left_nbytes = self._store.buffer.nbytes // _LEFT_SHARE // nbytes * nbytes
-            most_nbytes = self._store.buffer.nbytes - left_nbytes - held_nbytes
+            all_fit = self._store.buffer.nbytes // nbytes
+            left = max(all_fit // _LEFT_SHARE, int(all_fit > _ALL_OF))
+            most_nbytes = self._store.buffer.nbytes - left * nbytes - held_nbytes
             for slot in self._store.reserve_for(room, most_nbytes):
                 if slot.nbytes == nbytes:
                     slots.append(slot)
