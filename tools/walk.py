@@ -91,15 +91,17 @@ class Recorder:
         self._on = False
 
     def wait_for(self, thread: str, function: str, after: str = "") -> None:
-        """Until `function` has returned in `thread`, after a call of `after`. Raises TimeoutError."""
+        """Until `function` has returned in a thread whose name begins so, after a call of `after`. Raises
+        TimeoutError."""
         deadline_s = time.monotonic() + DEADLINE_S
 
         def has_returned() -> bool:
-            called = not after
-            for step in list(self.steps[thread]):
-                called = called or step.function == after
-                if called and step.function == function and not step.begins:
-                    return True
+            for name, steps in list(self.steps.items()):
+                called = not after
+                for step in list(steps) if name.startswith(thread) else ():
+                    called = called or step.function == after
+                    if called and step.function == function and not step.begins:
+                        return True
             return False
 
         while not has_returned():
@@ -391,7 +393,7 @@ def _cache_spans(verb: str) -> list[Span]:
             recorder.start()
             if verb == "put":
                 cache.store(prompt, blocks)
-                recorder.wait_for("pdlink-write-disk-0", "WriteThrough._write")
+                recorder.wait_for("pdlink-write-disk-", "WriteThrough._write")
             elif cache.retrieve(prompt, blocks) != len(prompt):
                 raise LookupError("get: the chunk is not in memory")
             recorder.stop()
