@@ -91,7 +91,8 @@ class About:
         http_status = 200 if status in _SERVING else 503
         if not self._services.entry.may_look(request):
             return _json(http_status, {"status": status})
-        beside = await self._services.beside(records=True)
+        sees_all = self._services.entry.sees_only(request) is None  # findings name requests, of any key
+        beside = await self._services.beside(records=sees_all)
         running, _ = self._services.num_doing(beside)
         body: dict[str, Any] = {"status": status, "reason": reason, "active_requests": running}
         for side in Leg:
@@ -100,7 +101,7 @@ class About:
             body["sources"] = self._services.discovery.describe()
         body["refused_pairs"] = [pair.describe() for pair in self._services.pools.refusals]
         body["mismatched"] = [each.describe() for each in self._services.pools.mismatches]
-        recent = recent_of(self._services.recorded(beside), time.time())
+        recent = recent_of(self._services.recorded(beside) if sees_all else (), time.time())
         body["findings"] = find(
             status=status,
             reason=reason,

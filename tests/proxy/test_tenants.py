@@ -59,6 +59,18 @@ async def test_a_key_sees_its_own_requests_and_an_operator_all(
             assert (await asked(proxy, "GET", path, "nobody"))[0] == 401, path
 
 
+async def test_health_names_no_request_of_others(prefill: FakeWorker, decode: FakeWorker, tmp_path: Path) -> None:
+    more: dict[str, Any] = {"api_keys": ["a", "b"], "admin_key_file": str(write_private(tmp_path / "admin", "boss"))}
+    async with proxy_of([prefill], [decode], retries=0, **more) as proxy:
+        decode.fail_with = 500
+        body = {"model": "m", "prompt": "hello"}
+        assert (await asked(proxy, "POST", "/v1/completions", "b", body, X_Request_Id="id-of-b"))[0] >= 500
+        of_a, of_boss = [(await asked(proxy, "GET", "/health", key))[1] for key in ("a", "boss")]
+        assert "id-of-b" not in str(of_a)
+        assert of_a["prefill"]
+        assert "id-of-b" in str(of_boss["findings"])
+
+
 async def test_who_names_his_request_as_another_ones_does_not_see_it(prefill: FakeWorker, decode: FakeWorker) -> None:
     async with proxy_of([prefill], [decode], api_keys=["a", "b"]) as proxy:
         for key in ("a", "b"):
