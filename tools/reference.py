@@ -363,12 +363,15 @@ def metrics() -> str:
         "proxy": ProxyMetrics(),
         "worker": WorkerMetrics(store=True),
         "store": StoreProcessMetrics(),
-        "engines": declared(),
+        "engines": declared(prompts=False),
+        "vLLM": declared(),
     }
     found: dict[str, tuple[Metric, list[str]]] = {}
     for process, registry in processes.items():
         for metric in registry.metrics:
-            found.setdefault(metric.name, (metric, []))[1].append(process)
+            named = found.setdefault(metric.name, (metric, []))[1]
+            if process != "vLLM" or "engines" not in named:
+                named.append(process)
     parts: dict[str, list[tuple[Metric, list[str]]]] = {title: [] for title in _PARTS}
     for name, (metric, named) in sorted(found.items()):
         fits = [title for title, begins in _PARTS.items() if name.startswith(begins)]

@@ -88,14 +88,14 @@ SUITES = (
             *("tests/store/test_cache.py", "tests/store/test_record.py", "tests/store/test_codec.py"),
             *("tests/store/test_preimages.py", "tests/store/test_line.py"),
             *("tests/store/test_gathering.py", "tests/store/test_desk.py", "tests/store/tiers/test_opening.py"),
-            "tests/conformance/stores",
+            *("tests/conformance/stores", "tests/conformance/ingestions"),
         ),
     ),
     Suite("pdlink/peers", ("tests/peers", "tests/store/tiers/test_peer.py")),
     Suite("proxy/pdlink_proxy/policies", ("tests/proxy/policies", "tests/proxy/test_placement.py")),
     Suite(
         "proxy/pdlink_proxy/discovery",
-        _proxy("discovery", "strangers", "membership"),
+        (*_proxy("discovery", "strangers", "membership"), "tests/conformance/discovery"),
     ),
     Suite(
         "proxy/pdlink_proxy/dialects",
