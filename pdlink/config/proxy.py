@@ -89,12 +89,9 @@ class ProxyConfig(Section):
     --kv-events-config of vLLM and SGLang; workers of pdlink's own engine say it themselves."""
     tokenize_wait_s: float = Field(default=0.05, ge=0, le=5)
     """Longest wait for the token ids of a text, with which it is looked up in KV events. 0 never asks."""
-    tokenizers: dict[str, str] = {}
-    """By model, a file as tokenizer.json of Hugging Face's tokenizers: then texts are tokenised here, in a thread.
-    Chats still ask the workers, which know the template."""
     policy: str | dict[Literal["prefill", "decode"], str] = DEFAULT_POLICIES
-    """How workers are chosen, for both legs or each: `round_robin`, `least_loaded`, `power_of_two`,
-    `consistent_hash`, `session`, `prefix`, `cost` (docs/router.md); or `path.to.module:Class`."""
+    """How workers are chosen, for both legs or each: `round_robin`, `least_loaded`, `consistent_hash`, `session`,
+    `prefix`, `cost` (docs/router.md); or `path.to.module:Class`."""
     processes: int = Field(default=1, ge=1, le=64)
     """Processes that serve the port together: routers that share nothing else. Each gets an equal part of
     `queue_size`, `max_connections`, `rate_limit` and `rate_limits`, rounded up, and counts in `routers`. The kernel

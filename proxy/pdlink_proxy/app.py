@@ -92,10 +92,8 @@ class Router:
                 shared.relays = relays
                 stack.callback(relays.close)
             if config.tokenize_wait_s:
-                own, wait_s = services.tokenizers, config.tokenize_wait_s
-                shared.tokenizing = Tokenizing(
-                    services.pools, control, metrics=services.metrics, own=own, wait_s=wait_s
-                )
+                wait_s = config.tokenize_wait_s
+                shared.tokenizing = Tokenizing(services.pools, control, metrics=services.metrics, wait_s=wait_s)
                 stack.push_async_callback(shared.tokenizing.close)
             if services.spans is not None:
                 services.spans.open()

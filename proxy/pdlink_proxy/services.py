@@ -30,7 +30,6 @@ from .pools import Pools
 from .records import Records
 from .siblings import Doing
 from .steps import Leg
-from .tokenizing import opened
 from .upstream import Asking
 from .watching import watch
 from .worker import State
@@ -79,7 +78,6 @@ class Services:
         self.worker_headers = worker_headers(config, bearer=self.dialect.key_as_bearer)
         keyed = "Authorization" in self.worker_headers
         self.entry = Entry(config, self.pools, keyed=keyed, unserved=self.dialect.unserved)
-        self.tokenizers = opened(config.tokenizers)
         self.metrics = Metrics()
         self.metrics.before_reading(self._take_stock)
         self.decisions = Decisions()

@@ -1,7 +1,7 @@
 """Token ids for prompts that come as text, so that placement can look them up in what workers say they have.
 
 Asked are the workers themselves (`/tokenize` of vLLM, SGLang and pdlink: the ids that they compute with, after the
-chat template), or a tokeniser of this process, in a thread. What is asked and what not:
+chat template). What is asked and what not:
 - nothing while no worker publishes KV events: texts are guessed by their bytes, and token ids guess no better;
 - nothing where there is one worker to choose from;
 - nothing of prompts below 2 KB, and nothing that costs more than it saves (`Worth`);
@@ -15,16 +15,13 @@ import asyncio
 import itertools
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from pdlink import extras
 from pdlink._index import words_of_json
-from pdlink.errors import ConfigError
 
 from .http_connection import HttpError
 from .known_tokens import CHUNK_NBYTES, ENOUGH, KnownTokens, Worth, text_of
@@ -33,7 +30,7 @@ from .table import mean_speed
 from .upstream import answer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Hashable, Mapping
+    from collections.abc import Coroutine, Hashable
 
     from pdlink.api.openai import Call
 
@@ -63,13 +60,8 @@ class _Answer(msgspec.Struct):
 class Tokenizing:
     """Of one proxy. `close` it."""
 
-    def __init__(
-        self, pools: Pools, client: HttpClient, metrics: Metrics, own: Mapping[str, Any], wait_s: float
-    ) -> None:
-        """own: by model, what `opened` made, in place of the workers."""
+    def __init__(self, pools: Pools, client: HttpClient, metrics: Metrics, wait_s: float) -> None:
         self._pools, self._client, self._counted, self._wait_s = pools, client, metrics.tokenized, wait_s
-        self._own = own
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pdlink-tokens") if own else None
         self.known, self.worth = KnownTokens(), Worth()
         self._asked: dict[Hashable, asyncio.Task[Tokens | None]] = {}
         self._turn = itertools.count()
@@ -116,8 +108,6 @@ class Tokenizing:
         for task in self._asked.values():
             task.cancel()
         await asyncio.gather(*self._asked.values(), return_exceptions=True)
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _wait(self, asked: asyncio.Task[Tokens | None]) -> Tokens | None:
         with suppress(TimeoutError):
@@ -132,19 +122,18 @@ class Tokenizing:
             return asked
         if len(self._asked) >= MAX_ASKED or not self.worth.pays(len(request.prompt), self._pace(request.model)):
             return None
-        own = self._own.get(request.model) if request.prompt[:1] == b'"' else None  # a chat needs the template
-        worker = self._worker(request.model) if own is None else None
-        if worker is None and own is None:
+        worker = self._worker(request.model)
+        if worker is None:
             return None
         asked = asyncio.get_running_loop().create_task(self._answer(request, text, worker))
         self._asked[name] = asked
         asked.add_done_callback(lambda _: self._asked.pop(name, None))
         return asked
 
-    async def _answer(self, request: PlacementRequest, text: Text, worker: Worker | None) -> Tokens | None:
+    async def _answer(self, request: PlacementRequest, text: Text, worker: Worker) -> Tokens | None:
         began_s, nbytes = time.monotonic(), len(request.prompt)
         try:
-            found = await (self._of_worker(worker, text) if worker is not None else self._of_own(request))
+            found = await self._of_worker(worker, text)
         except (HttpError, OSError, TimeoutError, ValueError, RecursionError) as error:
             log.debug("tokens of a prompt of %d bytes: %s", nbytes, error)
             found = None
@@ -164,11 +153,6 @@ class Tokenizing:
             return None
         return _ids(bytes(msgspec.json.decode(reply.body, type=_Answer).tokens))
 
-    async def _of_own(self, request: PlacementRequest) -> Tokens:
-        tokenizer, text = self._own[request.model], msgspec.json.decode(request.prompt, type=str)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, lambda: np.array(tokenizer.encode(text).ids, np.uint32))
-
     def _worker(self, model: str) -> Worker | None:
         """Each in its turn: prefill's, which need the tokens anyway, then decode's."""
         for side in (Leg.PREFILL, Leg.DECODE):
@@ -183,19 +167,3 @@ class Tokenizing:
 
 def _ids(tokens: bytes) -> Tokens:
     return np.frombuffer(words_of_json(tokens), np.uint32)
-
-
-def opened(files: Mapping[str, str]) -> dict[str, Any]:
-    """By model, its tokeniser (`ProxyConfig.tokenizers`). Raises ConfigError for a file without one."""
-    return {model: _opened(model, path) for model, path in files.items()}
-
-
-def _opened(model: str, path: str) -> Any:
-    with extras.needed():
-        from tokenizers import Tokenizer
-    try:
-        return Tokenizer.from_file(path)
-    except Exception as error:  # noqa: BLE001 -- the library raises plain ones
-        raise ConfigError(
-            f"tokenizers: got {path} for {model}: {error}; expected a file as tokenizer.json; name one"
-        ) from None

@@ -68,7 +68,6 @@ VALUES: dict[str, Any] = {
     "tiers.ttl_s": 60.0,
     "decision_share": 0.5,
     "log.level": "debug",
-    "tokenizers": {"m": "/tmp/m"},
     "prefill": ["http://other"],
     "decode": ["http://other"],
     "both": ["http://other"],

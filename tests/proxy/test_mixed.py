@@ -95,7 +95,7 @@ def states(*groups: tuple[str, str]) -> list[WorkerState]:
     return [WorkerState(f"w{number}", group=group) for number, group in enumerate(groups)]
 
 
-@pytest.mark.parametrize("policy", ["cost", "least_loaded", "round_robin", "power_of_two", "consistent_hash"])
+@pytest.mark.parametrize("policy", ["cost", "least_loaded", "round_robin", "consistent_hash"])
 def test_pairs_are_within_a_cell_and_of_equal_fingerprints(policy: str) -> None:
     prefills, decodes = (states(("a", "1"), ("b", "1"), ("b", "2"), ("", "2")) for _ in range(2))
     placer = Placer(policy, policy)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from pdlink.api.openai import CHAT, COMPLETIONS, parse
-from pdlink.errors import ConfigError
 from pdlink_proxy.client_answer import ClientAnswer
 from pdlink_proxy.fleet import wanted
 from pdlink_proxy.known_tokens import CHUNK_NBYTES, KnownTokens, Text, Worth, text_of
@@ -23,7 +22,6 @@ from tests.proxy.test_kv_index import batch, stored
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
 TEXT = "".join(f"{number:05d}" for number in range(4000))
 """20 KB, and 4000 tokens of a fake worker."""
@@ -204,32 +202,6 @@ async def test_equal_prompts_at_once_are_one_question(prefills: list[FakeWorker]
         assert await asyncio.gather(*running) == [200] * 8
         assert sum(len(worker.tokenized) for worker in prefills) == 1
         assert [len(worker.received) for worker in prefills] == [0, 8]
-
-
-async def test_a_tokenizer_file_answers_in_place_of_the_workers(
-    prefills: list[FakeWorker], decode: FakeWorker, tmp_path: Path
-) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = [f"{number:05d}" for number in range(2000)]
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0]))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    files: dict[str, Any] = {"tokenizers": {"m": str(tmp_path / "tokenizer.json")}}
-    async with told(prefills), proxy_of(prefills, [decode], **COST, **files) as proxy:
-        await heard(proxy)
-        async with proxy.post(prompt=" ".join(words)) as answer:
-            assert answer.status == 200
-        tokenizing = proxy.router.services.shared.tokenizing
-        assert tokenizing is not None
-        assert len(tokenizing.known) == 2000
-        async with proxy.post(CHAT, messages=[{"role": "user", "content": TEXT}]) as answer:
-            assert answer.status == 200
-        assert sum(len(worker.tokenized) for worker in prefills) == 1  # the chat, whose template only they know
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"tokenizers: got .*tokenizer.json for m: .*; expected .*; name one"):
-        async with proxy_of(prefills, [decode], **files):
-            pass
 
 
 def of(prompt: str, **more: object) -> tuple[Text, int]:

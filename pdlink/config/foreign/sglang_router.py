@@ -21,7 +21,7 @@ _POLICIES = {
     "bucket": "cost",
     "round_robin": "round_robin",
     "random": "round_robin",
-    "power_of_two": "power_of_two",
+    "power_of_two": "least_loaded",
     "prefix_hash": "prefix",
     "consistent_hashing": "consistent_hash",
     "manual": "session",

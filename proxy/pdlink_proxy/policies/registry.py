@@ -11,7 +11,6 @@ from .base import Policy
 from .consistent_hash import ConsistentHash
 from .cost import Cost
 from .least_loaded import LeastLoaded
-from .power_of_two import PowerOfTwo
 from .prefix import Prefix
 from .round_robin import RoundRobin
 from .session import Session
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 POLICIES: dict[str, Callable[[], Policy]] = {
     "round_robin": RoundRobin,
     "least_loaded": LeastLoaded,
-    "power_of_two": PowerOfTwo,
     "consistent_hash": ConsistentHash,
     "session": Session,
     "prefix": Prefix,
