@@ -104,7 +104,8 @@ def test_a_killed_worker_comes_back_and_ctrl_c_leaves_traces_and_nothing_else(tm
     assert site.process.returncode == 0, rest
     assert "decode-0 was killed by SIGKILL; starting it again on the same ports" in site.text
     assert json.loads((tmp_path / "prefill-0.json").read_text())["transfers"]
-    assert " WARNING " not in rest, "a normal end looks like one"
+    said = [line for line in rest.splitlines() if "ok again" not in line]  # of the proxy, a moment later
+    assert " WARNING " not in "\n".join(said), "a normal end looks like one"
     until(lambda: gone(children), "all children have ended", timeout_s=30)
     until(lambda: not segments() & held, "no shared memory is left behind", timeout_s=10)
 
