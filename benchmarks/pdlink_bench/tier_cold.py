@@ -18,7 +18,7 @@ import numpy as np
 
 from pdlink import _copy
 from pdlink.memory.buffers import Buffer
-from pdlink.store.policies.registry import make_policy
+from pdlink.store.policies.adaptive import Adaptive
 from pdlink.store.record import Group, RecordShape, said_sums, sums_of
 from pdlink.store.store import Store
 from pdlink.store.tiers.direct import DirectFile
@@ -158,7 +158,7 @@ class OurStart(_Start):
             capacity_nbytes = 2 * self._sizes.burst_nbytes
             self._disk = Disk(self._directory, "cold", capacity_nbytes, record_nbytes=_SHAPE.nbytes)
             tiers.append(self._disk)
-        store = Store(self._sizes.arena_nbytes, make_policy("adaptive"), tiers, tier_deadline_s=_WAIT_S)
+        store = Store(self._sizes.arena_nbytes, Adaptive(), tiers, tier_deadline_s=_WAIT_S)
         store.open()
         return store
 

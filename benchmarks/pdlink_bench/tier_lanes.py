@@ -16,7 +16,7 @@ from pdlink.memory.buffers import Buffer
 from pdlink.memory.pages import gather
 from pdlink.peers.link import PeerLink
 from pdlink.store.cache import Cache
-from pdlink.store.policies.registry import make_policy
+from pdlink.store.policies.queues import Lru
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape
 from pdlink.store.store import Store
 from pdlink.store.tiers.direct import DirectFile
@@ -313,7 +313,7 @@ class _Lending:
         self.link = PeerLink(name, transport=TransportConfig(kind=kind))
         arena_nbytes = max(2 * count * (nbytes + HEADER_NBYTES), 64 << 20)
         tiers = [self.link.tier(peer) for peer in peers]
-        self.store = Store(arena_nbytes, make_policy("lru"), tiers, lends=True)
+        self.store = Store(arena_nbytes, Lru(), tiers, lends=True)
         self.store.open()
         self.link.open(self.store)
         self._count, self._round = count, 0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pdlink.kv import hashing
-from pdlink.store.policies.registry import make_policy
+from pdlink.store.policies.queues import Lru
 from pdlink.store.record import Group, RecordShape
 from pdlink.store.store import Store
 
@@ -46,7 +46,7 @@ def cpu_s(rounds: int) -> dict[str, float]:
     """Median CPU seconds of a prompt of `NUM_TOKENS` that is all there, by the form of its ids."""
     shape = RecordShape("uint8", CHUNK_TOKENS, (Group("latent", (0,), 1, 1, 1),))
     forms, namespace = _forms(), _namespace()
-    store = Store(4 * NUM_TOKENS // CHUNK_TOKENS * shape.nbytes, make_policy("lru"))
+    store = Store(4 * NUM_TOKENS // CHUNK_TOKENS * shape.nbytes, Lru())
     store.open()
     try:
         store.commit(store.reserve(hashing.chain(namespace, forms["array"], CHUNK_TOKENS), shape), shape)

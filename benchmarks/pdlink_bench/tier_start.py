@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pdlink.config import StoreConfig
 from pdlink.fleet.child import start, stop
 from pdlink.store.client import RemoteStore
-from pdlink.store.policies.registry import make_policy
+from pdlink.store.policies.queues import Lru
 from pdlink.store.record import Group, RecordShape
 from pdlink.store.store import Store
 
@@ -37,7 +37,7 @@ class ColdStart(NamedTuple):
 def measure(nbytes: int) -> ColdStart:
     """One start of each, with an arena of `nbytes`, perhaps more than the machine has."""
     began_s = time.perf_counter()
-    store = Store(nbytes, make_policy("lru"), lends=True)
+    store = Store(nbytes, Lru(), lends=True)
     store.open()
     try:
         _use(store)

@@ -19,10 +19,6 @@ OF_A_WORKER = (
 """Settings that a worker has wherever its store is; the others are the store's."""
 
 
-CACHE_POLICIES = ("adaptive", "fifo", "lfu", "lru", "mru", "s3fifo")
-"""Names that `pdlink.store.policies` has."""
-
-
 class TiersConfig(Section):
     """Where a worker keeps the KV of prompts when the blocks of its pool are needed for others."""
 
@@ -80,8 +76,6 @@ class TiersConfig(Section):
     save_decode_cache: bool = False
     """Keep the KV of answers, too, and on a decode worker that of prompts it received: what the next turn of a
     conversation begins with."""
-    cache_policy: str = "adaptive"
-    """Which record goes first when memory is full: a name of `pdlink.store.policies`, or path.to.module:Class."""
 
     @property
     def disks(self) -> tuple[str, ...]:
@@ -96,16 +90,6 @@ class TiersConfig(Section):
                 plain = path.removeprefix("file://")
                 raise ValueError(f"tiers.local_disk: got {path!r}; expected a directory; write {plain!r}")
         return given
-
-    @field_validator("cache_policy", mode="after")
-    @classmethod
-    def _known_policy(cls, name: str) -> str:
-        if name not in CACHE_POLICIES and ":" not in name:
-            raise ValueError(
-                f"tiers.cache_policy: got {name!r}; expected {', '.join(CACHE_POLICIES)}, or path.to.module:Class; "
-                "use one of them"
-            )
-        return name
 
     @model_validator(mode="after")
     def _together(self) -> TiersConfig:

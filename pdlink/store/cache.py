@@ -38,7 +38,7 @@ from pdlink.store.holds import Holds
 from pdlink.store.interface import MEMORY
 from pdlink.store.line import Line
 from pdlink.store.loading import GroupLoad
-from pdlink.store.policies.registry import DEFAULT_POLICY, make_policy
+from pdlink.store.policies.adaptive import Adaptive
 from pdlink.store.save import Save
 from pdlink.store.source import LOST, CallersBlocks, Source
 from pdlink.store.store import Store
@@ -111,7 +111,6 @@ class Cache:
         codec: Mapping[str, str] = MappingProxyType({}),
         ttl_s: float = float("inf"),
         salt_quota_nbytes: int = 0,
-        policy: str = DEFAULT_POLICY,
         model: str = "",
         revision: str = "",
         chunk_tokens: int = 256,
@@ -135,7 +134,6 @@ class Cache:
             s3://BUCKET, path.to.module:name), or tiers, which `close` closes.
         codec: how chunks are packed in a tier, by its name: "zstd" (extra `store`) or "raw".
         ttl_s: how long KV is found, here and in the tiers. salt_quota_nbytes: of the arena for one salt; 0: no limit.
-        policy: of eviction from the arena, by its name in `policies/registry.py`.
         model, revision: whose KV it is; others never find it. chunk_tokens: must be equal where KV is shared.
         pin_quota_nbytes: most bytes that `pin` keeps.
         lookup_timeout_s: longest wait for what the tiers have. tier_deadline_s: longest one for what they bring.
@@ -178,7 +176,7 @@ class Cache:
                 opened.callback(made[-1].close)
             self._store = Store(
                 nbytes,
-                make_policy(policy),
+                Adaptive(),
                 made,
                 codec=codec,
                 ttl_s=ttl_s,

@@ -15,7 +15,7 @@ from pdlink.store.client import RemoteStore
 from pdlink.store.gpu_pages import GpuPages
 from pdlink.store.groups import RecordGroup
 from pdlink.store.interface import MEMORY
-from pdlink.store.policies.registry import make_policy
+from pdlink.store.policies.adaptive import Adaptive
 from pdlink.store.source import Source
 from pdlink.store.store import Store
 from pdlink.store.tiers.disk import Disk
@@ -124,7 +124,7 @@ def make_store(
     nbytes = int(config.max_local_cpu_size * _GIB)
     return Store(
         nbytes,
-        make_policy(config.cache_policy),
+        Adaptive(),
         _tiers(config, name, namespace, peers, record_nbytes),
         ingestion=config.ingestion,
         pin_quota_nbytes=nbytes // 4 if config.max_pinned_size is None else int(config.max_pinned_size * _GIB),

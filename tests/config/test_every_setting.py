@@ -63,7 +63,6 @@ VALUES: dict[str, Any] = {
     "vllm.transfer_config": {"kv_buffer_device": "cpu"},
     "vllm.environment": {"A": "b"},
     "vllm.connector_config": {"a": 1},
-    "tiers.cache_policy": "lru",
     "tiers.codec": {"disk": "zstd"},
     "tiers.ttl_s": 60.0,
     "decision_share": 0.5,

@@ -18,7 +18,7 @@ from pdlink.cuda.driver import CudaStream, Device
 from pdlink.cuda.ways import Ways
 from pdlink.store import gpu_pages
 from pdlink.store.gpu_pages import GpuPages
-from pdlink.store.policies.registry import make_policy
+from pdlink.store.policies.queues import Lru
 from pdlink.store.store import Store
 from tests.cuda.double import Kv, Reached
 from tests.cuda.fake import IMAGE, Fake
@@ -74,7 +74,7 @@ class GpuServer(Server):
 @pytest.fixture
 def serving(double: Fake, device: Device) -> Iterator[Callable[[], GpuServer]]:
     with ExitStack() as stack:
-        store = Store(1 << 20, make_policy("lru"), [])
+        store = Store(1 << 20, Lru(), [])
         store.open()
         stack.callback(store.close)
 

@@ -29,7 +29,7 @@ from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout, LayerLayout, Part, paged_layout
 from pdlink.memory.buffers import Buffer
 from pdlink.store.groups import RecordGroup
-from pdlink.store.policies.registry import make_policy
+from pdlink.store.policies.queues import Lru
 from pdlink.store.source import CallersBlocks, Source
 from pdlink.store.store import Store
 from pdlink.store.tiers.base import Tier
@@ -366,7 +366,7 @@ def serving(
     copies_s: float = WAIT_S,
     packed: Sequence[int] = (),
 ) -> Iterator[tuple[Server, Store]]:
-    store = Store(nbytes, make_policy("lru"), tiers or [])
+    store = Store(nbytes, Lru(), tiers or [])
     store.open()
     server = Server(store, choose, copies_s, packed)
     try:

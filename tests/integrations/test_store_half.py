@@ -25,7 +25,7 @@ from pdlink.memory.buffers import Buffer
 from pdlink.store.fetching import Fetch
 from pdlink.store.groups import RecordGroup
 from pdlink.store.interface import MEMORY, AnyStore
-from pdlink.store.policies.registry import make_policy
+from pdlink.store.policies.queues import Lru
 from pdlink.store.prompt import Prompt, PromptFetch
 from pdlink.store.slots import Slot
 from pdlink.store.source import CallersBlocks, Source
@@ -209,7 +209,7 @@ def value(layer: int, token: int, head: int, part: int) -> Vector:
 @contextmanager
 def opened(records: int = 16, tiers: list[Tier] | None = None, lease_s: float = 60.0) -> Iterator[Store]:
     nbytes = 4096 + LAYERS * 2 * CHUNK * HEADS * SIZE * 4 + 4096
-    store = Store(records * nbytes, make_policy("lru"), tiers or [], lease_s=lease_s)
+    store = Store(records * nbytes, Lru(), tiers or [], lease_s=lease_s)
     store.open()
     try:
         yield store

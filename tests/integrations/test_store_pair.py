@@ -16,7 +16,7 @@ from pdlink.integrations.vllm_parts.steps import Steps
 from pdlink.integrations.vllm_parts.store_book import StoreBook
 from pdlink.integrations.vllm_parts.store_half import StoreHalf
 from pdlink.store.groups import RecordGroup
-from pdlink.store.policies.registry import make_policy
+from pdlink.store.policies.queues import Lru
 from pdlink.store.source import CallersBlocks, Source
 from pdlink.store.store import Store
 from tests.endpoint.conftest import WAIT_S, Pair, until
@@ -86,7 +86,7 @@ def serve(prefill: Server, decode: Decode, attempt: str, table: list[int], promp
 
 @contextmanager
 def opened() -> Iterator[tuple[Pair, Server, Decode, Store]]:
-    store = Store(1 << 20, make_policy("lru"))
+    store = Store(1 << 20, Lru())
     store.open()
     pair = Pair()
     prefill, decode = Server(pair.prefill), Decode(pair, store)

@@ -10,7 +10,7 @@ from pdlink.config import TransportConfig
 from pdlink.config.listen import HostPort, LinkListen
 from pdlink.peers.link import PeerLink
 from pdlink.protocol.deadlines import Deadlines
-from pdlink.store.policies.registry import make_policy
+from pdlink.store.policies.queues import Lru
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape
 from pdlink.store.store import Store
 from tests import other_process
@@ -62,9 +62,7 @@ class StoreNode:
         )
         self.tiers = [self.link.tier(peer) for peer in peers]
         slot_nbytes = -(-self.shape.nbytes // 4096) * 4096
-        self.store = store_class(
-            records * slot_nbytes, make_policy("lru"), self.tiers, lends=True, tier_deadline_s=WAIT_S
-        )
+        self.store = store_class(records * slot_nbytes, Lru(), self.tiers, lends=True, tier_deadline_s=WAIT_S)
         self.store.open()
         try:
             self.link.open(self.store)

@@ -9,7 +9,7 @@ import pytest
 
 from pdlink.config import CacheConfig, StoreConfig, TiersConfig, TransportConfig, WorkerConfig
 from pdlink.serve.worker import Worker
-from pdlink.store.policies.registry import make_policy
+from pdlink.store.policies.queues import Lru
 from pdlink.store.server.listener import Listener
 from pdlink.store.store import Store
 from pdlink.store.tiers.opening import open_tier
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def listening(tmp_path: Path, nbytes: int = 8 << 20, tiers: Sequence[Tier] = ()) -> Iterator[Listener]:
-    store = Store(nbytes, make_policy("lru"), tiers)
+    store = Store(nbytes, Lru(), tiers)
     store.open()
     listener = Listener(store, tmp_path / "socket" / "store")
     listener.open()

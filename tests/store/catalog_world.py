@@ -12,14 +12,19 @@ from typing import TYPE_CHECKING, Literal
 
 from pdlink.store.catalog import Catalog
 from pdlink.store.extents import ALIGNMENT_NBYTES
-from pdlink.store.policies.registry import make_policy
+from pdlink.store.policies.adaptive import Adaptive
+from pdlink.store.policies.queues import Lru
+from pdlink.store.policies.s3fifo import S3Fifo
 from pdlink.store.slots import WHOLE, Change, Share, Slot, SlotLease
 from pdlink.store.turns import Retention
 from tests.model.dice import Dice
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
+    from pdlink.store.policies.base import EvictionPolicy
+
+POLICIES = (Adaptive, Lru, S3Fifo)
 PAGES = 12
 PROMPTS = [[b"%d-%d" % (prompt, chunk) for chunk in range(5)] for prompt in range(3)]
 PROMPTS.append(PROMPTS[0][:2] + [b"branch-%d" % chunk for chunk in range(3)])
@@ -59,9 +64,9 @@ class Holder:
 
 
 class World:
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: Callable[[], EvictionPolicy] = Lru) -> None:
         self.catalog = Catalog(
-            make_policy(policy),
+            policy(),
             pin_quota_nbytes=QUOTA_PAGES * ALIGNMENT_NBYTES,
             tenant_quota_nbytes=TENANT_PAGES * ALIGNMENT_NBYTES,
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pdlink.errors import ProtocolError
 from pdlink.store import wire
-from pdlink.store.policies.registry import make_policy
+from pdlink.store.policies.queues import Lru
 from pdlink.store.record import HEADER_NBYTES
 from pdlink.store.server.desk import Desk
 from pdlink.store.slots import Share
@@ -227,7 +227,7 @@ class World:
             assert set(client.desk._writing) >= set(client.writing), "what was late ended a reservation of this life"
 
     def _begun(self) -> Store:
-        store = _Still(RECORDS * SHAPE.nbytes, make_policy("lru"), lease_s=LEASE_S, clock=lambda: self.now_s)
+        store = _Still(RECORDS * SHAPE.nbytes, Lru(), lease_s=LEASE_S, clock=lambda: self.now_s)
         store.open()
         return store
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pdlink.config import StoreConfig
 from pdlink.fleet.child import Child, start, stop
 from pdlink.store.client import RemoteStore
-from pdlink.store.policies.registry import make_policy
+from pdlink.store.policies.queues import Lru
 from pdlink.store.server.listener import Listener
 from pdlink.store.store import Store
 from tests.other_process import suspend
@@ -98,7 +98,7 @@ def served(
     """A store with a listener, in this process."""
     store = Store(
         records * SHAPE.nbytes,
-        make_policy("lru"),
+        Lru(),
         tiers,
         tier_deadline_s=WAIT_S,
         lease_s=lease_s,

@@ -9,7 +9,7 @@ from pdlink.store.books import Books
 from pdlink.store.catalog import Catalog
 from pdlink.store.ingestion import make_ingestion
 from pdlink.store.interface import MEMORY, RecordChange
-from pdlink.store.policies.registry import make_policy
+from pdlink.store.policies.queues import Lru
 
 from .stubs import SHAPE
 
@@ -17,7 +17,7 @@ KEY = b"%032d" % 7
 
 
 def opened() -> Books:
-    catalog = Catalog(make_policy("lru"))
+    catalog = Catalog(Lru())
     catalog.resize(4 * SHAPE.nbytes)
     return Books(catalog, make_ingestion("all"), lambda: 0.0)
 

@@ -154,7 +154,7 @@ def test_pages_of_any_layout_share_what_one_of_them_has_stored(
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 400), st.booleans()), max_size=20))
 def test_what_eviction_left_is_right(steps: list[tuple[int, int, bool]]) -> None:
     """An arena of eight chunks for prompts of up to 25: some store, some load."""
-    with Pages("LPBHT", 4, nbytes=8 * RECORD_NBYTES, policy="lru") as pages:
+    with Pages("LPBHT", 4, nbytes=8 * RECORD_NBYTES) as pages:
         for number, num_tokens, store in steps:
             prompt = list(range(number * 1000, number * 1000 + num_tokens))
             if store:
@@ -220,7 +220,7 @@ def test_what_is_here_is_not_stored_again() -> None:
 
 
 def test_the_rest_of_a_prompt_does_not_push_out_its_beginning() -> None:
-    with Pages(nbytes=8 * -(-RECORD_NBYTES // 4096) * 4096, policy="fifo") as pages:
+    with Pages(nbytes=8 * -(-RECORD_NBYTES // 4096) * 4096) as pages:
         pages.stored(PROMPT[:64])
         pages.stored([5] * 64)
         assert pages.stored() == 32
@@ -302,7 +302,6 @@ def test_a_cache_that_cannot_work_is_not_opened() -> None:
         ({"tiers": ["file:///no/such/directory"]}, ConfigError, "got '/no/such/directory'"),
         ({"tiers": ["nothing"]}, ConfigError, "^tiers.remote_url: got no URL and no path of a module"),
         ({"disk": "/tmp", "disk_nbytes": 100}, ConfigError, "got 100 bytes"),
-        ({"policy": "none"}, ConfigError, "cache_policy: got 'none'"),
     ):
         with pytest.raises(error, match=message):
             Pages(**arguments)
@@ -462,7 +461,7 @@ def test_a_prefetch_that_nobody_wants_gives_everything_back(late: bool) -> None:
 
 
 def test_pins_keep_a_prompt_within_their_quota() -> None:
-    with Pages(nbytes=16 * RECORD_NBYTES, pin_quota_nbytes=3 * RECORD_NBYTES, policy="fifo") as pages:
+    with Pages(nbytes=16 * RECORD_NBYTES, pin_quota_nbytes=3 * RECORD_NBYTES) as pages:
         pages.stored()
         assert pages.cache.pin(PROMPT, "system prompt") == 48
         for number in range(8):

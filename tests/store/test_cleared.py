@@ -17,7 +17,7 @@ from pdlink.config import state_directory
 from pdlink.store import guard
 from pdlink.store.cleared import EVERYTHING, Cleared, places_of
 from pdlink.store.interface import MEMORY
-from pdlink.store.policies.registry import make_policy
+from pdlink.store.policies.queues import Lru
 from pdlink.store.store import Store
 from pdlink.store.tiers.disk import Disk
 from pdlink.store.tiers.shared_dir import SharedDir
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 @contextmanager
 def life(tier: Tier, file: Path) -> Iterator[Store]:
     """One life of a store over that medium."""
-    store = Store(16 * SHAPE.nbytes, make_policy("lru"), [tier], cleared=[file], tier_deadline_s=WAIT_S)
+    store = Store(16 * SHAPE.nbytes, Lru(), [tier], cleared=[file], tier_deadline_s=WAIT_S)
     store.open()
     try:
         yield store

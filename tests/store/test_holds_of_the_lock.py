@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdlink.store.policies.registry import make_policy
+from pdlink.store.policies.adaptive import Adaptive
 from pdlink.store.record import Group, RecordShape
 from pdlink.store.store import Store
 
@@ -65,7 +65,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, CountingLo
     """A store that has the records of `KEYS`, as far as its books know."""
     lock = CountingLock()
     monkeypatch.setattr("pdlink.store.books.threading", _locking_by(lock))
-    store = Store(2 * len(KEYS) * 8192, make_policy("adaptive"), pin_quota_nbytes=PIN_QUOTA_NBYTES)
+    store = Store(2 * len(KEYS) * 8192, Adaptive(), pin_quota_nbytes=PIN_QUOTA_NBYTES)
     store.open()
     with lock:
         store._books.commit(store._catalog.reserve(KEYS, SHAPE.nbytes, "test"), SHAPE, summed=True)
@@ -137,7 +137,7 @@ def test_a_tier_gets_many_records_in_pieces() -> None:
     tier = StubTier()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pdlink.store.books.threading", _locking_by(lock))
-        store = Store(2 * len(KEYS) * 8192, make_policy("adaptive"), [tier])
+        store = Store(2 * len(KEYS) * 8192, Adaptive(), [tier])
     store.open()
     try:
         store.commit(store.reserve(KEYS[:6000], SHAPE), SHAPE, summed=True)

@@ -17,7 +17,7 @@ from pdlink.kv.layout import paged_layout
 from pdlink.memory.blocks import BlockPool
 from pdlink.memory.buffers import Buffer
 from pdlink.store.groups import RecordGroup
-from pdlink.store.policies.registry import make_policy
+from pdlink.store.policies.queues import Lru
 from pdlink.store.source import Source
 from pdlink.store.store import Store
 
@@ -142,7 +142,7 @@ def wait_for(event: threading.Event) -> None:
 
 @contextmanager
 def opened(*, records: int = 16, tiers: Sequence[Tier] = (), heads: int = 2) -> Iterator[Store]:
-    store = Store(records * (4096 + LAYERS * 2 * CHUNK * 64 * heads + 2048), make_policy("lru"), tiers)
+    store = Store(records * (4096 + LAYERS * 2 * CHUNK * 64 * heads + 2048), Lru(), tiers)
     store.open()
     try:
         yield store

@@ -18,7 +18,7 @@ from pdlink.store.extents import ALIGNMENT_NBYTES as PAGE
 from pdlink.store.fetching import Fetch
 from pdlink.store.interface import MEMORY, Found, Wanted
 from pdlink.store.line import FIRST, Width
-from pdlink.store.policies.registry import make_policy
+from pdlink.store.policies.queues import Lru
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape, seal, unseal
 from pdlink.store.slots import Share, Slot, SlotLease
 from pdlink.store.store import Store
@@ -54,7 +54,7 @@ def opened(
 ) -> Iterator[Store]:
     store = Store(
         records * SHAPE.nbytes,
-        make_policy("lru"),
+        Lru(),
         tiers,
         ingestion=ingestion,
         verify=verify,
@@ -297,7 +297,7 @@ def test_a_record_larger_than_the_arena_is_refused_with_both_numbers() -> None:
     ):
         store.reserve(KEYS[:1], huge)
     with pytest.raises(ConfigError, match="max_local_cpu_size"):
-        Store(0, make_policy("lru"))
+        Store(0, Lru())
 
 
 def test_a_put_gets_the_memory_that_it_needs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +385,7 @@ def test_memory_that_is_refused_lowers_the_room_and_is_told_once(
 
 def test_a_store_larger_than_the_machine_opens_with_one_step_of_memory_and_can_be_used() -> None:
     """Four times what is free: a start that took all of it would fail, or take minutes."""
-    store = Store(4 * available_nbytes(), make_policy("lru"))
+    store = Store(4 * available_nbytes(), Lru())
     store.open()
     try:
         assert put(store, KEYS) == read(store, KEYS) == len(KEYS)
@@ -554,7 +554,7 @@ def test_what_is_cleared_while_it_is_moved_is_gone() -> None:
 
 def test_operators_wait_for_a_tier_that_stalls_until_its_deadline_only() -> None:
     tier = StubTier()
-    store = Store(8 * SHAPE.nbytes, make_policy("lru"), [tier], tier_deadline_s=0.2)
+    store = Store(8 * SHAPE.nbytes, Lru(), [tier], tier_deadline_s=0.2)
     store.open()
     put_below(store, KEYS[:2], tier)
     tier.going.clear()
@@ -607,7 +607,7 @@ def test_closing_a_store_waits_once_for_all_tiers_that_are_stuck(monkeypatch: py
             waited_s.append(timeout)
         join(thread, timeout)
 
-    store = Store(8 * SHAPE.nbytes, make_policy("lru"), tiers, tier_deadline_s=0.2)
+    store = Store(8 * SHAPE.nbytes, Lru(), tiers, tier_deadline_s=0.2)
     store.open()
     for tier in tiers:
         tier.going.clear()

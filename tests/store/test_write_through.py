@@ -8,7 +8,7 @@ import pytest
 
 from pdlink.events import WriteDropped, listen
 from pdlink.store.line import Width
-from pdlink.store.policies.registry import make_policy
+from pdlink.store.policies.queues import Lru
 from pdlink.store.store import Store
 from pdlink.store.turns import Retention
 
@@ -182,7 +182,7 @@ def test_a_tier_that_takes_no_records_is_told_once_and_so_is_its_return(caplog: 
 def test_a_clear_does_not_wait_for_a_disk_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not noted then, and says so."""
     thaw = threading.Event()
-    store = Store(NUM_SLOTS * SHAPE.nbytes, make_policy("lru"), [StubTier()], tier_deadline_s=0.2)
+    store = Store(NUM_SLOTS * SHAPE.nbytes, Lru(), [StubTier()], tier_deadline_s=0.2)
     store.open()
     try:
         put(store, KEYS[:2])
@@ -208,7 +208,7 @@ class Hanging(StubTier):
 
 def test_a_clear_by_ending_does_not_wait_for_a_tier_that_hangs() -> None:
     tier = Hanging()
-    store = Store(NUM_SLOTS * SHAPE.nbytes, make_policy("lru"), [tier], tier_deadline_s=0.2)
+    store = Store(NUM_SLOTS * SHAPE.nbytes, Lru(), [tier], tier_deadline_s=0.2)
     store.open()
     try:
         put(store, KEYS[:2])

@@ -17,7 +17,7 @@ from pdlink.kv.layout import paged_layout
 from pdlink.memory.blocks import BlockPool
 from pdlink.store.gpu_pages import GpuPages
 from pdlink.store.groups import RecordGroup
-from pdlink.store.policies.registry import make_policy
+from pdlink.store.policies.queues import Lru
 from pdlink.store.source import Source
 from pdlink.store.store import Store
 
@@ -77,7 +77,7 @@ def measured(
         outwards_s = _median(repeats, lambda: _one_copy(device, host.device_ptr, pages.ptr, nbytes))
         inwards_s = _median(repeats, lambda: _one_copy(device, pages.ptr, host.device_ptr, nbytes))
         gpu = GpuPages([pages], image=image, ways=ways)
-        store = Store(nbytes + nbytes // 8 + (1 << 20), make_policy("lru"), lends=True)
+        store = Store(nbytes + nbytes // 8 + (1 << 20), Lru(), lends=True)
         store.open()
         made.callback(store.close)
         pool = BlockPool(layout.num_blocks)

@@ -10,8 +10,6 @@ import re
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from pdlink.config.tiers import CACHE_POLICIES
-
 from .applying import Vocabulary
 from .verdicts import NoCounterpart, NotNeeded, OurSettings, directories, gib, is_off, lacking, no_room, same
 
@@ -24,6 +22,7 @@ VARIABLES = "LMCACHE_"
 """Of the environment."""
 
 _THROUGH_MEMORY = "records pass through memory on their way to other tiers; its room is tiers.max_local_cpu_size"
+EVICTION = NotNeeded("memory goes by LRU or S3-FIFO, whichever finds more of late")
 _BLENDING = lacking("blending changes the KV; only equal prefixes are reused")
 _SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix", "s3", "gs", "az", "abfs")
 
@@ -54,13 +53,6 @@ def _remote(value: Any) -> Verdict:
     if parts.scheme in _SCHEMES:
         return OurSettings({"tiers.remote_url": str(value)})
     return NoCounterpart("its protocol is not spoken; use redis://, s3:// or file:// in tiers.remote_url")
-
-
-def _policy(value: Any) -> Verdict:
-    name = str(value).lower().replace("-", "").replace("_", "")
-    if name in CACHE_POLICIES:
-        return OurSettings({"tiers.cache_policy": name})
-    return NoCounterpart(f"tiers.cache_policy has {', '.join(CACHE_POLICIES)}")
 
 
 def _serde(value: Any) -> Verdict:
@@ -117,7 +109,7 @@ RULES: dict[str, Rule] = {
     "remote_serde": _serde,
     "save_decode_cache": "tiers.save_decode_cache",
     "save_unfull_chunk": lacking("such a chunk is found by one prompt only; a smaller tiers.chunk_size keeps more"),
-    "cache_policy": _policy,
+    "cache_policy": EVICTION,
     "priority_limit": lambda value: (
         NotNeeded("off here, too") if value in (None, "") else OurSettings({"tiers.priority_limit": value})
     ),

@@ -45,10 +45,6 @@ def _connector(value: Any) -> Verdict:
     return found
 
 
-def _policy(value: Any) -> Verdict:
-    return judge(lmcache.LMCACHE, "cache_policy", value)
-
-
 def _prompt_only(value: Any) -> Verdict:
     if is_off(value):
         return OurSettings({"tiers.save_decode_cache": True})
@@ -77,11 +73,11 @@ RULES: dict[str, Rule] = {
     "connectors": NotNeeded("empty"),
     "spec_name": NotNeeded("tiers are opened by their settings"),
     "spec_module_path": lacking("a tier of your own is path.to.module:name in tiers.remote_url"),
-    "cache_policy_module_path": lacking("a policy of your own is path.to.module:Class in tiers.cache_policy"),
+    "cache_policy_module_path": lmcache.EVICTION,
     "cpu_bytes_to_use": nbytes_as_gib("tiers.max_local_cpu_size", "of each rank; divide it by their number"),
     "cpu_bytes_to_use_per_rank": nbytes_as_gib("tiers.max_local_cpu_size"),
     "num_cpu_blocks": NoCounterpart("give tiers.max_local_cpu_size in GiB"),
-    "eviction_policy": _policy,
+    "eviction_policy": lmcache.EVICTION,
     "block_size": "tiers.chunk_size",
     "blocks_per_chunk": NoCounterpart("give tiers.chunk_size in tokens: blocks times the block size"),
     "offload_prompt_only": _prompt_only,

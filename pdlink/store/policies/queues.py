@@ -1,4 +1,4 @@
-"""Policies of one queue, and the queue that others are made of, too."""
+"""The policy of one queue, and the queue that others are made of, too."""
 
 from __future__ import annotations
 
@@ -36,10 +36,6 @@ class KeyQueue:
     def oldest(self, may_evict: Callable[[Key], bool]) -> Key | None:
         """The first key that may go."""
         return next(filter(may_evict, self._sizes), None)
-
-    def newest(self, may_evict: Callable[[Key], bool]) -> Key | None:
-        """The last key that may go."""
-        return next(filter(may_evict, reversed(self._sizes)), None)
 
     def trim(self, nbytes: int) -> None:
         """Forget the oldest until at most `nbytes` are left."""
@@ -84,20 +80,3 @@ class Lru:
 
     def __len__(self) -> int:
         return len(self._keys)
-
-
-class Fifo(Lru):
-    """First in, first out: use changes nothing."""
-
-    def touch(self, key: Key) -> None:
-        pass
-
-
-class Mru(Lru):
-    """Most recently used first. For loops over more than fits, where LRU never hits."""
-
-    def evict(self, may_evict: Callable[[Key], bool]) -> Key | None:
-        victim = self._keys.newest(may_evict)
-        if victim is not None:
-            self._keys.pop(victim)
-        return victim

@@ -1,11 +1,10 @@
-"""What each policy prefers: against a plain model where it has one, otherwise the trait that it is known for."""
+"""What each policy prefers: LRU against a plain model, the others the trait that they are known for."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -13,66 +12,51 @@ from hypothesis import strategies as st
 
 from pdlink.store.policies.adaptive import SAMPLED, Adaptive
 from pdlink.store.policies.base import EvictionPolicy, Key
-from pdlink.store.policies.lfu import MOST_USES
-from pdlink.store.policies.queues import Lru, Mru
-from pdlink.store.policies.registry import make_policy
+from pdlink.store.policies.queues import Lru
+from pdlink.store.policies.s3fifo import S3Fifo
 
 from .harness import Cache, key
 
 
-@dataclass
-class Life:
-    """What a plain model knows of a resident key."""
+class Mru(Lru):
+    """Most recently used first: good where LRU is bad, and bad where it is good."""
 
-    inserted: int
-    used: int
-    uses: int = 0
-
-
-MODELS: dict[str, Callable[[Life], tuple[int, ...]]] = {
-    "fifo": lambda life: (life.inserted,),
-    "lfu": lambda life: (min(life.uses, MOST_USES), life.used),
-    "lru": lambda life: (life.used,),
-    "mru": lambda life: (-life.used,),
-}
-"""The key with the least of this goes first."""
+    def evict(self, may_evict: Callable[[Key], bool]) -> Key | None:
+        victim = next(filter(may_evict, reversed(list(self._keys))), None)
+        if victim is not None:
+            self._keys.pop(victim)
+        return victim
 
 
-@pytest.mark.parametrize("name", MODELS)
 @given(steps=st.lists(st.tuples(st.sampled_from(["use", "evict", "remove"]), st.integers(0, 9)), max_size=120))
-def test_the_victim_is_the_one_a_plain_model_takes(name: str, steps: list[tuple[str, int]]) -> None:
-    policy, lives = make_policy(name), dict[Key, Life]()
+def test_lru_takes_the_key_whose_use_is_longest_ago(steps: list[tuple[str, int]]) -> None:
+    policy, used = Lru(), dict[Key, int]()
     for now, (verb, number) in enumerate(steps):
         one = key(number)
         if verb == "remove":
             policy.remove(one)
-            lives.pop(one, None)
+            used.pop(one, None)
         elif verb == "evict":
-            allowed = [other for other in lives if other != one]
-            expected = min(allowed, key=lambda other: MODELS[name](lives[other]), default=None)
+            expected = min((other for other in used if other != one), key=used.__getitem__, default=None)
             assert policy.evict(lambda other, one=one: other != one) == expected  # type: ignore[misc]
             if expected is not None:
-                del lives[expected]
-        elif one in lives:
-            policy.touch(one)
-            lives[one].used, lives[one].uses = now, lives[one].uses + 1
+                del used[expected]
         else:
-            policy.insert(one, 1)
-            lives[one] = Life(now, now)
+            (policy.touch(one) if one in used else policy.insert(one, 1))
+            used[one] = now
 
 
-@pytest.mark.parametrize("name", ["adaptive", "lfu", "lru", "s3fifo"])
-def test_keys_in_use_outlive_keys_that_came_once(name: str) -> None:
-    cache = Cache(make_policy(name), 100)
+@pytest.mark.parametrize("make", [Adaptive, Lru, S3Fifo])
+def test_keys_in_use_outlive_keys_that_came_once(make: Callable[[], EvictionPolicy]) -> None:
+    cache = Cache(make(), 100)
     for number in range(1000):
         cache.put(key(number % 20))
         cache.put(key(1000 + number))
     assert sum(key(number) in cache.resident for number in range(20)) == 20
 
 
-@pytest.mark.parametrize("name", ["lfu", "s3fifo"])
-def test_a_scan_leaves_what_was_used_often(name: str) -> None:
-    cache = Cache(make_policy(name), 100)
+def test_a_scan_leaves_what_was_used_often() -> None:
+    cache = Cache(S3Fifo(), 100)
     for number in range(2000):
         cache.put(key(number % 50))
     for number in range(400):
@@ -81,7 +65,7 @@ def test_a_scan_leaves_what_was_used_often(name: str) -> None:
 
 
 def test_s3fifo_takes_a_key_back_into_the_main_queue_that_left_on_probation() -> None:
-    cache = Cache(make_policy("s3fifo"), 10)
+    cache = Cache(S3Fifo(), 10)
     for number in range(11):
         cache.put(key(number))
     assert key(0) not in cache.resident

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from pdlink.serve.health import health, metrics_of
 from pdlink.store import late
-from pdlink.store.policies.registry import make_policy
+from pdlink.store.policies.queues import Lru
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape
 from pdlink.store.store import Store
 from pdlink.store.tiers.striped import Striped
@@ -211,9 +211,7 @@ def _mounting() -> Iterator[None]:
 @contextmanager
 def _store(place: Path) -> Iterator[Store]:
     disk = Striped([place], "kv", 8 << 20, record_nbytes=SHAPE.nbytes)
-    store = Store(
-        16 << 20, make_policy("lru"), [disk], tier_deadline_s=_DEADLINE_S, cleared=[place / "kv" / "cleared"]
-    )
+    store = Store(16 << 20, Lru(), [disk], tier_deadline_s=_DEADLINE_S, cleared=[place / "kv" / "cleared"])
     store.open()
     try:
         yield store
