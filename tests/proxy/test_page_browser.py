@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -378,6 +379,19 @@ async def test_nothing_of_a_thousand_workers_is_cut_on_a_phone(browser: Browser)
     async with of_many(browser, viewport={"width": 390, "height": 844}) as page:
         assert await page.evaluate("() => document.documentElement.scrollWidth") <= 390
         assert await page.evaluate(CUT) == []
+
+
+async def test_what_a_client_chose_as_an_id_is_quoted_in_the_command_that_the_page_shows(browser: Browser) -> None:
+    async with small(browser) as (page, proxy):
+        chosen = "a'; echo b"
+        body = {"model": "m", "prompt": "x"}
+        async with proxy.client.post(
+            f"{proxy.url}/v1/completions", json=body, headers={"X-Request-Id": chosen}
+        ) as answer:
+            assert answer.status == 200
+        await verdict(page, "4 requests")
+        await page.locator("#requests button").first.click()
+        await expect(page.locator("#story pre")).to_contain_text(f"pdlink explain {shlex.quote(chosen)}  says more")
 
 
 async def test_a_request_opens_below_its_row_where_it_is_seen(browser: Browser) -> None:

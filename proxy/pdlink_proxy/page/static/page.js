@@ -24,6 +24,7 @@ async function ask(path) {
 }
 
 const total = (state, name, label) => (label ? state.totals[name]?.[label] ?? 0 : sum(Object.values(state.totals[name] ?? {})));
+const quoted = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", `'"'"'`)}'`); // a client chose it
 const places = (state, name) => Object.keys(state.totals[name] ?? {}).sort();
 
 function figures(state) {
@@ -115,7 +116,7 @@ function tale(r, told) {
     ...told.decisions.map((d) => `${seconds(d.waited_s).padStart(9)}  ${d.verdict}${d.prefill ? `, prefill on ${d.prefill}` : ""}${d.decode ? `, decode on ${d.decode}` : ""}${d.reason ? `: ${d.reason}` : ""}`),
     ...told.transfers.filter((t) => t.side === "sender").map((t) =>
       `${seconds(t.moving_s).padStart(9)}  in which ${bytes(t.nbytes)} moved over ${t.lane || "no lane"}, ${seconds(t.exposed_s)} of it not hidden by prefill${t.reason ? `; ${t.reason}` : ""}`),
-    `pdlink explain ${r.request_id}  says more`,
+    `pdlink explain ${quoted(r.request_id)}  says more`,
   ];
   return [el("pre", {}, lines.join("\n"))];
 }
