@@ -22,11 +22,11 @@ class Breaker:
 
     def keeps_away(self, now_s: float) -> bool:
         """Whether it fails or stalls; until a call succeeds."""
-        return self.failures >= self._limit or self._stalls(now_s)
+        return self.failures >= self._limit or (bool(self._running) and self._stalls(now_s))
 
     def allows(self, now_s: float) -> bool:
         """Whether a call may be made. While calls are kept away one at a time is let through after each pause."""
-        if self._stalls(now_s):
+        if self._running and self._stalls(now_s):
             return False
         return self.failures < self._limit or (now_s >= self._closed_until_s and not self._probes())
 
