@@ -27,6 +27,7 @@ class DirectFile:
         self.direct = True
         """Whether the page cache is left out; tmpfs and some network file systems refuse."""
         self._bounce = threading.local()
+        self._growth = threading.Lock()
         try:
             self.fd = os.open(path, flags | os.O_DIRECT, 0o600)
         except OSError as error:
@@ -76,10 +77,15 @@ class DirectFile:
         return True
 
     def grow(self, nbytes: int) -> None:
-        """Make the file so long, and take the room from the file system now. Raises OSError if there is none."""
-        now = os.fstat(self.fd).st_size
-        if nbytes > now:
-            os.posix_fallocate(self.fd, now, nbytes - now)
+        """Make the file so long, and take the room from the file system now. Raises OSError if there is none.
+
+        One thread at a time: where the file system has no call for it, libc writes zeros into the new part, also over
+        what is written there after another thread has made the file as long.
+        """
+        with self._growth:
+            now = os.fstat(self.fd).st_size
+            if nbytes > now:
+                os.posix_fallocate(self.fd, now, nbytes - now)
 
     def close(self) -> None:
         os.close(self.fd)

@@ -262,6 +262,7 @@ class Disk:
         if index >= self._max_segments:
             return None
         self._make_room_for(index + 1)
+        self._journal.forget(index)
         try:
             self._file.grow((index + 1) * self._segment_pages * PAGE_NBYTES)
         except OSError as error:
@@ -270,7 +271,6 @@ class Disk:
             self._ungrown = f"{self._directory} has room for {index} of {self._max_segments} parts: {error.strerror}"
             return None
         self._ungrown = ""
-        self._journal.forget(index)
         self._segments.append(Segment(index))
         return self._segments[-1]
 
@@ -378,14 +378,15 @@ class Disk:
     def _grow_ahead(self) -> None:
         """Take the next segment's room from the file system when this one is half full. All writers would wait for it
         later, 10 to 90 ms on a busy disk."""
-        with self._lock:
-            index, active = len(self._segments), self._active
-            is_early = active is None or 2 * active.end_page <= self._segment_pages
-            if is_early or self._empty or index in (self._max_segments, self._growing):
-                return
-            self._growing = index
-            self._make_room_for(index + 1)
         with contextlib.suppress(OSError):  # who needs the room says why there is none
+            with self._lock:
+                index, active = len(self._segments), self._active
+                is_early = active is None or 2 * active.end_page <= self._segment_pages
+                if is_early or self._empty or index in (self._max_segments, self._growing):
+                    return
+                self._growing = index
+                self._make_room_for(index + 1)
+                self._journal.forget(index)  # what it had before the file was cut: `load` looks where there is room
             self._file.grow((index + 1) * self._segment_pages * PAGE_NBYTES)
 
     def _drop(self, key: bytes, rest: bytes) -> None:

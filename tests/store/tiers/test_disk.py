@@ -18,9 +18,11 @@ import pytest
 
 from pdlink.errors import ConfigError
 from pdlink.store.record import Group, RecordShape, seal
+from pdlink.store.tiers.direct import DirectFile
 from pdlink.store.tiers.disk import Disk
 from pdlink.store.tiers.segments import FullSegments, Segment
 
+from ..stubs import WAIT_S
 from .harness import key, read, record
 
 SEGMENT_NBYTES = 256 << 10
@@ -321,6 +323,47 @@ def test_what_was_truncated_away_is_not_listed_again_when_the_file_has_grown(tmp
         assert here(tier, 9) == list(range(8, upto))
         tier.put(key(8), record(8))
         tier.close()
+
+
+def test_what_was_truncated_away_is_not_listed_again_in_room_that_was_taken_ahead(tmp_path: Path) -> None:
+    tier = disk(tmp_path)
+    for number in range(8):
+        tier.put(key(number), record(number))
+    tier.close()
+    os.truncate(tmp_path / "model/records", 0)
+    tier = disk(tmp_path)
+    for number in range(8, 11):
+        tier.put(key(number), record(number))
+    tier.close()
+    assert (tmp_path / "model/records").stat().st_size == 2 * SEGMENT_NBYTES
+    tier = disk(tmp_path)
+    assert here(tier, 11) == [8, 9, 10]
+    tier.close()
+
+
+def test_room_is_taken_by_one_thread_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the file system has no call for it, libc writes zeros over what another thread has written since."""
+    file, go_on, begun = DirectFile(tmp_path / "records"), threading.Event(), threading.Event()
+    right, calls = os.posix_fallocate, list[int]()
+
+    def slow(fd: int, at: int, nbytes: int) -> None:
+        calls.append(at)
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        right(fd, at, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", slow)
+    first, second = (threading.Thread(target=file.grow, args=(SEGMENT_NBYTES,)) for _ in range(2))
+    first.start()
+    assert begun.wait(WAIT_S)
+    begun.clear()
+    second.start()
+    assert not begun.wait(0.1), "the second one waits for the first"
+    go_on.set()
+    for thread in (first, second):
+        thread.join(WAIT_S)
+    assert calls == [0], "and finds the room there"
+    file.close()
 
 
 def test_a_record_whose_entry_names_another_key_is_a_miss(tmp_path: Path) -> None:
