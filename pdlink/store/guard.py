@@ -161,8 +161,8 @@ class GuardedTier:
 
     @property
     def forgets(self) -> bool:
-        """Whether it may still have what was cleared."""
-        return bool(self._doomed)
+        """Whether it may still have what was cleared, also while nobody knows what that is."""
+        return bool(self._doomed) or not self._knows_cleared
 
     def hides(self, key: bytes) -> bool:
         return not self._knows_cleared or key in self._doomed or EVERYTHING in self._doomed

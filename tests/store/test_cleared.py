@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdlink.config import state_directory
-from pdlink.store import guard
+from pdlink.store import below, guard
 from pdlink.store.cleared import EVERYTHING, Cleared, places_of
 from pdlink.store.interface import MEMORY
 from pdlink.store.policies.queues import Lru
@@ -100,6 +101,23 @@ def test_what_a_tier_could_not_forget_is_hidden_and_removed_by_the_next_process(
         assert read(store, KEYS[:1]) == 1, "computed again, it is kept again"
     with life(_Away(records), tmp_path / "cleared") as store:
         assert read(store, KEYS[:1]) == 1, "what is forgotten is cleared no more"
+
+
+def test_a_tier_may_have_what_was_cleared_until_the_file_has_said_what_that_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, right = threading.Event(), Cleared.of
+
+    def frozen(cleared: Cleared, medium: str) -> dict[bytes, bytes]:
+        assert go_on.wait(WAIT_S)
+        return right(cleared, medium)
+
+    monkeypatch.setattr(Cleared, "of", frozen)
+    monkeypatch.setattr(below, "_LEARN_S", 0.01)
+    with life(_Away({}), tmp_path / "cleared") as store:
+        assert store.state().places[1].forgets
+        go_on.set()
+        until(lambda: not store.state().places[1].forgets, "the file says that nothing was cleared")
 
 
 def test_a_record_that_is_cleared_again_while_it_is_removed_stays_cleared(tmp_path: Path) -> None:
