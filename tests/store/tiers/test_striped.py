@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +17,7 @@ from pdlink.store.tiers.disk import Disk
 from pdlink.store.tiers.striped import Striped
 
 from ..process import until
+from ..stubs import WAIT_S
 from .harness import key, read, record
 
 if TYPE_CHECKING:
@@ -62,6 +66,28 @@ def test_directories_share_the_records_and_have_them_after_a_restart_in_any_orde
     assert right(tier).count(False) == 1
     tier.clear()
     assert not any(tier.contains(KEYS))
+
+
+def test_several_directories_that_do_not_answer_are_waited_for_no_longer_than_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited_s, go_on, now_s = list[float | None](), threading.Event(), 100.0
+
+    def result(_: Future[None], timeout_s: float | None = None) -> None:
+        nonlocal now_s
+        waited_s.append(timeout_s)
+        now_s += timeout_s or 0.0
+        raise TimeoutError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(late, "time", SimpleNamespace(monotonic=lambda: now_s))
+        patch.setattr(Future, "result", result)
+        parts = [late.Late(name, lambda: go_on.wait(WAIT_S)) for name in ("a", "b", "c")]
+        for part in parts:
+            part.wait()
+            part.close()
+    go_on.set()
+    assert waited_s == [late.WAIT_S, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=["full", "read-only"])
