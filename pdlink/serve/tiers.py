@@ -169,7 +169,7 @@ class Tiered:
         """What is not loaded is computed here, or (receives) offered for: a prefill worker computes it."""
         assert request.prompt is not None
         blocks = request.blocks
-        landed = None if receives else partial(self._landed, request, cached, choice, blocks)
+        landed = None if receives else partial(self._landed, request, cached, choice, blocks, time.monotonic())
         request.load = request.prompt.load(cached, choice.end, [blocks], landed)
 
         def over(done: Future[int]) -> None:
@@ -250,7 +250,19 @@ class Tiered:
         if self._has(request, blocks):
             self._engine().kv_coming(request.request_id, end)
 
-    def _tell(self, request: _Request, cached: int, choice: Choice, end: int, *, receives: bool = False) -> None:
+    def _tell(
+        self,
+        request: _Request,
+        cached: int,
+        choice: Choice,
+        end: int,
+        *,
+        receives: bool = False,
+        began_s: float | None = None,
+    ) -> None:
+        """Where its KV came from. began_s: when its load began; by default as the engine's thread knows it."""
+        if began_s is None:
+            began_s = request.load.began_s if request.load is not None else time.monotonic()
         rest, prompt = len(request.tokens) - end, request.prompt
         places = prompt.tokens_by_place(cached, end) if prompt is not None and end > cached else {}
         emit(
@@ -264,7 +276,7 @@ class Tiered:
                 reason=choice.reason,
                 load_s=choice.load_s,
                 other_s=choice.other_s,
-                began_s=request.load.began_s if request.load is not None else time.monotonic(),
+                began_s=began_s,
                 places=places,
             )
         )
@@ -272,12 +284,20 @@ class Tiered:
     # --- The copier's thread
 
     def _landed(
-        self, request: _Request, cached: int, choice: Choice, blocks: Sequence[int], layer: int, end: int
+        self,
+        request: _Request,
+        cached: int,
+        choice: Choice,
+        blocks: Sequence[int],
+        began_s: float,
+        layer: int,
+        end: int,
     ) -> None:
-        """A layer of a load is here. If the load fails, computing reports it again, and that ends a transfer."""
+        """A layer of a load is here, which began then; the engine's thread may not have the load yet. If it fails,
+        computing reports the layer again, and that ends a transfer."""
         self._port.layer_written(layer, [(request.request_id, cached, end)])
         if end == choice.end and layer == self._num_layers - 1:
-            self._tell(request, cached, choice, end)
+            self._tell(request, cached, choice, end, began_s=began_s)
         if layer == 0 and end == choice.end:
             self._engine().soon(partial(self._begin_pass, request, blocks, end))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,11 +14,13 @@ from pdlink.config import TiersConfig, UpConfig, WorkerConfig
 from pdlink.errors import ConfigError, EngineFailure
 from pdlink.kv import hashing
 from pdlink.serve.worker import Worker
+from pdlink.store.prompt import Prompt
 
 from ..store.tiers.server import valkey_server
 from .tiered import (
     CHUNK,
     MODEL,
+    WAIT_S,
     Computed,
     answers,
     computed_here,
@@ -26,12 +29,15 @@ from .tiered import (
     prompt_of,
     pushed,
     settle,
+    sourced,
     store_of,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from pdlink.store.loading import Load
 
 
 @pytest.mark.parametrize("length", [CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK, 5 * CHUNK + 7])
@@ -99,6 +105,25 @@ def test_answers_are_right_while_records_are_evicted(records: int) -> None:
         assert answers(worker, prompts[20:], at_once=True) == expected[20:]
         store_of(worker).check()
         assert worker.pool.num_held == 0
+
+
+def test_a_load_that_ends_before_the_engine_has_it_says_when_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, right, begun_s = prompt_of(5 * CHUNK, 3), Prompt.load, list[float]()
+
+    def load(*args: Any) -> Load:
+        begun_s.append(time.monotonic())
+        made = right(*args)
+        made.done.result(WAIT_S)
+        return made
+
+    monkeypatch.setattr(Prompt, "load", load)
+    with opened() as worker:
+        answers(worker, [prompt], at_once=False)
+        with sourced() as events:
+            answers(worker, [prompt], at_once=False)
+        (told,) = events
+        assert told.loaded
+        assert told.began_s <= begun_s[-1]
 
 
 def test_a_record_that_goes_between_look_up_and_load_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
