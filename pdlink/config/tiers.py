@@ -28,7 +28,7 @@ class TiersConfig(Section):
     store_timeout_s: Seconds = 1.0
     """Longest wait for an answer of that process; then everything is a miss until it is back."""
     max_local_cpu_size: float = Field(default=1.0, ge=0)
-    """Memory for it, in GiB; taken as it is needed. 0 keeps nothing."""
+    """Most memory for it, in GiB; taken ahead of need, twice what records fill. 0 keeps nothing."""
     reserve_local_cpu_size: float = Field(default=0.0, ge=0)
     """Memory of the machine that it never takes, in GiB."""
     numa_node: int | None = Field(default=None, ge=0, lt=1024)

@@ -106,7 +106,7 @@ class Questions:
         return given
 
     def tell(self, address: str, body: Pull) -> None:
-        """Send it. A connection that ends before loses it."""
+        """Send it. It is lost if the connection ends before, or `_MAX_WAITING` frames wait for it."""
         self._work.call(partial(self._send, address, body, None))
 
     # --- The thread

@@ -1,4 +1,4 @@
-"""`Arena`: the memory that records lie in. It is taken from the system when slots need it, from the start on.
+"""`Arena`: the memory that records lie in. It is taken from the system ahead of need, from its begin on.
 
 The whole range is reserved at once, so that other processes can map and register it. `Catalog` says what may be used.
 Memory follows: a thread that is about to write to a slot calls `commit` for the memory up to the slot's end. It takes

@@ -127,7 +127,7 @@ RULES: dict[str, Rule] = {
     ),
     **same(NotNeeded("keys are chained BLAKE3 hashes, equal in all processes"), "pre_caching_hash_algorithm"),
     **same(
-        NotNeeded("memory is taken as it is needed, in huge pages where there are some"),
+        NotNeeded("memory is taken ahead of need, in huge pages where there are some"),
         "enable_lazy_memory_allocator lazy_memory_initial_ratio lazy_memory_expand_trigger_ratio"
         " lazy_memory_step_ratio lazy_memory_safe_size local_cpu_use_hugepages",
     ),
