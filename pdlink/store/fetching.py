@@ -161,8 +161,9 @@ class Fetching:
 
     @property
     def brings(self) -> bool:
-        """Whether records are on their way into the arena."""
-        return bool(self._arrivals)
+        """Whether somebody waited for records of tiers at the last `late`; of a stuck tier not for ever. Under the
+        lock."""
+        return bool(self._fetches)
 
     def late(self, now_s: float) -> list[Fetch]:
         """Fetches that go on now with what is there, or are done. The caller finishes them without the lock. Once."""

@@ -350,6 +350,36 @@ def test_memory_comes_ahead_of_need(monkeypatch: pytest.MonkeyPatch) -> None:
         until(lambda: store.gauges()["committed"] == 8 * SHAPE.nbytes, "the keeper runs ahead")
 
 
+@pytest.mark.parametrize(("most", "early"), [(1000, 48), (20, 20)], ids=["half of it", "no more than that"])
+def test_a_store_with_tiers_has_memory_before_anything_is_put(
+    most: int, early: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdlink.store.store.STEP_NBYTES", 4 * SHAPE.nbytes)
+    monkeypatch.setattr("pdlink.store.store._EARLY_NBYTES", most * SHAPE.nbytes)
+    with opened(100, [StubTier()]) as store:
+        until(lambda: store.gauges()["committed"] == early * SHAPE.nbytes, "the keeper runs ahead")
+        assert not store._arena.wants_more(0)
+
+
+def test_memory_comes_ahead_of_need_while_nobody_waits_for_a_read_that_is_stuck(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pdlink.store.store.STEP_NBYTES", 4 * SHAPE.nbytes)
+    monkeypatch.setattr("pdlink.store.store._EARLY_NBYTES", 0)
+    tier = StubTier()
+    with opened(100, [tier]) as store:
+        put_below(store, KEYS[:1], tier)
+        store.clear(places=[MEMORY])
+        tier.going.clear()
+        begun = fetch(store, KEYS[:1])
+        assert tier.stalled.wait(WAIT_S)
+        put(store, KEYS[1:])
+        begun.finish()
+        begun.close()
+        until(lambda: store.gauges()["committed"] == 16 * SHAPE.nbytes, "the keeper runs ahead")
+        tier.going.set()
+
+
 def test_a_put_wakes_the_keeper_for_memory_only(monkeypatch: pytest.MonkeyPatch) -> None:
     woken: list[None] = []
     with opened(4) as store:
