@@ -15,6 +15,7 @@ from pdlink.config import CacheConfig, ModelConfig, TiersConfig, TransportConfig
 from pdlink.engine.request import SamplingParams
 from pdlink.events import PromptSourced, listen
 from pdlink.serve.worker import Worker
+from pdlink.store.loading import GroupLoad
 from pdlink.store.store import Store
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pdlink.serve.stream import Stream
-    from pdlink.store.groups import RecordPlan
-    from pdlink.store.record import Sums
 
 MODEL = ModelConfig(num_layers=2)
 CHUNK = 32
@@ -140,16 +139,14 @@ def computed_here(prompts: Sequence[tuple[int, ...]]) -> list[list[int]]:
 
 def between_layers(worker: Worker, patch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
     """Do this in each load when its first layer has landed, before the second one is copied."""
-    assert worker.source is not None
-    source = worker.source
-    right = source.copy
+    right = GroupLoad._land
 
-    def copy(plan: RecordPlan, layer: int, *, loading: bool, sums: Sums | None = None) -> None:
-        if loading and layer == 1:
+    def land(self: GroupLoad, layer: int, end: int) -> None:
+        right(self, layer, end)
+        if layer == 0 and self._source is worker.source:
             act()
-        right(plan, layer, loading=loading, sums=sums)
 
-    patch.setattr(source, "copy", copy)
+    patch.setattr(GroupLoad, "_land", land)
 
 
 def expire(store: Store) -> None:
