@@ -115,3 +115,16 @@ def test_as_much_again_as_is_used_has_memory_a_step_at_a_time(arena: Arena) -> N
         steps += 1
         assert arena.committed_nbytes == min(arena.nbytes, used + steps * STEP)
     assert arena.committed_nbytes == min(arena.nbytes, 2 * used)
+
+
+def test_run_ahead_leaves_the_last_memory_to_others_and_a_commit_takes_it(
+    arena: Arena, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdlink.store.arena.available_nbytes", lambda: 15 * STEP)
+    assert arena.wants_more(4 * STEP)
+    arena.run_ahead(4 * STEP)
+    assert (arena.committed_nbytes, arena.problem) == (STEP, "")
+    assert not arena.wants_more(4 * STEP), "it is not tried again for a while"
+    assert arena.commit(4 * STEP) == 4 * STEP, "what is needed is had"
+    clock.now_s += 11
+    assert arena.wants_more(4 * STEP)
