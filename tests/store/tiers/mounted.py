@@ -81,9 +81,7 @@ def loop(place: Path) -> None:
 
 def frozen(place: Path) -> None:
     """A file system that stops answering costs nobody more than the deadline of a call, and is used again."""
-    with _mounting():
-        server = mount(place)
-    try:
+    with _served(place) as server:
         with _store(place) as store:
             _put(store, KEYS[:20])
             assert store.flush(_WAIT_S)
@@ -108,17 +106,12 @@ def frozen(place: Path) -> None:
             _put(store, KEYS[60:80])
             began_s = time.monotonic()
         assert time.monotonic() - began_s < 10 * _DEADLINE_S, "its end does not wait for it"
-    finally:
-        os.kill(server, signal.SIGKILL)
-        os.waitpid(server, 0)
 
 
 def frozen_start(place: Path) -> None:
     """A process that starts while its disk is frozen goes on without it, says so, and uses it when it answers."""
     late.WAIT_S = _DEADLINE_S / 4
-    with _mounting():
-        server = mount(place)
-    try:
+    with _served(place) as server:
         with _store(place) as store:
             _put(store, KEYS[:20])
             assert store.flush(_WAIT_S)
@@ -143,17 +136,12 @@ def frozen_start(place: Path) -> None:
         with _store(place):
             began_s = time.monotonic()
         assert time.monotonic() - began_s < 10 * _DEADLINE_S, "its end does not wait for it"
-    finally:
-        os.kill(server, signal.SIGKILL)
-        os.waitpid(server, 0)
 
 
 def frozen_worker(place: Path) -> None:
     """A worker that starts while its disk is frozen answers requests, and says what troubles it."""
     late.WAIT_S = _DEADLINE_S / 4
-    with _mounting():
-        server = mount(place)
-    try:
+    with _served(place) as server:
         prompts = [prompt_of(4 * CHUNK + 5, seed) for seed in range(2)]
         expected = computed_here(prompts)
         os.kill(server, signal.SIGSTOP)
@@ -169,32 +157,35 @@ def frozen_worker(place: Path) -> None:
             _until(lambda: store.flush(_WAIT_S), "what memory had is on the disk")
             store.clear(places=["memory"])
             assert answers(worker, prompts, at_once=True) == expected
-    finally:
-        os.kill(server, signal.SIGKILL)
-        os.waitpid(server, 0)
 
 
 def read_only(place: Path) -> None:
     """A file system that becomes read-only is read, says so, and is written to when it can be again."""
+    with _served(place) as server, _store(place) as store:
+        _put(store, KEYS[:20])
+        assert store.flush(_WAIT_S)
+        os.kill(server, signal.SIGUSR1)
+        _put(store, KEYS[20:40])
+        _until(lambda: "Read-only file system" in store.problems()["disk"], "it is told")
+        assert not store.flush(_WAIT_S)
+        for _ in range(5):  # writes that fail keep nobody from reading
+            store.clear(places=["memory"])
+            assert _read(store, KEYS[:20]) == 20
+            _put(store, KEYS[20:40])
+        assert store.health()["disk"]
+        os.kill(server, signal.SIGUSR1)
+        _until(lambda: store.flush(_WAIT_S) and not store.problems()["disk"], "it is written to again")
+        store.clear(places=["memory"])
+        assert _read(store, KEYS[:40]) == 40
+
+
+@contextmanager
+def _served(place: Path) -> Iterator[int]:
+    """A file system of a process of ours, which is killed at the end; the process's number."""
     with _mounting():
         server = mount(place)
     try:
-        with _store(place) as store:
-            _put(store, KEYS[:20])
-            assert store.flush(_WAIT_S)
-            os.kill(server, signal.SIGUSR1)
-            _put(store, KEYS[20:40])
-            _until(lambda: "Read-only file system" in store.problems()["disk"], "it is told")
-            assert not store.flush(_WAIT_S)
-            for _ in range(5):  # writes that fail keep nobody from reading
-                store.clear(places=["memory"])
-                assert _read(store, KEYS[:20]) == 20
-                _put(store, KEYS[20:40])
-            assert store.health()["disk"]
-            os.kill(server, signal.SIGUSR1)
-            _until(lambda: store.flush(_WAIT_S) and not store.problems()["disk"], "it is written to again")
-            store.clear(places=["memory"])
-            assert _read(store, KEYS[:40]) == 40
+        yield server
     finally:
         os.kill(server, signal.SIGKILL)
         os.waitpid(server, 0)
