@@ -349,7 +349,7 @@ def test_a_chunk_that_its_tier_has_lost_ends_the_prefix_there() -> None:
         prompt, blocks = made.prompt("p"), made.blocks(1)
         made.prefill(prompt, blocks, [TOKENS])
         made.settle()
-        assert all(tier.kept.acquire(timeout=WAIT_S) for _ in range(4))
+        assert all(tier.kept.acquire(timeout=WAIT_S) for _ in range(5))
         records = dict(tier.records)
         store.clear()
         cleared = threading.Event()
@@ -359,7 +359,7 @@ def test_a_chunk_that_its_tier_has_lost_ends_the_prefix_there() -> None:
         tier.flip(prompt.keys.by_group[0][2])
         mine = made.blocks(2)
         end, loading = load(made, mine)
-        assert end > 24
+        assert end == 40
         assert loading.done.result(WAIT_S) == 16
         check(made, mine, 0, 16)
         with pytest.raises(TransferFailed):
