@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pdlink.protocol.handshake import ModelId as ModelId
     from pdlink.serve.keys import load_credentials as load_credentials
     from pdlink.store.cache import Cache as Cache
-    from pdlink.store.turns import Retention as Retention
+    from pdlink.store.slots import Retention as Retention
 
 _HOMES = {
     "BlockPool": "pdlink.memory.blocks",
@@ -42,7 +42,7 @@ _HOMES = {
     "ModelId": "pdlink.protocol.handshake",
     "Node": "pdlink.node.node",
     "Outgoing": "pdlink.node.node",
-    "Retention": "pdlink.store.turns",
+    "Retention": "pdlink.store.slots",
     "SecurityConfig": "pdlink.config",
     "TransportConfig": "pdlink.config",
     "errors": "",

@@ -18,7 +18,7 @@ import numpy as np
 
 from pdlink import _copy
 from pdlink.memory.buffers import Buffer
-from pdlink.store.policies.adaptive import Adaptive
+from pdlink.store.eviction import Adaptive
 from pdlink.store.record import Group, RecordShape, said_sums, sums_of
 from pdlink.store.store import Store
 from pdlink.store.tiers.direct import DirectFile

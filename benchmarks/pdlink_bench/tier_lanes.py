@@ -16,7 +16,7 @@ from pdlink.memory.buffers import Buffer
 from pdlink.memory.pages import gather
 from pdlink.peers.link import PeerLink
 from pdlink.store.cache import Cache
-from pdlink.store.policies.queues import Lru
+from pdlink.store.eviction import Lru
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape
 from pdlink.store.store import Store
 from pdlink.store.tiers.direct import DirectFile

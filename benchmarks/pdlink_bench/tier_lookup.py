@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pdlink.kv import hashing
-from pdlink.store.policies.queues import Lru
+from pdlink.store.eviction import Lru
 from pdlink.store.record import Group, RecordShape
 from pdlink.store.store import Store
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pdlink.config import StoreConfig
 from pdlink.fleet.child import start, stop
 from pdlink.store.client import RemoteStore
-from pdlink.store.policies.queues import Lru
+from pdlink.store.eviction import Lru
 from pdlink.store.record import Group, RecordShape
 from pdlink.store.store import Store
 

@@ -19,7 +19,7 @@ from pdlink.api.sse import DONE
 from pdlink.engine.request import SamplingParams
 from pdlink.errors import CapacityExceeded, UnknownModel
 from pdlink.serve.unserved import check_unserved
-from pdlink.store.turns import DEFAULT_PRIORITY, MAX_PRIORITY, MAX_PRIORITY_S, MIN_PRIORITY, Retention
+from pdlink.store.slots import DEFAULT_PRIORITY, MAX_PRIORITY, MAX_PRIORITY_S, MIN_PRIORITY, Retention
 
 if TYPE_CHECKING:
     from pdlink.engine.forward import LoadedModel

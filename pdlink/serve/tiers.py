@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from pdlink.node.port import EnginePort
     from pdlink.store.loading import Load
     from pdlink.store.prompt import Prompt
+    from pdlink.store.slots import Retention
     from pdlink.store.source import Source
-    from pdlink.store.turns import Retention
     from pdlink.store.worth import Reason
 
 _LOOKERS = 2

@@ -34,8 +34,8 @@ from pdlink.serve.peers import make_link
 from pdlink.serve.stream import DecodeLeg, PrefillLeg, Stream
 from pdlink.serve.tiers import Tiered
 from pdlink.store.opening import SourceGroup, open_source
+from pdlink.store.slots import USUAL
 from pdlink.store.store import Store
-from pdlink.store.turns import USUAL
 
 if TYPE_CHECKING:
     from pdlink.api.legs import AnyParams
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from pdlink.engine.forward import LoadedModel
     from pdlink.engine.request import SamplingParams, TokenOutput
     from pdlink.protocol.auth import AllowList, Credentials
+    from pdlink.store.slots import Retention
     from pdlink.store.source import Source
-    from pdlink.store.turns import Retention
 
 log = logging.getLogger(__name__)
 

@@ -32,19 +32,19 @@ from pdlink.kv.plan import warm_up
 from pdlink.memory.borrowed import buffers_of
 from pdlink.memory.numa import node_of
 from pdlink.store.cleared import places_of
+from pdlink.store.eviction import Adaptive
 from pdlink.store.gpu_pages import GpuPages
 from pdlink.store.groups import Blocks, RecordGroup
 from pdlink.store.holds import Holds
 from pdlink.store.interface import MEMORY
 from pdlink.store.line import Line
 from pdlink.store.loading import GroupLoad
-from pdlink.store.policies.adaptive import Adaptive
 from pdlink.store.save import Save
+from pdlink.store.slots import USUAL, tenant_of
 from pdlink.store.source import LOST, CallersBlocks, Source
 from pdlink.store.store import Store
 from pdlink.store.tiers.opening import open_tier
 from pdlink.store.tiers.striped import Striped
-from pdlink.store.turns import USUAL, tenant_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from pdlink.kv.layout import KVLayout
     from pdlink.store.groups import Chunks
     from pdlink.store.interface import AnyFetch, Forgotten
+    from pdlink.store.slots import Retention
     from pdlink.store.tiers.base import Tier
-    from pdlink.store.turns import Retention
 
 _LOOK_S = 0.25
 """A GPU that has failed says nothing of copies under way."""

@@ -21,16 +21,15 @@ from itertools import count, islice
 from math import inf
 from typing import TYPE_CHECKING
 
+from pdlink.store.eviction import Turns
 from pdlink.store.extents import ALIGNMENT_NBYTES, Extents
-from pdlink.store.kept import Emptied, Hold, Record, Writing, check
-from pdlink.store.pins import Pins
-from pdlink.store.slots import LIFE_BITS, WHOLE, Change, Slot, SlotLease
-from pdlink.store.turns import DEFAULT_PRIORITY, USUAL, RecordDeadlines, Retention, Turns
+from pdlink.store.kept import Emptied, Hold, Pins, Record, RecordDeadlines, Writing, check
+from pdlink.store.slots import DEFAULT_PRIORITY, LIFE_BITS, USUAL, WHOLE, Change, Retention, Slot, SlotLease
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from pdlink.store.policies.base import EvictionPolicy
+    from pdlink.store.eviction import EvictionPolicy
     from pdlink.store.slots import Held, Serial, Share
 
 _MOST_DUE = 512
@@ -172,7 +171,8 @@ class Catalog:
                 record = self._records[key] = Record(
                     slot, share.total, every, every, retention, now_s + retention.ttl_s, float("inf")
                 )
-                self._deadlines.add(record.expires_s, record)
+                if record.expires_s < inf:
+                    self._deadlines.add(record.expires_s, record)
                 self._raise(record, retention, now_s)
             elif share.total == record.total and not parts & ~record.free:
                 slot = record.slot._replace(serial=next(self._serials))

@@ -10,7 +10,7 @@ from pdlink.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdlink.store.policies.base import Key
+    from pdlink.store.eviction import Key
 
 HISTORY_KEYS = 1 << 18
 """Remembered by `second_sight`, about 130 bytes each. Four times as many as the tier below holds are enough."""

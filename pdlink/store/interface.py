@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
-from pdlink.store.slots import WHOLE
-from pdlink.store.turns import USUAL, Retention
+from pdlink.store.slots import USUAL, WHOLE, Retention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence

@@ -12,10 +12,10 @@ from pdlink.kv import hashing
 from pdlink.memory.numa import node_of, nodes
 from pdlink.store.cleared import places_of
 from pdlink.store.client import RemoteStore
+from pdlink.store.eviction import Adaptive
 from pdlink.store.gpu_pages import GpuPages
 from pdlink.store.groups import RecordGroup
 from pdlink.store.interface import MEMORY
-from pdlink.store.policies.adaptive import Adaptive
 from pdlink.store.source import Source
 from pdlink.store.store import Store
 from pdlink.store.tiers.disk import Disk

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from pdlink.store.groups import RecordGroup
     from pdlink.store.interface import AnyFetch
+    from pdlink.store.slots import Retention
     from pdlink.store.source import Source
-    from pdlink.store.turns import Retention
     from pdlink.store.worth import Choice, Speed
 
     Tables = Sequence[Sequence[int]]

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from pdlink.kv.hashing import Preimage
     from pdlink.store.groups import AnyPlan, RecordGroup
     from pdlink.store.record import Sums
-    from pdlink.store.slots import Slot
+    from pdlink.store.slots import Retention, Slot
     from pdlink.store.source import Source
-    from pdlink.store.turns import Retention
 
 
 @dataclass(eq=False, slots=True)

@@ -1,7 +1,9 @@
-"""`Slot`, `Share`, `SlotLease`: what a catalog and its users say to each other of room in an arena."""
+"""`Slot`, `Share`, `SlotLease`, `Retention`: what a catalog and its users say to each other of an arena."""
 
 from __future__ import annotations
 
+import hashlib
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -13,6 +15,9 @@ Serial = int
 LIFE_BITS = 32
 """Of a serial, from its lowest bit on: which one of that life."""
 MAX_LIFE = 1 << 30
+MIN_PRIORITY, DEFAULT_PRIORITY, MAX_PRIORITY = 0, 35, 100
+"""As TensorRT-LLM counts retention."""
+MAX_PRIORITY_S = 3600.0
 
 
 def life_of(serial: Serial) -> int:
@@ -34,6 +39,28 @@ class Share(NamedTuple):
 
 
 WHOLE = Share()
+
+
+class Retention(NamedTuple):
+    """What a request asks about the records that it stores."""
+
+    tenant: str = ""
+    """Whose quota they count against; "" for nobody's."""
+    priority: int = DEFAULT_PRIORITY
+    """Lower ones are evicted first."""
+    priority_s: float = MAX_PRIORITY_S
+    """How long that priority lasts; the default one afterwards."""
+    ttl_s: float = float("inf")
+    """How long they are found, counted from when they are stored."""
+
+
+USUAL = Retention()
+
+
+@lru_cache(1024)
+def tenant_of(salt: str) -> str:
+    """A name of one length for requests with one salt; "" without one."""
+    return hashlib.blake2b(salt.encode(), digest_size=16).hexdigest() if salt else ""
 
 
 class Slot(NamedTuple):

@@ -29,7 +29,7 @@ from pdlink.store.groups import RecordPlan, SlotPlan
 from pdlink.store.line import Line
 from pdlink.store.prompt import Prompt, PromptKeys
 from pdlink.store.record import layer_ranges
-from pdlink.store.turns import USUAL, tenant_of
+from pdlink.store.slots import USUAL, tenant_of
 from pdlink.store.worth import HALF_LIFE_S, Speed
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pdlink.store.groups import AnyPlan, Blocks, Chunks, RecordGroup
     from pdlink.store.interface import AnyStore
     from pdlink.store.record import Sums
-    from pdlink.store.turns import Retention
+    from pdlink.store.slots import Retention
 
 _T = TypeVar("_T")
 

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
     from pdlink.kv.hashing import Preimage
     from pdlink.memory.buffers import Buffer, Bytes
+    from pdlink.store.eviction import EvictionPolicy
     from pdlink.store.interface import AnyFetch, RecordChange, Room, Wanted
-    from pdlink.store.policies.base import EvictionPolicy
     from pdlink.store.record import RecordShape
     from pdlink.store.slots import Held, Slot, SlotLease
     from pdlink.store.tiers.base import Tier

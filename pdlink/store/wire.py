@@ -15,8 +15,11 @@ from msgspec import Meta
 from pdlink.errors import ProtocolError
 from pdlink.kv.hashing import KEY_NBYTES
 from pdlink.store.record import RecordShape  # noqa: TC001
-from pdlink.store.slots import Share  # noqa: TC001  (msgspec reads the annotation at run time)
-from pdlink.store.turns import USUAL, Retention
+from pdlink.store.slots import (
+    USUAL,
+    Retention,
+    Share,  # noqa: TC001  (msgspec reads the annotation at run time)
+)
 
 VERSION = 6
 MAX_KEYS = 1 << 16

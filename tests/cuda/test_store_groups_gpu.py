@@ -17,8 +17,8 @@ import pytest
 from pdlink.cuda.driver import CudaStream, Device
 from pdlink.cuda.ways import Ways
 from pdlink.store import gpu_pages
+from pdlink.store.eviction import Lru
 from pdlink.store.gpu_pages import GpuPages
-from pdlink.store.policies.queues import Lru
 from pdlink.store.store import Store
 from tests.cuda.double import Kv, Reached
 from tests.cuda.fake import IMAGE, Fake

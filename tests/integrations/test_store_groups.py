@@ -28,8 +28,8 @@ from pdlink.integrations.vllm_parts.worker import Results, WorkerHalf
 from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout, LayerLayout, Part, paged_layout
 from pdlink.memory.buffers import Buffer
+from pdlink.store.eviction import Lru
 from pdlink.store.groups import RecordGroup
-from pdlink.store.policies.queues import Lru
 from pdlink.store.source import CallersBlocks, Source
 from pdlink.store.store import Store
 from pdlink.store.tiers.base import Tier

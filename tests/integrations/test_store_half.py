@@ -22,10 +22,10 @@ from pdlink.integrations.vllm_parts.store_book import StoreBook
 from pdlink.integrations.vllm_parts.store_half import StoreHalf
 from pdlink.integrations.vllm_parts.worker import Results, WorkerHalf
 from pdlink.memory.buffers import Buffer
+from pdlink.store.eviction import Lru
 from pdlink.store.fetching import Fetch
 from pdlink.store.groups import RecordGroup
 from pdlink.store.interface import MEMORY, AnyStore
-from pdlink.store.policies.queues import Lru
 from pdlink.store.prompt import Prompt, PromptFetch
 from pdlink.store.slots import Slot
 from pdlink.store.source import CallersBlocks, Source

@@ -15,8 +15,8 @@ from pdlink.integrations.vllm_parts.requests import Scheduled
 from pdlink.integrations.vllm_parts.steps import Steps
 from pdlink.integrations.vllm_parts.store_book import StoreBook
 from pdlink.integrations.vllm_parts.store_half import StoreHalf
+from pdlink.store.eviction import Lru
 from pdlink.store.groups import RecordGroup
-from pdlink.store.policies.queues import Lru
 from pdlink.store.source import CallersBlocks, Source
 from pdlink.store.store import Store
 from tests.endpoint.conftest import WAIT_S, Pair, until

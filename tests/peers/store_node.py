@@ -10,7 +10,7 @@ from pdlink.config import TransportConfig
 from pdlink.config.listen import HostPort, LinkListen
 from pdlink.peers.link import PeerLink
 from pdlink.protocol.deadlines import Deadlines
-from pdlink.store.policies.queues import Lru
+from pdlink.store.eviction import Lru
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape
 from pdlink.store.store import Store
 from tests import other_process

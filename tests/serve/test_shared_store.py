@@ -9,7 +9,7 @@ import pytest
 
 from pdlink.config import CacheConfig, StoreConfig, TiersConfig, TransportConfig, WorkerConfig
 from pdlink.serve.worker import Worker
-from pdlink.store.policies.queues import Lru
+from pdlink.store.eviction import Lru
 from pdlink.store.server.listener import Listener
 from pdlink.store.store import Store
 from pdlink.store.tiers.opening import open_tier

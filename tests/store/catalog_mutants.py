@@ -166,7 +166,7 @@ def _policy_not_told(right: Any) -> Callable[..., Any]:
 
 def _nothing_expires(right: Any) -> Callable[..., Any]:
     def expire(self: Any, now_s: float) -> Any:
-        self._deadlines.clear()
+        self._deadlines.entries.clear()
         return right(self, now_s)
 
     return expire

@@ -11,18 +11,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from pdlink.store.catalog import Catalog
+from pdlink.store.eviction import Adaptive, Lru, S3Fifo
 from pdlink.store.extents import ALIGNMENT_NBYTES
-from pdlink.store.policies.adaptive import Adaptive
-from pdlink.store.policies.queues import Lru
-from pdlink.store.policies.s3fifo import S3Fifo
-from pdlink.store.slots import WHOLE, Change, Share, Slot, SlotLease
-from pdlink.store.turns import Retention
+from pdlink.store.slots import WHOLE, Change, Retention, Share, Slot, SlotLease
 from tests.model.dice import Dice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from pdlink.store.policies.base import EvictionPolicy
+    from pdlink.store.eviction import EvictionPolicy
 
 POLICIES = (Adaptive, Lru, S3Fifo)
 PAGES = 12

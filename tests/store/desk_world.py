@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pdlink.errors import ProtocolError
 from pdlink.store import wire
-from pdlink.store.policies.queues import Lru
+from pdlink.store.eviction import Lru
 from pdlink.store.record import HEADER_NBYTES
 from pdlink.store.server.desk import Desk
 from pdlink.store.slots import Share

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pdlink.config import StoreConfig
 from pdlink.fleet.child import Child, start, stop
 from pdlink.store.client import RemoteStore
-from pdlink.store.policies.queues import Lru
+from pdlink.store.eviction import Lru
 from pdlink.store.server.listener import Listener
 from pdlink.store.store import Store
 from tests.other_process import suspend

@@ -7,9 +7,9 @@ import pytest
 from pdlink.kv.hashing import Preimage
 from pdlink.store.books import Books
 from pdlink.store.catalog import Catalog
+from pdlink.store.eviction import Lru
 from pdlink.store.ingestion import make_ingestion
 from pdlink.store.interface import MEMORY, RecordChange
-from pdlink.store.policies.queues import Lru
 
 from .stubs import SHAPE
 

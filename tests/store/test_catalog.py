@@ -13,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdlink.store.catalog import Catalog
+from pdlink.store.eviction import EvictionPolicy, Lru
 from pdlink.store.extents import ALIGNMENT_NBYTES
-from pdlink.store.policies.base import EvictionPolicy
-from pdlink.store.policies.queues import Lru
-from pdlink.store.slots import WHOLE, Share
-from pdlink.store.turns import Retention
+from pdlink.store.slots import WHOLE, Retention, Share
 
 from .catalog_mutants import MUTANTS
 from .catalog_world import MOVES, POLICIES, World

@@ -17,8 +17,8 @@ import pytest
 from pdlink.config import state_directory
 from pdlink.store import below, guard
 from pdlink.store.cleared import EVERYTHING, Cleared, places_of
+from pdlink.store.eviction import Lru
 from pdlink.store.interface import MEMORY
-from pdlink.store.policies.queues import Lru
 from pdlink.store.store import Store
 from pdlink.store.tiers.disk import Disk
 from pdlink.store.tiers.shared_dir import SharedDir

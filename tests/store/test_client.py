@@ -22,8 +22,7 @@ from pdlink.store.interface import MEMORY
 from pdlink.store.link import Link, RemoteFetch
 from pdlink.store.record import Group, RecordShape
 from pdlink.store.server.listener import Listener
-from pdlink.store.slots import Share, Slot
-from pdlink.store.turns import Retention
+from pdlink.store.slots import Retention, Share, Slot
 
 from .process import client, everything_is_free, process, served, until
 from .stubs import SHAPE, WAIT_S, StubTier

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdlink.store.interface import Wanted
-from pdlink.store.turns import USUAL
+from pdlink.store.slots import USUAL
 
 from .stubs import SHAPE, WAIT_S, StubTier
 from .test_store import KEYS, fetch, opened, put, put_below

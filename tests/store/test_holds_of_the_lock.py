@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdlink.store.policies.adaptive import Adaptive
+from pdlink.store.eviction import Adaptive
 from pdlink.store.record import Group, RecordShape
 from pdlink.store.store import Store
 

@@ -10,7 +10,7 @@ import pytest
 
 from pdlink import Retention
 from pdlink.serve.openai import CompletionRequest
-from pdlink.store.turns import USUAL
+from pdlink.store.slots import USUAL
 
 from .stubs import WAIT_S, StubTier
 from .test_cache import CHUNK, PROMPT, RECORD_NBYTES, Pages

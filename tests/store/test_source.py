@@ -16,8 +16,8 @@ from pdlink.errors import ConfigError, DeadlineExceeded, TransferFailed
 from pdlink.kv.layout import paged_layout
 from pdlink.memory.blocks import BlockPool
 from pdlink.memory.buffers import Buffer
+from pdlink.store.eviction import Lru
 from pdlink.store.groups import RecordGroup
-from pdlink.store.policies.queues import Lru
 from pdlink.store.source import Source
 from pdlink.store.store import Store
 

@@ -14,15 +14,14 @@ import pytest
 
 from pdlink.errors import CapacityExceeded, ConfigError
 from pdlink.memory.available import available_nbytes
+from pdlink.store.eviction import Lru
 from pdlink.store.extents import ALIGNMENT_NBYTES as PAGE
 from pdlink.store.fetching import Fetch
 from pdlink.store.interface import MEMORY, Found, Wanted
 from pdlink.store.line import FIRST, Width
-from pdlink.store.policies.queues import Lru
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape, seal, unseal
-from pdlink.store.slots import Share, Slot, SlotLease
+from pdlink.store.slots import USUAL, Retention, Share, Slot, SlotLease
 from pdlink.store.store import Store
-from pdlink.store.turns import USUAL, Retention
 
 from .process import until
 from .stubs import SHAPE, WAIT_S, StubTier

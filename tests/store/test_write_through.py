@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from pdlink.events import WriteDropped, listen
+from pdlink.store.eviction import Lru
 from pdlink.store.line import Width
-from pdlink.store.policies.queues import Lru
+from pdlink.store.slots import Retention
 from pdlink.store.store import Store
-from pdlink.store.turns import Retention
 
 from .process import until
 from .stubs import SHAPE, WAIT_S, StubTier

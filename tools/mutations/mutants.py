@@ -71,10 +71,6 @@ SUITES = (
             "tests/endpoint/test_fallback.py",
         ),
     ),
-    Suite(
-        "pdlink/store/policies",
-        ("tests/store/policies", "tests/store/test_catalog.py", "tests/store/test_retention.py"),
-    ),
     Suite("pdlink/store/tiers", _TIERS),
     Suite(
         "pdlink/store/server", ("tests/store/test_desk.py", "tests/store/test_client.py", "tests/conformance/stores")
@@ -86,7 +82,7 @@ SUITES = (
             *("tests/store/test_catalog.py", "tests/store/test_retention.py", "tests/store/test_extents.py"),
             *("tests/store/test_source.py", "tests/store/test_sums.py", "tests/store/test_worth.py"),
             *("tests/store/test_cache.py", "tests/store/test_record.py", "tests/store/test_codec.py"),
-            *("tests/store/test_preimages.py", "tests/store/test_line.py"),
+            *("tests/store/test_preimages.py", "tests/store/test_line.py", "tests/store/policies"),
             *("tests/store/test_gathering.py", "tests/store/test_desk.py", "tests/store/tiers/test_opening.py"),
             *("tests/conformance/stores", "tests/conformance/ingestions"),
         ),

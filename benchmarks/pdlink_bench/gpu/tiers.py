@@ -15,9 +15,9 @@ from pdlink.cuda.buffers import DeviceBuffer, PinnedBuffer
 from pdlink.cuda.driver import Device
 from pdlink.kv.layout import paged_layout
 from pdlink.memory.blocks import BlockPool
+from pdlink.store.eviction import Lru
 from pdlink.store.gpu_pages import GpuPages
 from pdlink.store.groups import RecordGroup
-from pdlink.store.policies.queues import Lru
 from pdlink.store.source import Source
 from pdlink.store.store import Store
 

@@ -20,8 +20,7 @@ from pdlink.errors import ConfigError, ProtocolError
 from pdlink.store import wire
 from pdlink.store.interface import Found, Room
 from pdlink.store.preimages import from_wire
-from pdlink.store.slots import life_of
-from pdlink.store.turns import MAX_PRIORITY, MAX_PRIORITY_S, MIN_PRIORITY
+from pdlink.store.slots import MAX_PRIORITY, MAX_PRIORITY_S, MIN_PRIORITY, life_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -30,9 +29,8 @@ if TYPE_CHECKING:
     from pdlink.kv.hashing import Preimage
     from pdlink.store.interface import AnyFetch
     from pdlink.store.record import RecordShape
-    from pdlink.store.slots import Slot
+    from pdlink.store.slots import Retention, Slot
     from pdlink.store.store import Store
-    from pdlink.store.turns import Retention
 
 log = logging.getLogger(__name__)
 

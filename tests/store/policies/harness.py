@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pdlink.store.policies.base import EvictionPolicy, Key
+from pdlink.store.eviction import EvictionPolicy, Key
 
 
 class Cache:

@@ -10,10 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pdlink.store.policies.adaptive import Adaptive
-from pdlink.store.policies.base import EvictionPolicy
-from pdlink.store.policies.queues import Lru
-from pdlink.store.policies.s3fifo import S3Fifo
+from pdlink.store.eviction import Adaptive, EvictionPolicy, Lru, S3Fifo
 
 from .harness import Cache, key
 

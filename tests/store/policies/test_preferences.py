@@ -10,10 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdlink.store.policies.adaptive import SAMPLED, Adaptive
-from pdlink.store.policies.base import EvictionPolicy, Key
-from pdlink.store.policies.queues import Lru
-from pdlink.store.policies.s3fifo import S3Fifo
+from pdlink.store.eviction import SAMPLED, Adaptive, EvictionPolicy, Key, Lru, S3Fifo
 
 from .harness import Cache, key
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from pdlink.serve.health import health, metrics_of
 from pdlink.store import late
-from pdlink.store.policies.queues import Lru
+from pdlink.store.eviction import Lru
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape
 from pdlink.store.store import Store
 from pdlink.store.tiers.striped import Striped

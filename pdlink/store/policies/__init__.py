@@ -1,1 +1,0 @@
-"""Eviction policies: which key goes when something does not fit."""
