@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from pdlink.kv.hashing import Preimage
     from pdlink.store.catalog import Catalog
-    from pdlink.store.ingestion import Ingestion
     from pdlink.store.kept import Emptied
     from pdlink.store.record import RecordShape
     from pdlink.store.slots import Change, Slot, SlotLease
@@ -51,14 +50,14 @@ def let_others() -> None:
 class Books:
     """The caller holds `lock`, but where it says otherwise."""
 
-    def __init__(self, catalog: Catalog, ingestion: Ingestion, epoch_s: Callable[[], float]) -> None:
-        """ingestion: which records go below. epoch_s: what the catalog's clock lacks to the one that all hosts share.
-        It changes when that one is set."""
+    def __init__(self, catalog: Catalog, epoch_s: Callable[[], float]) -> None:
+        """epoch_s: what the catalog's clock lacks to the one that all hosts share; it changes when that one is
+        set."""
         self.lock = threading.Lock()
         """Held for decisions only: nobody copies, hashes or waits under it."""
         self.room_taken = threading.Condition(self.lock)
         """Notified when there is work for the keeper."""
-        self.catalog, self.ingestion = catalog, ingestion
+        self.catalog = catalog
         self.shapes: dict[bytes, RecordShape] = {}
         """Of the readable records."""
         self.summed: set[bytes] = set()

@@ -218,9 +218,7 @@ class Fetching:
         first = self._lease(fetch, [key for key, _ in piece])
         for slot in first.slots:
             to_check += self._add_here(fetch, slot, first)
-        here = [slot.key for slot in first.slots]
-        self._writing.hit(here)
-        self._writing.begin([key for key in here if self._books.ingestion.on_hit(key)])
+        self._writing.hit([slot.key for slot in first.slots])
         kept = wanted.retention._replace(ttl_s=inf)  # a record says itself how long it is found
         for key, place in piece[len(first.slots) :]:
             if catalog.lookup([key]):

@@ -33,13 +33,12 @@ from pdlink.store.cleared import Cleared
 from pdlink.store.codec import make_codec
 from pdlink.store.extents import whole_pages
 from pdlink.store.fetching import Fetching
-from pdlink.store.ingestion import make_ingestion
 from pdlink.store.interface import MEMORY, AnyStore, Forgotten, Found, Kept, PlaceState, StoreState
 from pdlink.store.keeper import Keeper
 from pdlink.store.record import seal
 from pdlink.store.slots import MAX_LIFE
 from pdlink.store.tiers.base import ReadOnly, TellingTier
-from pdlink.store.write_through import SELF, WriteThrough
+from pdlink.store.write_through import SELF, WriteThrough, make_ingestion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -109,7 +108,8 @@ class Store(AnyStore):
             tenant_quota_nbytes=tenant_quota_nbytes,
             life=secrets.randbelow(MAX_LIFE),
         )
-        self._books = Books(self._catalog, make_ingestion(ingestion), lambda: time.time() - clock())
+        self._books = Books(self._catalog, lambda: time.time() - clock())
+        self._ingestion = make_ingestion(ingestion)
         self._lock = self._books.lock
         self._cleared = Cleared(cleared)
         self._given_tiers = tiers
@@ -148,6 +148,7 @@ class Store(AnyStore):
             self._books,
             self._below,
             self._arena.buffer,
+            self._ingestion,
             sealed=self._verify,
             deadline_s=self._tier_deadline_s,
             clock=self._clock,
@@ -350,7 +351,7 @@ class Store(AnyStore):
                     self._seal(piece, shape, summed=summed)
                 with self._lock:
                     readable = self._books.commit(piece, shape, summed=summed, preimages=known)
-                    self._writing.begin([key for key in readable if self._books.ingestion.on_put(key)])
+                    self._writing.stored(readable)
                 if piece is not whole[-1]:
                     let_others()
         self._books.tell()

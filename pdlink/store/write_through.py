@@ -4,6 +4,8 @@ What a tier is to have stands in its list of debts (`Books.debts`), in the order
 first. Debts are paid while the bytes that wait for the tier's writer are few: such a record is leased without a
 deadline, because the thread always comes back, and so cannot be evicted; a debt holds nothing. A record that the tier
 did not take is owed again, and a tier that takes nothing is offered one record after each pause, until it does.
+
+Which records a tier is to have is for an `Ingestion` to say, on a put and on a hit.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from concurrent.futures import CancelledError
 from functools import partial
 from itertools import islice
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from pdlink.errors import ConfigError
 from pdlink.store.below import Question
 from pdlink.store.tiers.base import ReadOnly
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from pdlink.memory.buffers import Buffer
     from pdlink.store.below import Below
     from pdlink.store.books import Books
+    from pdlink.store.eviction import Key
     from pdlink.store.record import RecordShape
     from pdlink.store.slots import Slot, SlotLease
 
@@ -36,16 +40,68 @@ _MOST_PAID = 512
 """Debts that are put into a tier's line at once: some milliseconds."""
 _WAITING_SHARE = 4
 """Of the arena, how small a part may wait for one tier: it cannot be evicted."""
+HISTORY_KEYS = 1 << 18
+"""Remembered by `second_sight`, about 130 bytes each. Four times as many as the tier below holds are enough."""
+
+
+class Ingestion(Protocol):
+    """Each answer is whether to write the record below now, if it is not there yet."""
+
+    def on_put(self, key: Key) -> bool:
+        """It came into RAM, computed or loaded."""
+
+    def on_hit(self, key: Key) -> bool:
+        """It was used in RAM."""
+
+
+class All:
+    """Write-through: most hits below, most writes."""
+
+    def on_put(self, _key: Key) -> bool:
+        return True
+
+    def on_hit(self, _key: Key) -> bool:
+        return False
+
+
+class SecondSight:
+    """When it is wanted a second time, however long RAM kept it. A third to a sixth of the writes of `All`."""
+
+    def __init__(self, history_keys: int = HISTORY_KEYS) -> None:
+        self._history_keys = history_keys
+        self._seen: OrderedDict[Key, None] = OrderedDict()
+
+    def on_put(self, key: Key) -> bool:
+        seen = key in self._seen
+        self._seen[key] = None
+        self._seen.move_to_end(key)
+        if len(self._seen) > self._history_keys:
+            self._seen.popitem(last=False)
+        return seen
+
+    def on_hit(self, _key: Key) -> bool:
+        return True
+
+
+INGESTIONS: dict[str, Callable[[], Ingestion]] = {"all": All, "second_sight": SecondSight}
+
+
+def make_ingestion(name: str) -> Ingestion:
+    """Raises ConfigError for a name that is not in `INGESTIONS`."""
+    if name not in INGESTIONS:
+        raise ConfigError(f"ingestion: got {name!r}; expected {', '.join(INGESTIONS)}; use one of them")
+    return INGESTIONS[name]()
 
 
 class WriteThrough:
-    """Thread-safe. `begin` and `pay` are called with the lock of the books held."""
+    """Thread-safe. `stored`, `hit` and `pay` are called with the lock of the books held."""
 
     def __init__(
         self,
         books: Books,
         below: Below,
         buffer: Buffer,
+        ingestion: Ingestion,
         *,
         sealed: bool,
         deadline_s: float,
@@ -55,12 +111,16 @@ class WriteThrough:
 
         deadline_s: of calls that wait for a tier's thread.
         """
-        self._books, self._below, self._buffer = books, below, buffer
+        self._books, self._below, self._buffer, self._ingestion = books, below, buffer, ingestion
         self._sealed, self._deadline_s, self._clock = sealed, deadline_s, clock
         books.debts = {tier.name: OrderedDict() for tier in below.tiers if not isinstance(tier.tier, ReadOnly)}
 
-    def begin(self, keys: Sequence[bytes]) -> None:
-        """Have these readable records written to every tier."""
+    def stored(self, keys: Sequence[bytes]) -> None:
+        """These records are readable now."""
+        self._owe([key for key in keys if self._ingestion.on_put(key)])
+
+    def _owe(self, keys: Sequence[bytes]) -> None:
+        """Have these records written to every tier."""
         if not keys:
             return
         for tier in self._below.tiers:
@@ -74,6 +134,7 @@ class WriteThrough:
             for key in reversed(keys) if debts else ():
                 if key in debts:
                     debts.move_to_end(key, last=False)
+        self._owe([key for key in keys if self._ingestion.on_hit(key)])
 
     def forgive(self, keys: Sequence[bytes] | None, places: Sequence[str] | None) -> None:
         """Tiers of these names, or all, are not to have these records, or any, any more."""

@@ -8,7 +8,6 @@ from pdlink.kv.hashing import Preimage
 from pdlink.store.books import Books
 from pdlink.store.catalog import Catalog
 from pdlink.store.eviction import Lru
-from pdlink.store.ingestion import make_ingestion
 from pdlink.store.interface import MEMORY, RecordChange
 
 from .stubs import SHAPE
@@ -19,7 +18,7 @@ KEY = b"%032d" % 7
 def opened() -> Books:
     catalog = Catalog(Lru())
     catalog.resize(4 * SHAPE.nbytes)
-    return Books(catalog, make_ingestion("all"), lambda: 0.0)
+    return Books(catalog, lambda: 0.0)
 
 
 def keep(books: Books, *, summed: bool = False, preimage: Preimage | None = None) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from pdlink.errors import ConfigError
-from pdlink.store.ingestion import INGESTIONS, Ingestion, SecondSight, make_ingestion
+from pdlink.store.write_through import INGESTIONS, Ingestion, SecondSight, make_ingestion
 
 RAM = 12
 
