@@ -29,7 +29,7 @@ from pdlink.store.interface import MEMORY, AnyStore, Forgotten, Found
 from pdlink.store.line import Line
 from pdlink.store.link import Link, RemoteFetch
 from pdlink.store.preimages import commits
-from pdlink.store.slots import Slot
+from pdlink.store.slots import USUAL, WHOLE, Slot
 from pdlink.store.socket_path import store_path
 
 if TYPE_CHECKING:
@@ -37,9 +37,10 @@ if TYPE_CHECKING:
 
     from pdlink.kv.hashing import Preimage
     from pdlink.memory.buffers import Bytes
-    from pdlink.store.interface import RecordChange, Room, Wanted
+    from pdlink.store.interface import RecordChange
     from pdlink.store.link import Answer
     from pdlink.store.record import RecordShape
+    from pdlink.store.slots import Retention, Share
 
 log = logging.getLogger(__name__)
 
@@ -153,8 +154,16 @@ class RemoteStore(AnyStore):
         places = answer.places[: len(asked)] if answer is not None else ()
         return places + (-1,) * (len(keys) - len(places))
 
-    def _fetch(self, wanted: Wanted) -> RemoteFetch:
-        found, shape, request, _, retention, checks = wanted
+    def fetch(
+        self,
+        found: Found,
+        shape: RecordShape,
+        request: str,
+        holder: str = "engine",
+        retention: Retention = USUAL,
+        *,
+        checks: bool = False,
+    ) -> RemoteFetch:
         link, call = self._link, next(self._calls)
         fetch = RemoteFetch(link, call, found.keys, shape.nbytes)
         if link is None:
@@ -167,9 +176,15 @@ class RemoteStore(AnyStore):
 
     # --- Writing
 
-    def _reserve(self, room: Room) -> tuple[Slot, ...]:
+    def reserve(
+        self,
+        keys: Sequence[bytes],
+        shape: RecordShape,
+        holder: str = "engine",
+        share: Share = WHOLE,
+        retention: Retention = USUAL,
+    ) -> tuple[Slot, ...]:
         """A record that can never fit is a warning, and finds no room: the store's size is its own affair."""
-        keys, shape, _, share, retention = room
         array = self._array
         if array is not None and shape.nbytes > len(array):
             self._warn_once(

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdlink.store.books import let_others, pieces
 from pdlink.store.line import Line
@@ -27,12 +27,23 @@ if TYPE_CHECKING:
     from pdlink.store.arena import Arena
     from pdlink.store.below import Below, Brought
     from pdlink.store.books import Books
-    from pdlink.store.interface import Wanted
+    from pdlink.store.interface import Found
     from pdlink.store.record import RecordShape
-    from pdlink.store.slots import Slot, SlotLease
+    from pdlink.store.slots import Retention, Slot, SlotLease
     from pdlink.store.write_through import WriteThrough
 
 log = logging.getLogger(__name__)
+
+
+class Wanted(NamedTuple):
+    """What `AnyStore.fetch` is asked for; what it says of each applies here."""
+
+    found: Found
+    shape: RecordShape
+    request: str
+    holder: str
+    retention: Retention
+    checks: bool
 
 
 @dataclass(eq=False)

@@ -34,27 +34,6 @@ class Found(NamedTuple):
     """Per key 0 for the arena, else 1 + the index of a tier."""
 
 
-class Wanted(NamedTuple):
-    """What `AnyStore.fetch` is asked for; what it says of each applies here."""
-
-    found: Found
-    shape: RecordShape
-    request: str
-    holder: str
-    retention: Retention
-    checks: bool
-
-
-class Room(NamedTuple):
-    """What `AnyStore.reserve` is asked for."""
-
-    keys: Sequence[bytes]
-    shape: RecordShape
-    holder: str
-    share: Share
-    retention: Retention
-
-
 class Forgotten(NamedTuple):
     """What a clear did."""
 
@@ -196,6 +175,7 @@ class AnyStore(ABC):
         For what is needed of a prompt only in part: the last chunks of a window, a state.
         """
 
+    @abstractmethod
     def fetch(
         self,
         found: Found,
@@ -212,13 +192,10 @@ class AnyStore(ABC):
         the client as holder. retention: of what comes from below, but for its `ttl_s`: a record says that itself.
         checks: the caller compares the sums of the chunks that are `unchecked` then; else the store has done it.
         """
-        return self._fetch(Wanted(found, shape, request, holder, retention, checks))
-
-    @abstractmethod
-    def _fetch(self, wanted: Wanted) -> AnyFetch: ...
 
     # --- Writing
 
+    @abstractmethod
     def reserve(
         self,
         keys: Sequence[bytes],
@@ -233,10 +210,6 @@ class AnyStore(ABC):
         share of each payload, then `commit` or `abandon` it.
         Raises CapacityExceeded if one can never fit; a store in another process warns instead.
         """
-        return self._reserve(Room(keys, shape, holder, share, retention))
-
-    @abstractmethod
-    def _reserve(self, room: Room) -> tuple[Slot, ...]: ...
 
     @abstractmethod
     def commit(

@@ -32,11 +32,11 @@ from pdlink.store.catalog import Catalog
 from pdlink.store.cleared import Cleared
 from pdlink.store.codec import make_codec
 from pdlink.store.extents import whole_pages
-from pdlink.store.fetching import Fetching
+from pdlink.store.fetching import Fetching, Wanted
 from pdlink.store.interface import MEMORY, AnyStore, Forgotten, Found, Kept, PlaceState, StoreState
 from pdlink.store.keeper import Keeper
 from pdlink.store.record import seal
-from pdlink.store.slots import MAX_LIFE
+from pdlink.store.slots import MAX_LIFE, USUAL, WHOLE
 from pdlink.store.tiers.base import ReadOnly, TellingTier
 from pdlink.store.write_through import SELF, WriteThrough, make_ingestion
 
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from pdlink.kv.hashing import Preimage
     from pdlink.memory.buffers import Buffer, Bytes
     from pdlink.store.eviction import EvictionPolicy
-    from pdlink.store.interface import AnyFetch, RecordChange, Room, Wanted
+    from pdlink.store.interface import AnyFetch, RecordChange
     from pdlink.store.record import RecordShape
-    from pdlink.store.slots import Held, Slot, SlotLease
+    from pdlink.store.slots import Held, Retention, Share, Slot, SlotLease
     from pdlink.store.tiers.base import Tier
 
 log = logging.getLogger(__name__)
@@ -275,18 +275,42 @@ class Store(AnyStore):
             places = [place if place == 0 else index + 1 or -1 for place, index in zip(places, below, strict=True)]
         return tuple(places)
 
-    def _fetch(self, wanted: Wanted) -> AnyFetch:
-        return self._fetching.fetch(wanted)
+    def fetch(
+        self,
+        found: Found,
+        shape: RecordShape,
+        request: str,
+        holder: str = "engine",
+        retention: Retention = USUAL,
+        *,
+        checks: bool = False,
+    ) -> AnyFetch:
+        return self._fetching.fetch(Wanted(found, shape, request, holder, retention, checks))
 
     # --- Writing
 
-    def _reserve(self, room: Room) -> tuple[Slot, ...]:
-        """Waits for memory that slots lie in."""
-        return self._with_memory(self._take(room), self._arena.commit)
+    def reserve(
+        self,
+        keys: Sequence[bytes],
+        shape: RecordShape,
+        holder: str = "engine",
+        share: Share = WHOLE,
+        retention: Retention = USUAL,
+    ) -> tuple[Slot, ...]:
+        return self._with_memory(self._take(keys, shape, holder, share, retention), self._arena.commit)
 
-    def reserve_for(self, room: Room, most_nbytes: int) -> tuple[Slot, ...]:
+    def reserve_for(
+        self,
+        keys: Sequence[bytes],
+        shape: RecordShape,
+        holder: str,
+        share: Share,
+        retention: Retention,
+        *,
+        most_nbytes: int,
+    ) -> tuple[Slot, ...]:
         """The same for another process to fill, at most so many bytes. Waits for nothing: memory comes meanwhile."""
-        return self._with_memory(self._take(room, most_nbytes), self._arena.begin)
+        return self._with_memory(self._take(keys, shape, holder, share, retention, most_nbytes), self._arena.begin)
 
     def _with_memory(self, slots: tuple[Slot, ...], have: Callable[[int], int]) -> tuple[Slot, ...]:
         """Those before the first that gets none, without the lock."""
@@ -299,8 +323,15 @@ class Store(AnyStore):
             self._books.tell()
         return kept
 
-    def _take(self, room: Room, most_nbytes: float = inf) -> tuple[Slot, ...]:
-        keys, shape, holder, share, retention = room
+    def _take(
+        self,
+        keys: Sequence[bytes],
+        shape: RecordShape,
+        holder: str,
+        share: Share,
+        retention: Retention,
+        most_nbytes: float = inf,
+    ) -> tuple[Slot, ...]:
         nbytes = shape.nbytes
         if nbytes > self._nbytes:
             raise CapacityExceeded(

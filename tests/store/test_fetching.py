@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdlink.store.interface import Wanted
+from pdlink.store.fetching import Wanted
 from pdlink.store.slots import USUAL
 
 from .stubs import SHAPE, WAIT_S, StubTier

@@ -16,8 +16,8 @@ from pdlink.errors import CapacityExceeded, ConfigError
 from pdlink.memory.available import available_nbytes
 from pdlink.store.eviction import Lru
 from pdlink.store.extents import ALIGNMENT_NBYTES as PAGE
-from pdlink.store.fetching import Fetch
-from pdlink.store.interface import MEMORY, Found, Wanted
+from pdlink.store.fetching import Fetch, Wanted
+from pdlink.store.interface import MEMORY, Found
 from pdlink.store.line import FIRST, Width
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape, seal, unseal
 from pdlink.store.slots import USUAL, Retention, Share, Slot, SlotLease

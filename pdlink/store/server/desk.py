@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from pdlink.errors import ConfigError, ProtocolError
 from pdlink.store import wire
-from pdlink.store.interface import Found, Room
+from pdlink.store.interface import Found
 from pdlink.store.preimages import from_wire
 from pdlink.store.slots import MAX_PRIORITY, MAX_PRIORITY_S, MIN_PRIORITY, life_of
 
@@ -193,12 +193,12 @@ class Desk:
         retention = _checked(message.retention)
         slots: list[Slot] = []
         if nbytes <= self._store.buffer.nbytes:
-            room = Room(message.keys, message.shape, self.holder, share, retention)
             held_nbytes = sum(slot.nbytes for slot, _ in self._writing.values())
             all_fit = self._store.buffer.nbytes // nbytes
             left = max(all_fit // _LEFT_SHARE, int(all_fit > _ALL_OF))
             most_nbytes = self._store.buffer.nbytes - left * nbytes - held_nbytes
-            for slot in self._store.reserve_for(room, most_nbytes):
+            reserve = partial(self._store.reserve_for, message.keys, message.shape, self.holder, share, retention)
+            for slot in reserve(most_nbytes=most_nbytes):
                 if slot.nbytes == nbytes:
                     slots.append(slot)
                 else:  # somebody has begun a record of this key in another shape
