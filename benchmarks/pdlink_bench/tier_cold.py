@@ -120,7 +120,7 @@ class OurStart(_Start):
             keys = self._keys(0, self._sizes.burst_nbytes // _SHAPE.nbytes)
             slots = store.reserve(keys, _SHAPE)
             for slot in slots:
-                record = slot.of(store.array)
+                record = store.array[slot.offset :][: slot.nbytes]
                 _copied(record[: _SHAPE.nbytes], self._payload)
                 said_sums(record, _SHAPE)[:] = sums_of(record, _SHAPE)
             began_s = time.perf_counter()
@@ -167,7 +167,7 @@ class OurStart(_Start):
         if len(slots) < len(keys):
             raise OSError(f"{len(slots)} of {len(keys)} records found room")
         for slot in slots:
-            _copied(slot.of(store.array)[: _SHAPE.nbytes], self._payload)
+            _copied(store.array[slot.offset :][: _SHAPE.nbytes], self._payload)
         store.commit(slots, _SHAPE)
 
     def _keys(self, number: int, count: int) -> list[bytes]:

@@ -84,7 +84,7 @@ class Workload:
 
     def _draw(self, layout: KVLayout, seed: int) -> BlockIds:
         chosen = np.random.default_rng(seed).permutation(layout.num_blocks)
-        return chosen[: layout.blocks_for(self.num_tokens)].astype(np.int64)
+        return chosen[layout.blocks_of(0, self.num_tokens)].astype(np.int64)
 
 
 DEFAULT = "default"

@@ -123,10 +123,6 @@ class KVLayout:
         """Payload bytes of one position over all layers and parts."""
         return sum(len(layer.parts) for layer in self.layers) * self.num_heads * self.head_nbytes
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` positions (the last one may be partial)."""
-        return -(-num_tokens // self.block_tokens)
-
     def extent(self, region: int) -> int:
         """Bytes of `region` that this layout can touch; 0 if it touches none. A buffer must be at least this long."""
         ends = [

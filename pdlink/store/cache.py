@@ -525,7 +525,7 @@ class Cache:
                 "the first token that is not masked; pass blocks from there on"
             )
         end = max(begin, len(keys) * self.chunk_tokens)
-        needed = self.layout.blocks_for(end) - offset // block_tokens
+        needed = -(-end // block_tokens) - offset // block_tokens
         if len(blocks) < needed:
             raise InvalidRequest(
                 f"blocks: got {len(blocks)}; expected {needed} or more, for tokens [{offset}, {end}); pass all"

@@ -153,7 +153,7 @@ class Catalog:
         most_nbytes: float = inf,
     ) -> Iterator[Slot | None]:
         """The same one key at a time, so that others use the catalog in between; None for a key that gets no slot."""
-        reserved_nbytes, parts = 0, share.parts
+        reserved_nbytes, parts = 0, (1 << share.end) - (1 << share.begin)  # a bit for each
         every = (1 << share.total) - 1
         for key in keys:
             record = self._records.get(key)

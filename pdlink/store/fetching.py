@@ -295,7 +295,7 @@ class Fetching:
     def _check_here(self, fetch: Fetch, here: Sequence[tuple[int, Slot, SlotLease]], shape: RecordShape) -> None:
         """Records that changed in memory are dropped, and end the prefix there."""
         for index, slot, lease in here:
-            miss = unseal(slot.of(self._arena.array)[: shape.nbytes], slot.key, shape)
+            miss = unseal(self._arena.array[slot.offset :][: shape.nbytes], slot.key, shape)
             with self._books.lock:
                 if self._books.catalog.stands(lease):
                     if miss is None:
@@ -318,7 +318,7 @@ class Fetching:
         slot, brought = arrival.slot, None
         try:
             if wanted and self._has_memory(slot):
-                room = slot.of(self._arena.array)
+                room = self._arena.array[slot.offset :][: slot.nbytes]
                 bring = partial(self._below.bring, first_tier, slot.key, room, arrival.shape)
                 brought = bring(checks=checks)
                 with self._books.lock:

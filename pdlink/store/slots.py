@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
-if TYPE_CHECKING:
-    from pdlink.memory.buffers import Bytes
+from typing import Literal, NamedTuple
 
 Serial = int
 """Names one reservation or lease for ever, also among those of other lives of the store (`life_of`)."""
@@ -31,11 +28,6 @@ class Share(NamedTuple):
     begin: int = 0
     end: int = 1
     total: int = 1
-
-    @property
-    def parts(self) -> int:
-        """A bit for each."""
-        return (1 << self.end) - (1 << self.begin)
 
 
 WHOLE = Share()
@@ -70,10 +62,6 @@ class Slot(NamedTuple):
     offset: int
     """Bytes from the start of the arena."""
     nbytes: int
-
-    def of(self, arena: Bytes) -> Bytes:
-        """Its bytes."""
-        return arena[self.offset : self.offset + self.nbytes]
 
 
 class SlotLease(NamedTuple):

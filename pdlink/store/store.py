@@ -393,7 +393,7 @@ class Store(AnyStore):
             whole = self._catalog.completes(slots)
             times = [self._books.expires_at_s(slot.key) for slot in whole]
         for slot, expires_at_s in zip(whole, times, strict=True):
-            seal(slot.of(self.array), slot.key, shape, expires_at_s, summed=summed)
+            seal(self.array[slot.offset :][: slot.nbytes], slot.key, shape, expires_at_s, summed=summed)
 
     def abandon(self, slots: Iterable[Slot]) -> None:
         for piece in pieces(list(slots)):

@@ -254,7 +254,7 @@ class WriteThrough:
     ) -> bool | None:
         """As `Below.offer`. Its lease has no deadline: what is sealed must not change."""
         self._books.wait_told()  # a tier tells no tokens: they are known by the record in memory
-        record = slot.of(self._buffer.array)[: shape.nbytes]
+        record = self._buffer.array[slot.offset :][: shape.nbytes]
         with self._books.lock:
             summed = slot.key in self._books.summed
         sealed_at_s = None if self._sealed else expires_at_s

@@ -155,7 +155,7 @@ def test_a_layout_from_a_peer_is_refused_or_every_byte_of_it_has_a_place(data: s
             continue
         end = min(TOKENS, 32 * src.block_tokens, 32 * dst.block_tokens)
         with contextlib.suppress(ValueError):  # more blocks than it has: an offer says that, and is refused for it
-            plan = bind(plan_of, range(src.blocks_for(end)), range(dst.blocks_for(end)), 0, end)
+            plan = bind(plan_of, range(src.blocks_of(0, end).stop), range(dst.blocks_of(0, end).stop), 0, end)
             for one in (one for layer in range(3) for one in plan.run_lists(layer)):
                 for kv, region, base, column in ((src, one.src_region, one.src_base, 0), (dst, one.dst_region, one.dst_base, 1)):  # fmt: skip  # noqa: E501
                     first, beyond = (

@@ -207,7 +207,7 @@ class Server:
         for group, layout in enumerate(self.layouts):
             table = request.tables[group]
             first = layout.needed(0, end)[0] if end else 0
-            fresh = range(len(table), layout.blocks_for(end))
+            fresh = range(len(table), layout.blocks_of(0, end).stop)
             wanted.append([block >= layout.blocks_of(first, end).start for block in fresh])
         if any(sum(new) > len(free) for new, free in zip(wanted, self.free, strict=True)):
             return False
@@ -226,7 +226,7 @@ class Server:
                     table[at] = NULL
         taken = []
         for group, layout in enumerate(self.layouts):
-            count = layout.blocks_for(end) - len(request.tables[group])
+            count = layout.blocks_of(0, end).stop - len(request.tables[group])
             taken.append([not layout.state or at == count - 1 for at in range(count)])
         if any(sum(new) > len(free) for new, free in zip(taken, self.free, strict=True)):
             return False

@@ -152,7 +152,7 @@ def test_blocks_hold_as_many_tokens_as_vllms_scheduler_counts(ranks: int, interl
         assert layout.block_tokens * layout.position_tokens == tokens
         config = SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=ranks))
         for length in (1, tokens - 1, tokens, tokens + 1, 5 * tokens + 3):
-            assert layout.blocks_for(layout.needed(0, length)[1]) == spec.max_num_blocks_per_req(config, length)
+            assert layout.blocks_of(*layout.needed(0, length)).stop == spec.max_num_blocks_per_req(config, length)
     states = MambaSpec(block_size=BLOCK_TOKENS, shapes=((4,),), dtypes=(torch.float32,))
     assert not states.dcp_sharded
 

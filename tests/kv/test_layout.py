@@ -57,7 +57,7 @@ def test_sizes_count_payload_of_every_layer_and_part() -> None:
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
 def test_last_block_may_be_partial(num_tokens: int, num_blocks: int) -> None:
-    assert layout_of("LPBTH").blocks_for(num_tokens) == num_blocks
+    assert layout_of("LPBTH").blocks_of(0, num_tokens) == slice(0, num_blocks)
 
 
 def test_extent_counts_padding_between_blocks_but_not_after_the_last() -> None:

@@ -69,7 +69,7 @@ class Pages:
         """Blocks for so many tokens, in disorder."""
         blocks = list(range(self.layout.num_blocks))
         random.Random(seed).shuffle(blocks)
-        return blocks[: self.layout.blocks_for(num_tokens)]
+        return blocks[self.layout.blocks_of(0, num_tokens)]
 
     def tokens(self, blocks: Sequence[int], layer: int, part: int) -> Bytes:
         """A view [block, token, head, byte], cut to these blocks: a copy."""

@@ -224,7 +224,7 @@ def _keeps_what_fits(store: Store) -> None:
 def _put(store: Store, keys: Sequence[bytes]) -> int:
     slots = store.reserve(keys, SHAPE)
     for slot in slots:
-        slot.of(store.array)[HEADER_NBYTES : SHAPE.nbytes] = memoryview(_content(slot.key))
+        store.array[slot.offset :][HEADER_NBYTES : SHAPE.nbytes] = memoryview(_content(slot.key))
     store.commit(slots, SHAPE)
     return len(slots)
 
@@ -233,7 +233,7 @@ def _read(store: Store, keys: Sequence[bytes]) -> int:
     fetch = store.fetch(store.lookup(keys, _WAIT_S), SHAPE, "request")
     slots = fetch.done.result(_WAIT_S)
     for slot in slots:
-        assert slot.of(store.array)[HEADER_NBYTES : SHAPE.nbytes].tobytes() == _content(slot.key)
+        assert store.array[slot.offset :][HEADER_NBYTES : SHAPE.nbytes].tobytes() == _content(slot.key)
     assert fetch.close()
     return len(slots)
 
