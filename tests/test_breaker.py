@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 from pdlink.breaker import Breaker
+from pdlink.store.below import GuardedTier
 from pdlink.store.cleared import Cleared
-from pdlink.store.guard import GuardedTier
 from pdlink.store.line import Line
 
 if TYPE_CHECKING:

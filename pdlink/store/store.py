@@ -505,11 +505,7 @@ class Store(AnyStore):
         index, packer = self.places.index(place) - 1, make_codec(codec, "method")
         if place == MEMORY or isinstance(self._given_tiers[index], ReadOnly):
             return 0
-
-        def packed(key: bytes) -> bool:
-            return self._writing.in_line(index, partial(self._below.repack, index, key, shape, packer))
-
-        return sum(1 for _ in takewhile(packed, keys))
+        return sum(1 for _ in takewhile(lambda key: self._writing.repack(index, key, shape, packer), keys))
 
     def flush(self, timeout_s: float) -> bool:
         return self._writing.flush(timeout_s)

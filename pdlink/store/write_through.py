@@ -11,6 +11,7 @@ Which records a tier is to have is for an `Ingestion` to say, on a put and on a 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from concurrent.futures import CancelledError
 from functools import partial
@@ -18,16 +19,19 @@ from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from pdlink.errors import ConfigError
-from pdlink.store.below import Question
+from pdlink.store.record import expiry, pack, seal, unseal
 from pdlink.store.tiers.base import ReadOnly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdlink.memory.buffers import Buffer
-    from pdlink.store.below import Below
+    from pdlink.memory.buffers import Buffer, Bytes
+    from pdlink.store.below import Below, GuardedTier
     from pdlink.store.books import Books
+    from pdlink.store.codec import Codec
     from pdlink.store.eviction import Key
     from pdlink.store.record import RecordShape
     from pdlink.store.slots import Slot, SlotLease
@@ -93,6 +97,22 @@ def make_ingestion(name: str) -> Ingestion:
     return INGESTIONS[name]()
 
 
+class Question:
+    """Which records of a batch one tier has: asked once, for all of them, when the first of them is to be written."""
+
+    def __init__(self, keys: Sequence[bytes]) -> None:
+        self._keys = keys
+        self._known: dict[bytes, bool] | None = None
+        self._lock = threading.Lock()
+
+    def has(self, key: bytes, ask: Callable[[Sequence[bytes]], list[bool]]) -> bool | None:
+        """Whether the tier has it; None where it does not answer."""
+        with self._lock:
+            if self._known is None:
+                self._known = dict(zip(self._keys, ask(self._keys), strict=False))
+        return self._known.get(key)
+
+
 class WriteThrough:
     """Thread-safe. `stored`, `hit` and `pay` are called with the lock of the books held."""
 
@@ -138,12 +158,13 @@ class WriteThrough:
 
     def forgive(self, keys: Sequence[bytes] | None, places: Sequence[str] | None) -> None:
         """Tiers of these names, or all, are not to have these records, or any, any more."""
-        for tier, debts in self._books.debts.items():
-            if places is None or tier in places:
-                if keys is None:
-                    debts.clear()
-                for key in keys or ():
-                    debts.pop(key, None)
+        for tier in self._below.tiers:
+            if places is None or tier.name in places:
+                for wanted in (tier.queued, self._books.debts.get(tier.name, {})):
+                    if keys is None:
+                        wanted.clear()
+                    for key in keys or ():
+                        wanted.pop(key, None)
 
     def pay(self, *, at_once: bool = False) -> None:
         """Put what tiers are to have into the lines of their writers. at_once: also where a pause is not over."""
@@ -199,9 +220,14 @@ class WriteThrough:
 
     def put(self, index: int, shape: RecordShape, slot: Slot) -> bool:
         """Whether one tier has the record of a slot afterwards. Waits for its thread."""
-        return self.in_line(index, partial(self._put, index, shape, slot))
+        return self._alone(index, partial(self._put, index, shape, slot))
 
-    def in_line(self, index: int, job: Callable[[], bool]) -> bool:
+    def repack(self, index: int, key: bytes, shape: RecordShape, codec: Codec | None) -> bool:
+        """Whether one tier has a record in that codec afterwards; readers miss it for a moment. Waits for its
+        thread."""
+        return self._alone(index, partial(self._repack, index, key, shape, codec))
+
+    def _alone(self, index: int, job: Callable[[], bool]) -> bool:
         """What a job says that a tier's writers do alone; False if that takes longer than the deadline."""
         try:
             return self._below.tiers[index].writers.submit(job, alone=True).result(self._deadline_s)
@@ -252,10 +278,38 @@ class WriteThrough:
     def _offer(
         self, index: int, slot: Slot, shape: RecordShape, expires_at_s: float, question: Question
     ) -> bool | None:
-        """As `Below.offer`. Its lease has no deadline: what is sealed must not change."""
+        """Whether one tier has the record of a slot afterwards; None if the slot has not what was sealed.
+
+        The lease of the slot has no deadline: what is sealed must not change. question: of the record's batch.
+        """
+        tier, key = self._below.tiers[index], slot.key
         self._books.wait_told()  # a tier tells no tokens: they are known by the record in memory
-        record = self._buffer.array[slot.offset :][: shape.nbytes]
         with self._books.lock:
-            summed = slot.key in self._books.summed
-        sealed_at_s = None if self._sealed else expires_at_s
-        return self._below.offer(index, slot.key, record, shape, sealed_at_s, summed=summed, question=question)
+            summed = key in self._books.summed
+        if tier.hides(key):
+            return False
+        found = question.has(key, tier.contains)
+        if found is None or found:
+            return bool(found)
+        record = self._buffer.array[slot.offset :][: shape.nbytes]
+        if not self._sealed:
+            seal(record, key, shape, expires_at_s, hashed=self._below.hashed, summed=summed)
+        elif unseal(record, key, shape) is not None:
+            return None
+        return self._put_packed(tier, key, pack(record, shape, tier.codec))
+
+    def _put_packed(self, tier: GuardedTier, key: bytes, stored: Bytes) -> bool:
+        return tier.call("put", partial(tier.tier.put, key, stored.data), False, len(stored))
+
+    def _repack(self, index: int, key: bytes, shape: RecordShape, codec: Codec | None) -> bool:
+        tier, record = self._below.tiers[index], np.empty(shape.nbytes, np.uint8)
+        nbytes = tier.call("get", partial(tier.tier.get, key, record.data), None, len(record))
+        if (
+            nbytes is None
+            or unseal(record, key, shape, nbytes, verified=tier.verifies) is not None
+            or tier.hides(key)
+        ):
+            return False
+        seal(record, key, shape, expiry(record), hashed=self._below.hashed)
+        tier.remove(key)
+        return self._put_packed(tier, key, pack(record, shape, codec))

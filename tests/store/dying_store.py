@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdlink.config import TiersConfig
-from pdlink.store.guard import GuardedTier
+from pdlink.store.below import GuardedTier
 from pdlink.store.opening import make_store
 from pdlink.store.server.listener import Listener
 from pdlink.store.tiers.direct import DirectFile

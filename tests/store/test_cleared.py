@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdlink.config import state_directory
-from pdlink.store import below, guard
+from pdlink.store import below
 from pdlink.store.cleared import EVERYTHING, Cleared, places_of
 from pdlink.store.eviction import Lru
 from pdlink.store.interface import MEMORY
@@ -162,8 +162,8 @@ def test_a_store_that_dies_before_its_tier_has_forgotten_finds_nothing_again(
         put(store, KEYS[:2])
         assert store.flush(WAIT_S)
         with monkeypatch.context() as patch:
-            patch.setattr(guard.GuardedTier, "_drop", lambda *_: None)
-            patch.setattr(guard.GuardedTier, "try_again", lambda _: None)
+            patch.setattr(below.GuardedTier, "_drop", lambda *_: None)
+            patch.setattr(below.GuardedTier, "try_again", lambda _: None)
             store.clear(KEYS[:1])
             assert store.flush(WAIT_S)
     with life(make(tmp_path / "medium"), tmp_path / "cleared") as store:
