@@ -21,8 +21,8 @@ from pdlink.memory.buffers import Buffer
 from pdlink.store.eviction import Adaptive
 from pdlink.store.record import Group, RecordShape, said_sums, sums_of
 from pdlink.store.store import Store
-from pdlink.store.tiers.direct import DirectFile
 from pdlink.store.tiers.disk import Disk
+from pdlink.store.tiers.files import DirectFile
 
 from .measure import Measured
 from .workers import WorkerProcess

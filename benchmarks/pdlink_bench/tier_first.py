@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pdlink.config import WorkerConfig
 from pdlink.fleet.child import start, stop
 from pdlink.memory.buffers import Buffer
-from pdlink.store.tiers.direct import DirectFile
+from pdlink.store.tiers.files import DirectFile
 from pdlink.store.tiers.valkey import PART_NBYTES
 
 from .http_load import WrongAnswer

@@ -19,8 +19,8 @@ from pdlink.store.cache import Cache
 from pdlink.store.eviction import Lru
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape
 from pdlink.store.store import Store
-from pdlink.store.tiers.direct import DirectFile
 from pdlink.store.tiers.disk import Disk
+from pdlink.store.tiers.files import DirectFile
 
 from .workers import WorkerProcess
 

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdlink.commands.parser import positive
-from pdlink.store.tiers.direct import PAGE_NBYTES
 from pdlink.store.tiers.disk import SEGMENT_NBYTES, Disk
-from pdlink.store.tiers.journal import Journal, pack
+from pdlink.store.tiers.files import PAGE_NBYTES, Journal, pack
 
 from . import harness, plot, tier_cold, tier_first, tier_lookup, tier_peers, tier_start, tier_valkey
 from .harness import BenchReport, TextTable, in_turns

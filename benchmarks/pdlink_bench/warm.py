@@ -34,7 +34,7 @@ from pdlink.errors import PdlinkError
 from pdlink.fleet.child import start, stop
 from pdlink.fleet.ports import free_ports
 from pdlink.memory.buffers import Buffer
-from pdlink.store.tiers.direct import DirectFile
+from pdlink.store.tiers.files import DirectFile
 
 from . import harness, plot
 from .harness import BenchReport, TextTable

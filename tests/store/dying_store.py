@@ -11,7 +11,7 @@ from pdlink.config import TiersConfig
 from pdlink.store.below import GuardedTier
 from pdlink.store.opening import make_store
 from pdlink.store.server.listener import Listener
-from pdlink.store.tiers.direct import DirectFile
+from pdlink.store.tiers.files import DirectFile
 from tests import other_process
 
 if TYPE_CHECKING:

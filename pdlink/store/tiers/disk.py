@@ -26,9 +26,18 @@ from pdlink.events import ChangeTeller
 from pdlink.store.interface import RecordChange
 from pdlink.store.record import ends_at_s
 
-from .direct import PAGE_NBYTES, DirectFile
-from .journal import ENTRY_NBYTES, Entries, Journal, RecordPlace, journals, pack, unpack
-from .others import Others
+from .files import (
+    ENTRY_NBYTES,
+    PAGE_NBYTES,
+    DirectFile,
+    Entries,
+    Journal,
+    Others,
+    RecordPlace,
+    journals,
+    pack,
+    unpack,
+)
 from .segments import FullSegments, Segment
 
 if TYPE_CHECKING:

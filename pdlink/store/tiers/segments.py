@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from .journal import EntryArray
+    from .files import EntryArray
 
 _HOT = 2.5
 """The oldest segment stays if it was read so many times as often as one is on average. With less, chance decides: of

@@ -16,9 +16,8 @@ import xxhash
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape, seal, unseal
 from pdlink.store.tiers import striped
 from pdlink.store.tiers.base import Tier
-from pdlink.store.tiers.direct import PAGE_NBYTES
 from pdlink.store.tiers.disk import Disk
-from pdlink.store.tiers.journal import unpack
+from pdlink.store.tiers.files import PAGE_NBYTES, unpack
 from pdlink.store.tiers.shared_dir import SharedDir
 from pdlink.store.tiers.striped import Striped
 from pdlink.store.tiers.valkey import Valkey

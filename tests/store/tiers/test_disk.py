@@ -18,8 +18,8 @@ import pytest
 
 from pdlink.errors import ConfigError
 from pdlink.store.record import Group, RecordShape, seal
-from pdlink.store.tiers.direct import DirectFile
 from pdlink.store.tiers.disk import Disk
+from pdlink.store.tiers.files import DirectFile
 from pdlink.store.tiers.segments import FullSegments, Segment
 
 from ..stubs import WAIT_S

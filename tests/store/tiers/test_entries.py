@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from pdlink.store.tiers.journal import ENTRY, Entries, pack
+from pdlink.store.tiers.files import ENTRY, Entries, pack
 
 if TYPE_CHECKING:
-    from pdlink.store.tiers.journal import EntryArray
+    from pdlink.store.tiers.files import EntryArray
 
 
 def rows_of(pairs: list[tuple[bytes, bytes]]) -> EntryArray:

@@ -1,25 +1,28 @@
-"""`Journal`: what lies where in the segments of a disk tier, in a file that survives the process; `Entries`: the same
-in memory, by key.
+"""The files of a disk tier: `DirectFile` has its records, and `Journal` says what lies where in its segments.
 
-A page of head, then a region for each segment with an entry of 64 bytes for each of its records. An entry is written
-after its record, and never fsynced: what it says is believed when the digest holds. A restart makes no Python objects
-of entries: they stay in memory as they are in the file, found by a sorted array of 8 bytes for each, a mix of its
-key, and its row.
+`Entries` says it in memory, by key. `Others` are such files of other namespaces, which give way.
+
+A journal has a page of head, then a region for each segment with an entry of 64 bytes for each of its records. An
+entry is written after its record, and never fsynced: what it says is believed when the digest holds. A restart makes
+no Python objects of entries: they stay in memory as they are in the file, found by a sorted array of 8 bytes for
+each, a mix of its key, and its row.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import mmap
 import os
 import struct
+import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from .direct import PAGE_NBYTES
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
     from typing import TypeAlias
 
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
     _Words: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.uint64]]
     """[keys, 4]"""
 
+PAGE_NBYTES = 4096
+"""Unit of offsets, and of what is read and written: every device takes it."""
+_BOUNCE_NBYTES = 1 << 20
 ENTRY_NBYTES = 64
 _REST = struct.Struct("<IIIII12s")
 _HEAD = struct.Struct("<8sQ")
@@ -48,6 +54,126 @@ _FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FE
 """Odd numbers, for keys that differ in one place only, as those of tests; others are hashes already."""
 _AT_ONCE = 1 << 14
 """Rows that stay in a core's cache while their keys are mixed."""
+
+
+class DirectFile:
+    """A file read and written past the page cache where its file system allows that, from any memory.
+
+    Offsets are multiples of `PAGE_NBYTES`. Safe for several threads. Each call may raise OSError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open it, made if it is not there."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self.direct = True
+        """Whether the page cache is left out; tmpfs and some network file systems refuse."""
+        self._bounce = threading.local()
+        self._growth = threading.Lock()
+        try:
+            self.fd = os.open(path, flags | os.O_DIRECT, 0o600)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self.direct = False
+            self.fd = os.open(path, flags, 0o600)
+        if self.direct and not self._takes_direct_reads():
+            os.close(self.fd)
+            self.direct = False
+            self.fd = os.open(path, flags, 0o600)
+
+    def _takes_direct_reads(self) -> bool:
+        """Some file systems refuse only then."""
+        try:
+            os.preadv(self.fd, [self._bounce_memory()[:PAGE_NBYTES]], 0)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        return True
+
+    def write(self, offset: int, data: memoryview) -> bool:
+        """All of `data`; what follows up to the end of its last page is undefined. True."""
+        for at, nbytes in self._pieces(data):
+            piece = data[at : at + nbytes]
+            if self._takes(piece):
+                self._write(offset + at, piece)
+            else:
+                bounce = self._bounce_memory()
+                bounce[:nbytes] = piece
+                self._write(offset + at, bounce[: -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES])
+        return True
+
+    def read(self, offset: int, into: memoryview) -> bool:
+        """Fill `into`; whether the file had so much."""
+        for at, nbytes in self._pieces(into):
+            piece = into[at : at + nbytes]
+            if self._takes(piece):
+                if not self._read(offset + at, piece, nbytes):
+                    return False
+                continue
+            bounce = self._bounce_memory()
+            if not self._read(offset + at, bounce[: -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES], nbytes):
+                return False
+            piece[:] = bounce[:nbytes]
+        return True
+
+    def grow(self, nbytes: int) -> None:
+        """Make the file so long, and take the room from the file system now. Raises OSError if there is none.
+
+        One thread at a time: where the file system has no call for it, libc writes zeros into the new part, also over
+        what is written there after another thread has made the file as long.
+        """
+        with self._growth:
+            now = os.fstat(self.fd).st_size
+            if nbytes > now:
+                os.posix_fallocate(self.fd, now, nbytes - now)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def _pieces(self, memory: memoryview) -> list[tuple[int, int]]:
+        """Offset and bytes of what is moved at once: all at once, its last page apart if it is not whole, or as much
+        as a bounce takes."""
+        if not len(memory):
+            return []
+        if not self.direct:
+            return [(0, len(memory))]
+        if _on_page(memory):
+            whole = len(memory) // PAGE_NBYTES * PAGE_NBYTES
+            return [piece for piece in ((0, whole), (whole, len(memory) - whole)) if piece[1]]
+        return [(at, min(_BOUNCE_NBYTES, len(memory) - at)) for at in range(0, len(memory), _BOUNCE_NBYTES)]
+
+    def _takes(self, piece: memoryview) -> bool:
+        """Whether the kernel moves it straight from or to this memory."""
+        return not self.direct or (len(piece) % PAGE_NBYTES == 0 and _on_page(piece))
+
+    def _write(self, offset: int, piece: memoryview) -> None:
+        while piece:
+            done = os.pwrite(self.fd, piece, offset)
+            piece, offset = piece[done:], offset + done
+
+    def _read(self, offset: int, into: memoryview, nbytes: int) -> bool:
+        """Whether `nbytes` of `into` were filled; a file may end within its last page."""
+        done = 0
+        while done < nbytes:
+            got = os.preadv(self.fd, [into[done:]], offset + done)
+            if not got:
+                return False
+            done += got
+        return True
+
+    def _bounce_memory(self) -> memoryview:
+        """Aligned memory of this thread."""
+        if not hasattr(self._bounce, "memory"):
+            self._bounce.memory = memoryview(mmap.mmap(-1, _BOUNCE_NBYTES))
+        memory: memoryview = self._bounce.memory
+        return memory
+
+
+def _on_page(memory: memoryview) -> bool:
+    """Whether it begins on a page; `ctypes.data` takes three times as long."""
+    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+    return address % PAGE_NBYTES == 0
 
 
 class RecordPlace(NamedTuple):
@@ -293,3 +419,36 @@ class Entries:
 
     def _rest(self, row: int) -> bytes:
         return bytes(self._rows["rest"][row])
+
+
+class Others:
+    """Records of other namespaces in the directory of a disk tier, which give way to its own."""
+
+    def __init__(self, directories: Iterable[Path]) -> None:
+        """directories: of other namespaces, in the order in which they go."""
+        self._directories = list(directories)
+
+    def shrink(self, most_nbytes: int) -> None:
+        """Remove some until all hold so much at most. One that a process has open stays, and is not tried again."""
+        while self._directories and sum(map(_held_nbytes, self._directories)) > most_nbytes:
+            _remove_unused(self._directories.pop(0))
+
+
+def _held_nbytes(directory: Path) -> int:
+    with contextlib.suppress(OSError):
+        return sum(path.stat().st_blocks * 512 for path in directory.iterdir())
+    return 0
+
+
+def _remove_unused(directory: Path) -> None:
+    """The files of a tier that no process has open."""
+    with contextlib.suppress(OSError):  # a process has it, or it went meanwhile
+        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for name in ("records", "preimages"):  # the second is of a store process that tells what it has
+                (directory / name).unlink(missing_ok=True)
+            (directory / "journal").unlink()
+            directory.rmdir()
+        finally:
+            os.close(lock)
