@@ -382,14 +382,16 @@ class Below:
         """Note that these records, or all, are to go from the tiers of these names, or from all. Waits for a disk, no
         longer than the deadline.
 
-        Gives what names the clear, for `doom`, and whether it is noted.
+        Gives what names the clear, for `doom`, and whether it is noted. What is noted later than that is of the same
+        name, so it goes when the tiers have forgotten.
         """
+        clear = os.urandom(8)
         media = [tier.medium for tier in self._in(places) if not isinstance(tier.tier, ReadOnly)]
         try:
-            return self._noting.submit(partial(self._cleared.add, media, keys)).result(self._deadline_s)
+            return clear, self._noting.submit(partial(self._cleared.add, clear, media, keys)).result(self._deadline_s)
         except (TimeoutError, CancelledError):
             log.error("a clear could not be noted within %.1f s: what tiers have is found again", self._deadline_s)
-            return os.urandom(8), False
+            return clear, False
 
     def keys_ending(self, ending: bytes, places: Sequence[str] | None) -> tuple[list[bytes], bool]:
         """Keys in the tiers of these names, or in all, that end so; and whether all those tiers could say it.

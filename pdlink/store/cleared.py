@@ -40,16 +40,15 @@ class Cleared:
         """paths: the first one that can be written is used; all are read."""
         self._paths = paths
 
-    def add(self, media: Iterable[str], keys: Sequence[bytes] | None) -> tuple[bytes, bool]:
-        """These records, or all, are to go from these media: what names the clear, and whether it is noted.
+    def add(self, clear: bytes, media: Iterable[str], keys: Sequence[bytes] | None) -> bool:
+        """These records, or all, are to go from these media: whether it is noted, under what names the clear.
 
         What cannot be written is logged, too, if there is a path.
         """
-        clear = os.urandom(8)
         named = [EVERYTHING] if keys is None else list(keys)
         rows = [(medium, key, clear) for medium in media for key in named]
         if not rows:
-            return clear, True
+            return True
         errors = []
         for path in self._paths:
             try:
@@ -60,14 +59,14 @@ class Cleared:
             except (OSError, sqlite3.Error) as error:
                 errors.append(f"{path}: {error}")
             else:
-                return clear, True
+                return True
         if errors:
             log.error(
                 "cleared KV of a tier that is away now can be found again after a restart: it cannot be noted "
                 "(%s); make one of these paths writable and clear again",
                 "; ".join(errors),
             )
-        return clear, False
+        return False
 
     def of(self, medium: str) -> dict[bytes, bytes]:
         """Keys of a medium that are to go, with the clear that named them last."""

@@ -30,7 +30,7 @@ from .test_store import KEYS, put, read
 from .tiers.server import valkey_server
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from pdlink.store.tiers.base import Tier
 
@@ -120,6 +120,35 @@ def test_a_tier_may_have_what_was_cleared_until_the_file_has_said_what_that_was(
         until(lambda: not store.state().places[1].forgets, "the file says that nothing was cleared")
 
 
+def test_a_clear_that_is_noted_too_late_is_forgotten_when_the_tier_has_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next process hides and removes what was stored after the clear."""
+    go_on, right, noted = threading.Event(), Cleared.add, threading.Event()
+
+    def frozen(cleared: Cleared, clear: bytes, media: Sequence[str], keys: Sequence[bytes] | None) -> bool:
+        assert go_on.wait(WAIT_S)
+        done = right(cleared, clear, media, keys)
+        noted.set()
+        return done
+
+    file = Cleared([tmp_path / "cleared"])
+    store = Store(16 * SHAPE.nbytes, Lru(), [_Away({})], cleared=[tmp_path / "cleared"], tier_deadline_s=0.2)
+    store.open()
+    try:
+        put(store, KEYS[:1])
+        assert store.flush(WAIT_S)
+        monkeypatch.setattr(Cleared, "add", frozen)
+        assert not store.clear(KEYS[:1]).durable
+        go_on.set()
+        assert noted.wait(WAIT_S)
+        until(lambda: not store.state().places[1].forgets, "the tier has forgotten")
+        until(lambda: not file.of("stub"), "and so has the file")
+    finally:
+        go_on.set()
+        store.close()
+
+
 def test_a_record_that_is_cleared_again_while_it_is_removed_stays_cleared(tmp_path: Path) -> None:
     tier = _Away({})
     with life(tier, tmp_path / "cleared") as store:
@@ -207,14 +236,14 @@ def test_a_clear_is_noted_elsewhere_where_the_first_file_cannot_be_written(
     (tmp_path / "full").write_text("no directory")
     paths = [tmp_path / "full" / "cleared", tmp_path / "home" / "cleared"]
     cleared = Cleared(paths)
-    first, noted = cleared.add(["disk"], KEYS[:2])
-    assert noted
+    first, second = b"first---", b"second--"
+    assert cleared.add(first, ["disk"], KEYS[:2])
     assert Cleared(paths).of("disk") == dict.fromkeys(KEYS[:2], first)
-    second, _ = cleared.add(["disk", "valkey"], None)
+    assert cleared.add(second, ["disk", "valkey"], None)
     cleared.done("disk", KEYS[:2], first)
     assert Cleared(paths).of("disk") == Cleared(paths).of("valkey") == {EVERYTHING: second}
     assert not caplog.records
-    assert not Cleared(paths[:1]).add(["disk"], KEYS[:1])[1]
+    assert not Cleared(paths[:1]).add(first, ["disk"], KEYS[:1])
     assert "make one of these paths writable" in caplog.text
 
 
@@ -233,7 +262,7 @@ def test_a_store_without_a_disk_notes_clears_in_its_state_dir_else_in_the_users(
     monkeypatch.setattr(os.path, "expanduser", str)  # a container's user without a home
     assert state_directory(None) is None
     assert places_of(disk, None) == [disk / "cleared"]
-    assert Cleared(places_of(None, None)).add(["valkey"], None)[1] is False
+    assert not Cleared(places_of(None, None)).add(b"clear---", ["valkey"], None)
 
 
 def test_tests_note_what_they_clear_in_no_users_home() -> None:
