@@ -278,9 +278,17 @@ def opening(_: pytest.MonkeyPatch, __: Path) -> None:
     until(lambda: "has died: ZeroDivisionError" in late.problem, "it is told")
 
 
+def attempting(_: pytest.MonkeyPatch, __: Path) -> None:
+    """It is not tried again, and who waits for it hears it."""
+    late = Late("a disk", bug)
+    with pytest.raises(ZeroDivisionError):
+        late.wait()
+    until(lambda: "has died: ZeroDivisionError" in late.problem, "it is told")
+
+
 SCENARIOS = [
     publisher, spans, timeline, gpu_order, gpu_acts, accepting, connecting, hearing, keeping, handles,
-    opening,
+    opening, attempting,
 ]  # fmt: skip
 
 

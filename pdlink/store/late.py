@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pdlink import threads
+from pdlink.errors import PdlinkError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,10 +24,10 @@ PAUSE_S = 10.0
 
 
 class Late(Generic[_T]):
-    """Tried until it is open. Thread-safe; nobody waits but in `wait`."""
+    """Tried until it is open, as long as what fails is the medium. Thread-safe; nobody waits but in `wait`."""
 
     def __init__(self, what: str, attempt: Callable[[], _T]) -> None:
-        """what: for messages. attempt: opens it, or raises, in the thread."""
+        """what: for messages. attempt: opens it, or raises OSError or PdlinkError, in the thread."""
         self.opened: _T | None = None
         self.problem = f"{what} does not answer; it is used as soon as it does"
         """Why it is not open; empty when it is."""
@@ -74,12 +75,14 @@ class Late(Generic[_T]):
         while not self._closed.is_set():
             try:
                 opened = self._attempt()
-            except Exception as error:  # noqa: BLE001 - raised by `wait`, or told
+            except Exception as error:
                 self.problem = str(error)
-                if self._told:
-                    self.tell()
                 if not self._first.done():
                     self._first.set_exception(error)
+                if not isinstance(error, (OSError, PdlinkError)):  # a fault of ours, which ends the thread
+                    raise
+                if self._told:
+                    self.tell()
                 self._closed.wait(PAUSE_S)
                 continue
             with self._lock:
