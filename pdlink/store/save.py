@@ -122,23 +122,30 @@ class Save:
             self._summed = source.fuses(group) and source.store.wants_sums
         part.slots = [(chunk, self._filling[chunk].slot) for chunk in chunks if chunk in self._filling]
 
+    def _planned(self, part: _Pass, layer: int) -> AnyPlan | None:
+        """None if there is nothing to copy."""
+        if layer == 0 and not self._withdrawn:
+            self._reserve(part)
+        if self._withdrawn or not part.slots:
+            return None
+        if part.plan is None:
+            part.plan = self._source.plan(self._group, part.slots, part.blocks, part.begin, part.end, loading=False)
+        return part.plan
+
     def _copy_layer(self, part: _Pass, layer: int, after: CudaEvent | None) -> None:
-        source = self._source
+        plan, begun = None, False
         try:
-            if layer == 0 and not self._withdrawn:
-                self._reserve(part)
-            if self._withdrawn or not part.slots:
-                source.unmark(after)
+            plan = self._planned(part, layer)
+            if plan is not None:
+                sums = np.zeros((len(part.slots), 2), np.uint64) if self._summed else None
+                copied = partial(self._copied, part, layer, time.monotonic(), sums)
+                self._source.move(plan, layer, loading=False, after=after, then=copied, sums=sums)
+                begun = True
+        finally:
+            if plan is None:  # else `move` has the mark
+                self._source.unmark(after)
+            if not begun:
                 self._drop(part)
-                return
-            if part.plan is None:
-                part.plan = source.plan(self._group, part.slots, part.blocks, part.begin, part.end, loading=False)
-            sums = np.zeros((len(part.slots), 2), np.uint64) if self._summed else None
-            copied = partial(self._copied, part, layer, time.monotonic(), sums)
-            source.move(part.plan, layer, loading=False, after=after, then=copied, sums=sums)
-        except BaseException:
-            self._drop(part)
-            raise
 
     def _drop(self, part: _Pass) -> None:
         """Its chunks never become complete. Its blocks go back when copies that have begun are over."""

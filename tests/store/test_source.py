@@ -513,6 +513,23 @@ def test_a_job_that_raises_in_the_copier_gives_the_blocks_of_its_pass_back(
         assert store.held() == {"leases": 0, "reservations": 0}
 
 
+def test_a_mark_is_given_back_of_a_layer_that_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each of them takes an event of the GPU with it."""
+    marks = list[object]()
+
+    def mark() -> object:
+        marks.append(object())
+        return marks[-1]
+
+    with opened() as store, engine(store) as made:
+        monkeypatch.setattr(made.source, "mark", mark)
+        monkeypatch.setattr(made.source, "unmark", marks.remove)
+        monkeypatch.setattr(store, "reserve", raises)
+        made.prefill(made.prompt("p"), made.blocks(1), [TOKENS])
+        made.settle()
+        assert not marks
+
+
 def test_a_lease_that_ended_during_the_copy_makes_the_load_worthless() -> None:
     with opened() as store, engine(store) as made:
         prompt, blocks, stop = made.prompt("p"), made.blocks(1), threading.Event()
