@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 from urllib.parse import quote
@@ -122,21 +123,24 @@ def make_store(
                 "machine; correct it, or leave it out"
             )
     nbytes = int(config.max_local_cpu_size * _GIB)
-    return Store(
-        nbytes,
-        Adaptive(),
-        _tiers(config, name, namespace, peers, record_nbytes),
-        ingestion=config.ingestion,
-        pin_quota_nbytes=nbytes // 4 if config.max_pinned_size is None else int(config.max_pinned_size * _GIB),
-        codec=config.codec,
-        cleared=places_of(next(iter(_directories(config, name)), None), state_directory(config.state_dir)),
-        verify=config.verify,
-        ttl_s=float("inf") if config.ttl_s is None else config.ttl_s,
-        tenant_quota_nbytes=int((config.quota_per_salt or 0) * _GIB),
-        reserve_nbytes=int(config.reserve_local_cpu_size * _GIB),
-        numa_node=numa_node,
-        lends=bool(config.peers) or config.peer_port is not None,
-    )
+    with ExitStack() as opened:
+        store = Store(
+            nbytes,
+            Adaptive(),
+            _tiers(config, name, namespace, peers, record_nbytes, opened),
+            ingestion=config.ingestion,
+            pin_quota_nbytes=nbytes // 4 if config.max_pinned_size is None else int(config.max_pinned_size * _GIB),
+            codec=config.codec,
+            cleared=places_of(next(iter(_directories(config, name)), None), state_directory(config.state_dir)),
+            verify=config.verify,
+            ttl_s=float("inf") if config.ttl_s is None else config.ttl_s,
+            tenant_quota_nbytes=int((config.quota_per_salt or 0) * _GIB),
+            reserve_nbytes=int(config.reserve_local_cpu_size * _GIB),
+            numa_node=numa_node,
+            lends=bool(config.peers) or config.peer_port is not None,
+        )
+        opened.pop_all()
+    return store
 
 
 def disk_directory(config: TiersConfig, name: str, namespace: str = ALL) -> Path | None:
@@ -149,11 +153,17 @@ def _directories(config: TiersConfig, name: str) -> list[Path]:
     return [Path(path.replace("{name}", quote(name, safe=""))) for path in config.disks]
 
 
-def _tiers(config: TiersConfig, name: str, namespace: str, peers: Sequence[Tier], record_nbytes: int) -> list[Tier]:
-    """Those below memory, in the order in which they are asked."""
+def _tiers(
+    config: TiersConfig, name: str, namespace: str, peers: Sequence[Tier], record_nbytes: int, opened: ExitStack
+) -> list[Tier]:
+    """Those below memory, in the order in which they are asked. opened: closes what is opened here."""
     tiers: list[Tier] = []
     directories = _directories(config, name)
     if directories and config.max_local_disk_size is not None:
         tiers.append(Striped(directories, namespace, int(config.max_local_disk_size * _GIB), record_nbytes))
-    urls = (config.remote_url,) if isinstance(config.remote_url, str) else config.remote_url or ()
-    return [*tiers, *peers, *map(open_tier, urls)]
+        opened.callback(tiers[0].close)
+    tiers += peers
+    for url in (config.remote_url,) if isinstance(config.remote_url, str) else config.remote_url or ():
+        tiers.append(open_tier(url))
+        opened.callback(tiers[-1].close)
+    return tiers

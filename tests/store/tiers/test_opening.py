@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from pdlink.config import TiersConfig
 from pdlink.errors import ConfigError
-from pdlink.store.tiers.opening import open_tier
+from pdlink.store.opening import make_store
+from pdlink.store.tiers.disk import Disk
+from pdlink.store.tiers.opening import ALL, open_tier
 
 from .harness import MemoryTier, key, read, record
 from .server import valkey_server
@@ -54,6 +57,15 @@ def test_a_bucket_by_url() -> None:
 def test_a_tier_of_someone_elses_by_its_path() -> None:
     tier = open_tier(f"{__name__}:Named", "n")
     assert tier.put(key(1), record(1))
+
+
+def test_a_store_that_cannot_be_made_leaves_its_disk_to_others(tmp_path: Path) -> None:
+    config = TiersConfig(
+        max_local_cpu_size=0.1, local_disk=str(tmp_path), max_local_disk_size=0.1, remote_url="ftp://bucket"
+    )
+    with pytest.raises(ConfigError, match="got a URL of 'ftp'"):
+        make_store(config, "worker")
+    Disk(tmp_path, ALL, 100 << 20).close()
 
 
 @pytest.mark.parametrize(
