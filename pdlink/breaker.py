@@ -22,13 +22,19 @@ class Breaker:
 
     def keeps_away(self, now_s: float) -> bool:
         """Whether it fails or stalls; until a call succeeds."""
-        return self.failures >= self._limit or (bool(self._running) and self._stalls(now_s))
+        return self.failures >= self._limit or (bool(self._running) and self.stalls(now_s))
 
     def allows(self, now_s: float) -> bool:
         """Whether a call may be made. While calls are kept away one at a time is let through after each pause."""
-        if self._running and self._stalls(now_s):
+        if self._running and self.stalls(now_s):
             return False
         return self.failures < self._limit or (now_s >= self._closed_until_s and not self._probes())
+
+    def stalls(self, now_s: float) -> bool:
+        """Whether a call under way takes too long."""
+        for began_s in self._running.values():
+            return now_s - began_s > self._deadline_s  # the oldest is first
+        return False
 
     def begin(self, now_s: float) -> int:
         """A call begins; names it for `end`."""
@@ -54,8 +60,3 @@ class Breaker:
     def _probes(self) -> bool:
         """Whether a call finds out now: the newest is last."""
         return next(reversed(self._running), 0) > self._old_calls
-
-    def _stalls(self, now_s: float) -> bool:
-        for began_s in self._running.values():
-            return now_s - began_s > self._deadline_s  # the oldest is first
-        return False

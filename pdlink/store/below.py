@@ -143,6 +143,12 @@ class GuardedTier:
         with self._lock:
             return self._keeps_away(self._clock())
 
+    @property
+    def stalls(self) -> bool:
+        """Whether a call takes longer than the deadline."""
+        with self._lock:
+            return any(one.stalls(self._clock()) for one in (self._asking, self._moving, self._forgetting))
+
     def call(self, what: str, function: Callable[[], _T], otherwise: _T, nbytes: int = 0) -> _T:
         """What `function` gives, in this thread; `otherwise` if the tier is kept away or the call raises."""
         with self._lock:
@@ -300,18 +306,20 @@ class Below:
             )
 
     def close(self) -> None:
-        """End the threads, as far as the tiers let them within one deadline for all."""
-        lines = [line for tier in self.tiers for line in tier.lines]
-        for line in lines:
-            line.end()
+        """End the threads, as far as the tiers let them within one deadline for all. One that stalls is over it."""
+        for tier in self.tiers:
+            for line in tier.lines:
+                line.end()
+        stalling = [tier for tier in self.tiers if tier.stalls]
         deadline_s = time.monotonic() + self._deadline_s
-        for line in lines:
-            line.close(max(0.0, deadline_s - time.monotonic()))
+        for tier in self.tiers:
+            for line in tier.lines:
+                line.close(0.0 if tier in stalling else max(0.0, deadline_s - time.monotonic()))
         closing = Line("pdlink-store-close", len(self.tiers))
         for tier in self.tiers:
             closing.put(tier.tier.close)
         for line in (closing, self._noting):
-            line.close(max(_CLOSE_S, deadline_s - time.monotonic()))
+            line.close(_CLOSE_S if stalling else max(_CLOSE_S, deadline_s - time.monotonic()))
 
     # --- Asking
 
@@ -431,11 +439,12 @@ class Below:
             tier.try_again()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until the writers have done what is in line; whether `timeout_s` was enough."""
+        """Wait until the writers have done what is in line, but of a tier that stalls; whether `timeout_s` was
+        enough."""
         written = threading.Semaphore(0)
-        lines = [tier.writers.put(written.release, alone=True) for tier in self.tiers]
+        lines = [tier.writers.put(written.release, alone=True) for tier in self.tiers if not tier.stalls]
         deadline_s = self._clock() + timeout_s
-        return all(lines) and all(written.acquire(timeout=max(0.0, deadline_s - self._clock())) for _ in self.tiers)
+        return all(lines) and all(written.acquire(timeout=max(0.0, deadline_s - self._clock())) for _ in lines)
 
     # --- What others want to know
 

@@ -209,11 +209,12 @@ class WriteThrough:
             if not self._below.flush(deadline_s - self._clock()):
                 return False
             with self._books.lock:
-                left = sum(map(len, self._books.debts.values()))
-                waits = any(tier.queued for tier in self._below.tiers)
+                goes_on = [tier for tier in self._below.tiers if not tier.stalls]
+                left = sum(len(self._books.debts.get(tier.name, ())) for tier in goes_on)
+                waits = any(tier.queued for tier in goes_on)
                 if not left and not waits:
                     num_dropped, self._books.num_dropped = self._books.num_dropped, 0
-                    return not num_dropped
+                    return not num_dropped and len(goes_on) == len(self._below.tiers)
             if left >= before and not waits:  # a tier takes nothing
                 return False
             before = left

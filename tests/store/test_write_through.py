@@ -156,6 +156,27 @@ def test_the_keeper_outlives_a_record_that_expires_while_a_tier_is_to_have_it() 
         assert store.flush(WAIT_S), "what has expired is not missing below"
 
 
+def test_a_store_that_closes_does_not_wait_for_a_tier_that_stalls_and_writes_to_the_others() -> None:
+    frozen, other, clock = StubTier(), StubTier(), Clock()
+    store = Store(16 * SHAPE.nbytes, Lru(), [frozen, other], tier_deadline_s=6 * WAIT_S, clock=clock)
+    store.open()
+    frozen.going.clear()
+    put(store, KEYS[:4])
+    assert frozen.stalled.wait(WAIT_S)
+    until(lambda: len(other.records) == 4, "the other tier has what came before")
+    until(lambda: not store._below.tiers[1].queued, "and no call is under way")
+    clock.now_s += 7 * WAIT_S
+    put(store, KEYS[4:])
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    closing.join(WAIT_S)
+    is_over = not closing.is_alive()
+    frozen.going.set()
+    closing.join()
+    assert is_over
+    assert other.records.keys() == set(KEYS)
+
+
 def test_what_is_owed_is_written_when_the_store_closes() -> None:
     tier = StubTier()
     with opened(NUM_SLOTS, [tier]) as store:
