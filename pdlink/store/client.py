@@ -24,10 +24,9 @@ from pdlink.memory.buffers import map_shared
 from pdlink.memory.pages import touch
 from pdlink.store import wire
 from pdlink.store.codec import make_codec
-from pdlink.store.greeting import greet
 from pdlink.store.interface import MEMORY, AnyStore, Forgotten, Found
 from pdlink.store.line import Line
-from pdlink.store.link import Link, RemoteFetch
+from pdlink.store.link import Link, RemoteFetch, greet
 from pdlink.store.preimages import commits
 from pdlink.store.slots import USUAL, WHOLE, Slot
 from pdlink.store.socket_path import store_path
@@ -54,12 +53,12 @@ _MOVE_S, _CLEAR_S = 60.0, 10.0
 class RemoteStore(AnyStore):
     """In another process. `open` starts the thread; `close` ends it."""
 
-    def __init__(self, path: str, *, name: str, timeout_s: float = 1.0, setting: str = "tiers.store") -> None:
+    def __init__(self, path: str, *, name: str, timeout_s: float = 1.0) -> None:
         """path: as `store_path` takes it, of the store's socket. name: of this client, in the store's lists and logs.
 
         timeout_s: longest wait for an answer, beside what the call itself may take. Raises ConfigError.
         """
-        self.path = store_path(setting, path)
+        self.path = store_path("tiers.store", path)
         self.name, self.timeout_s = name[: wire.MAX_TEXT], timeout_s
         self._token = os.urandom(16)
         self._calls = itertools.count(1)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdlink.errors import ConfigError
-from pdlink.store import greeting, wire
+from pdlink.store import link, wire
 from pdlink.store.interface import MEMORY
 from pdlink.store.link import Link, RemoteFetch
 from pdlink.store.record import Group, RecordShape
@@ -151,7 +151,7 @@ def test_a_reservation_that_ends_while_its_client_connects_again_is_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client has named it, and has no connection to say more."""
-    right = greeting._welcomed
+    right = link._welcomed
     with served(tmp_path, 4) as (store, listener), client(listener.path) as mine:
         slots = mine.reserve(KEYS[:2], SHAPE)
 
@@ -160,7 +160,7 @@ def test_a_reservation_that_ends_while_its_client_connects_again_is_given_back(
             mine.abandon(slots)
             return found
 
-        monkeypatch.setattr(greeting, "_welcomed", welcomed)
+        monkeypatch.setattr(link, "_welcomed", welcomed)
         assert mine._link is not None
         mine._link.lose("test")
         until(lambda: store._catalog.num_reservations == 0, "they are given back")
