@@ -27,6 +27,7 @@ Key = bytes
 
 MOST_USES = 3
 """Counted by `S3Fifo`. A key with uses is passed over as often."""
+_SMALL_SHARE = 0.1
 SAMPLED = 8
 """One key of so many is in the simulations."""
 DECAY = 0.99968
@@ -137,14 +138,13 @@ class S3Fifo:
 
     Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
 
-    `small_share` of the bytes are on probation; a key used there goes on to the main queue, which is a CLOCK.
+    `_SMALL_SHARE` of the bytes are on probation; a key used there goes on to the main queue, which is a CLOCK.
 
     A ghost queue remembers what left on probation, as much as the main queue's share; such a key comes back into the
     main queue.
     """
 
-    def __init__(self, small_share: float = 0.1) -> None:
-        self._small_share = small_share
+    def __init__(self) -> None:
         self._small, self._main, self._ghost = KeyQueue(), KeyQueue(), KeyQueue()
         self._uses: dict[Key, int] = {}
 
@@ -161,7 +161,7 @@ class S3Fifo:
             self._uses[key] = min(self._uses[key] + 1, MOST_USES)
 
     def evict(self, may_evict: Callable[[Key], bool]) -> Key | None:
-        on_probation = self._small.nbytes >= self._small_share * self._nbytes
+        on_probation = self._small.nbytes >= _SMALL_SHARE * self._nbytes
         steps = (self._evict_small, self._evict_main, self._evict_small, self._evict_main)
         for step in steps if on_probation else steps[1:]:  # a step of the small queue may leave keys to the main one
             if (victim := step(may_evict)) is not None:
@@ -188,7 +188,7 @@ class S3Fifo:
         if victim is not None:
             del self._uses[victim]
             self._ghost.push(victim, self._small.pop(victim))
-            self._ghost.trim(int((1 - self._small_share) * self._nbytes))
+            self._ghost.trim(int((1 - _SMALL_SHARE) * self._nbytes))
         return victim
 
     def remove(self, key: Key) -> None:
@@ -353,7 +353,7 @@ class Turns:
     The lowest priority goes first, and within it the tenant that uses most.
     """
 
-    def __init__(self, policy: EvictionPolicy, *, quota_nbytes: int = 0) -> None:
+    def __init__(self, policy: EvictionPolicy, *, quota_nbytes: int) -> None:
         """policy: of all records, as long as priorities and tenants are alike; others get one like it.
 
         quota_nbytes: of each tenant; 0 sets none, and then all tenants are one.

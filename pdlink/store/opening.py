@@ -143,10 +143,10 @@ def make_store(
     return store
 
 
-def disk_directory(config: TiersConfig, name: str, namespace: str = ALL) -> Path | None:
+def disk_directory(config: TiersConfig, name: str) -> Path | None:
     """Of the records that `make_store` keeps on a disk, the first one of several; None without one."""
     directory = next(iter(_directories(config, name)), None)
-    return directory / namespace if directory is not None else None
+    return directory / ALL if directory is not None else None
 
 
 def _directories(config: TiersConfig, name: str) -> list[Path]:
