@@ -1,16 +1,17 @@
-"""What clients of a store process hold, under random schedules; and the same with planted bugs."""
+"""What clients of a store process hold, under random schedules, and with planted bugs; what they are told."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
 
 from pdlink.store import wire
-from pdlink.store.server.desk import Desk
+from pdlink.store.server.desk import Desk, _Coming
 
 from .desk_world import MOVES, World
 from .stubs import SHAPE
@@ -120,3 +121,22 @@ def test_lives_of_a_store_that_number_alike_are_found() -> None:
             except (AssertionError, KeyError):
                 return
     raise AssertionError("no schedule has found it")
+
+
+def test_chunks_that_come_while_a_client_does_not_read_wait_as_one_message() -> None:
+    come: list[Any] = []
+    fetch: Any = SimpleNamespace(leading=lambda first: come[first:], unchecked=frozenset())
+    told: list[wire.Coming] = []
+    line: list[Callable[[], None]] = []
+    desk: Any = SimpleNamespace(tell=told.append, in_line=line.append)
+    coming = _Coming(desk, 7, fetch)
+    for serial in range(10_000):
+        come.append(SimpleNamespace(serial=serial, offset=serial, nbytes=1, key=b"k"))
+        coming.more()
+    assert len(line) == 1
+    line.pop()()
+    assert [(each.first, len(each.slots)) for each in told] == [(0, 10_000)]
+    come.append(SimpleNamespace(serial=10_000, offset=0, nbytes=1, key=b"k"))
+    coming.more()
+    line.pop()()
+    assert [(each.first, len(each.slots)) for each in told[1:]] == [(10_000, 1)]

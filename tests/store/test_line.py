@@ -1,15 +1,20 @@
-"""A line of jobs: in order, and nobody waits for one that is not done any more."""
+"""A line of jobs: in order, by as many threads as make it faster; nobody waits for one that is not done any more."""
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import CancelledError
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING
 
 import pytest
 
-from pdlink.store.line import Line
+from pdlink.store.line import FIRST, MOST, Line, Width
 
 from .stubs import WAIT_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def test_jobs_are_done_in_order_and_one_that_raises_costs_itself_only() -> None:
@@ -79,3 +84,85 @@ def test_what_a_closed_line_has_not_begun_in_time_is_not_done() -> None:
     line.close(WAIT_S)
     assert not any(thread.is_alive() for thread in line._threads)
     assert done == []
+
+
+def settled(takes_s: Callable[[int], float], jobs: int = 2000, width: Width | None = None) -> list[int]:
+    """The widths of a tier whose calls take so long where so many are under way, after each job."""
+    width = width or Width(FIRST)
+    widths, now_s = [], 0.0
+    ends = [takes_s(width.now) for _ in range(width.now)]
+    heapify(ends)
+    for _ in range(jobs):
+        now_s = heappop(ends)
+        width.ended(now_s, waiting=100)
+        widths.append(width.now)
+        while len(ends) < width.now:
+            heappush(ends, now_s + takes_s(width.now))
+    return widths
+
+
+def test_a_bucket_of_a_long_way_gets_all_threads_that_there_are() -> None:
+    assert settled(lambda _: 0.03)[200:] == [MOST] * 1800
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4, 8])
+def test_a_medium_that_does_so_many_at_once_gets_no_more_most_of_the_time(depth: int) -> None:
+    widths = settled(lambda width: 0.001 * max(1.0, width / depth))
+    most_often = max(set(widths), key=widths.count)
+    assert most_often == max(FIRST, depth)
+    assert widths.count(most_often) > 0.8 * len(widths)
+
+
+def test_a_medium_that_becomes_slower_to_answer_gets_more_threads_later() -> None:
+    width = Width(FIRST)
+    assert settled(lambda one: 0.001 * max(1.0, one / FIRST), 1000, width)[-1] == FIRST
+    assert settled(lambda _: 0.03, 2000, width)[-1] == MOST
+
+
+def test_what_has_too_little_to_do_says_nothing() -> None:
+    width = Width(FIRST)
+    for number in range(1000):
+        width.ended(float(number), waiting=0)
+    assert width.now == FIRST
+
+
+def test_a_line_has_as_many_threads_as_its_width() -> None:
+    width, at_once = Width(FIRST), threading.Semaphore(0)
+    line, go_on = Line("line", FIRST, width), threading.Event()
+
+    def job() -> None:
+        at_once.release()
+        go_on.wait(WAIT_S)
+
+    width.now = 8
+    for _ in range(40):
+        line.put(job)
+    for _ in range(FIRST):
+        assert at_once.acquire(timeout=WAIT_S)
+    go_on.set()
+    line.wait()
+    assert FIRST < len(line._threads) <= MOST
+    line.close(WAIT_S)
+    assert not any(thread.is_alive() for thread in line._threads)
+
+
+def test_a_job_that_is_done_alone_begins_after_all_before_it_and_ends_before_all_behind() -> None:
+    width = Width(FIRST)
+    width.now = 4
+    line, done = Line("line", 4, width), list[str]()
+    first, go_on = threading.Barrier(3), threading.Event()
+
+    def before() -> None:
+        first.wait(WAIT_S)
+        done.append("before")
+
+    line.put(before)
+    line.put(before)
+    line.put(lambda: done.append("alone"), alone=True)
+    line.put(lambda: done.append("behind"))
+    line.put(go_on.set)
+    assert not done
+    first.wait(WAIT_S)
+    assert go_on.wait(WAIT_S)
+    line.close(WAIT_S)
+    assert done == ["before", "before", "alone", "behind"]
