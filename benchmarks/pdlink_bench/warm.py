@@ -245,14 +245,14 @@ def _rounds(
                     engine.complete(again[0], settings.answer_tokens, f"bench-{next(names)}")
             same(tenth, engine, *again)
     for what, found in sources.items():
-        _check(what, found, (settings.tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS)
+        _check(what, found, min(settings.tokens - 1, settings.tokens // CHUNK_TOKENS * CHUNK_TOKENS))
     return measured, sources
 
 
 def _check(what: str, sources: Sequence[dict[str, Any]], whole_tokens: int) -> None:
     """Raise WrongAnswer unless a prompt came from where it should have come from, but for its end.
 
-    whole_tokens: of the first prompt of a conversation, in whole chunks before its last token, which is computed.
+    whole_tokens: of the first prompt of a conversation, in whole chunks, but for its last token, which is computed.
     """
     in_memory = dict.fromkeys((MEMORY, TURN, STORE_FIRST, STORE_TENTH), "memory")
     on_disk = dict.fromkeys((DISK, DISK_FIRST, DISK_TENTH), "disk")

@@ -103,6 +103,7 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
             store = StoreBook(
                 settings.tiers.chunk_size,
                 versions.place(vllm_config).num_all,
+                block_tokens=vllm_config.cache_config.block_size,
                 keeps_answers=settings.tiers.save_decode_cache,
                 keeps_all=cache_groups.keeps_all(kv_cache_config),
             )

@@ -18,7 +18,7 @@ from pdlink.store.interface import Found
 from pdlink.store.loading import GroupLoad, Load, when_all
 from pdlink.store.reach import part_of, reach
 from pdlink.store.save import Save
-from pdlink.store.worth import choose, choose_all
+from pdlink.store.worth import Choice, choose, choose_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pdlink.store.interface import AnyFetch
     from pdlink.store.slots import Retention
     from pdlink.store.source import Source
-    from pdlink.store.worth import Choice, Speed
+    from pdlink.store.worth import Speed
 
     Tables = Sequence[Sequence[int]]
     """By group: a request's blocks from token 0 on; of tokens that a group does not need any number."""
@@ -82,16 +82,18 @@ class Prompt:
         ]
 
     def lookup(self, begin: int = 0, timeout_s: float | None = None, goes_on: int | None = None) -> int:
-        """Where what the store has of the prompt ends; 0 for nothing, and never behind its last token but one, which
-        somebody must compute.
+        """Where what the store has of the prompt ends; 0 for nothing.
 
+        Somebody must compute the last token, so it ends before that one, in the middle of a chunk if need be. Where
+        a part of a chunk is of no use it ends before that chunk.
         begin, goes_on: as of `reach`. Waits for the tiers' answers for `timeout_s` at most, by default
         `lookup_timeout_s`.
         """
         source, store, keys = self.source, self.source.store, self.keys.by_group
         deadline_s = time.monotonic() + (source.lookup_timeout_s if timeout_s is None else timeout_s)
         self.end, self._goes_on = 0, goes_on
-        num_chunks = (self.num_tokens - 1) // source.chunk_tokens
+        last = self.num_tokens - 1
+        num_chunks = (self.num_tokens if source.parts_chunks else last) // source.chunk_tokens
         for index, group in enumerate(source.groups):
             if group.layout.keeps_all:
                 left_s = max(0.0, deadline_s - time.monotonic())
@@ -106,19 +108,21 @@ class Prompt:
                 self._found[index] = Found(mine, store.known_at(mine, left_s))
         known = [[place >= 0 for place in found.places[:num_chunks]] for found in self._found]
         layouts = [group.layout for group in source.groups]
-        self.end = reach(layouts, known, source.chunk_tokens, 0 if source.keeps_all else begin, goes_on)
+        self.end = reach(layouts, known, source.chunk_tokens, 0 if source.keeps_all else begin, last, goes_on)
         return self.end
 
     def choose(self, cached: int, other: Speed, *, always: bool = False) -> Choice:
         """How much of what was found to load, where the engine's blocks have the first `cached` tokens: all or
-        nothing where a part is of no use.
+        nothing where a part is of no use. Less than a block and a chunk is not worth a load.
 
         other: seconds for tokens that are not loaded. always: load all, whatever it takes.
         """
         source, now_s = self.source, time.monotonic()
+        if 0 < self.end - cached < min(source.chunk_tokens, source.groups[0].layout.block_tokens):
+            return Choice(cached, "in_blocks")
         if source.keeps_all and len(source.groups) == 1:
             places, nbytes = self._found[0].places, source.groups[0].shape.nbytes
-            choice = choose(cached, places, source.chunk_tokens, nbytes, source.speeds, other, now_s)
+            choice = choose(cached, self.end, places, source.chunk_tokens, nbytes, source.speeds, other, now_s)
         else:
             records = [record for wanted in self._wanted(cached, self.end) for record in self._records(*wanted)]
             choice = choose_all(cached, self.end, records, source.speeds, other, now_s)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def part_of(layout: KVLayout, begin: int, end: int, goes_on: int) -> tuple[int, int]:
     """Positions of tokens [begin, end) that a group needs to go on with token `goes_on`; an empty range if none.
 
-    end: of a chunk.
+    end: of a chunk, or of less where a position is a token.
     """
     first, last = layout.needed(begin, goes_on)
     end //= layout.position_tokens
@@ -35,12 +35,14 @@ def reach(
     known: Sequence[Sequence[bool]],
     chunk_tokens: int,
     begin: int,
+    limit: int,
     goes_on: int | None = None,
 ) -> int:
     """Where the longest prefix ends of which every group has all that it needs after token `begin`; 0 for none.
 
     known: by group, of the prompt's chunks. Tokens before `begin` are in the engine's blocks; groups that keep all
     tokens must know them as well.
+    limit: a prefix that reaches further ends there, inside of a chunk, whose records must be of use in part.
     goes_on: the token with which the engine goes on, where what follows the prefix comes from elsewhere; by default
     the one that follows it.
     """
@@ -49,7 +51,8 @@ def reach(
         if layout.keeps_all:
             num_chunks = min(num_chunks, (*has, False).index(False))
     partial = [(layout, has) for layout, has in zip(layouts, known, strict=True) if not layout.keeps_all]
-    for end in range(num_chunks * chunk_tokens, begin, -chunk_tokens):
+    for whole in range(num_chunks * chunk_tokens, begin, -chunk_tokens):
+        end = min(whole, limit)
         then = end if goes_on is None else goes_on
         if all(
             has[chunk]

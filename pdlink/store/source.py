@@ -99,6 +99,8 @@ class Source:
         self.chunk_tokens = groups[0].origin.chunk_tokens
         self.keeps_all = all(group.layout.keeps_all for group in groups)
         """Whether any part of a prefix is of use."""
+        self.parts_chunks = not any(group.layout.state or group.layout.position_tokens > 1 for group in groups)
+        """Whether a part of a chunk is of use: not of a state, which is the one after all of its tokens."""
         self.lookup_timeout_s = lookup_timeout_s
         self.copier = Line("pdlink-store-copy")
         self.speeds: defaultdict[int, Speed] = defaultdict(partial(Speed, HALF_LIFE_S))

@@ -129,6 +129,7 @@ def choose_all(
 
 def choose(
     cached: int,
+    end: int,
     places: Sequence[int],
     chunk_tokens: int,
     chunk_nbytes: int,
@@ -136,15 +137,15 @@ def choose(
     other: Speed,
     now_s: float,
 ) -> Choice:
-    """cached: leading tokens that are in the engine's blocks. places: of each chunk that was found (`Found`).
+    """cached: leading tokens that are in the engine's blocks. end: of those that were found.
 
+    places: of the chunks that hold them (`Found`).
     loading: seconds for bytes of each place, and under COPY for the bytes of all of them on the way into blocks.
     other: seconds for tokens that are not loaded.
     """
-    found = len(places) * chunk_tokens
-    if found <= cached:
+    if end <= cached:
         return Choice(cached, "in_blocks" if places else "not_found")
-    end, most_s, load_s, other_s = cached, 0.0, 0.0, 0.0
+    best, most_s, load_s, other_s = cached, 0.0, 0.0, 0.0
     by_place: Counter[int] = Counter()
     known = other.known
     each_s = other.line()[1]
@@ -152,10 +153,11 @@ def choose(
         by_place.update(dict.fromkeys((places[chunk], COPY), chunk_nbytes))
         speeds = [(loading.get(place), nbytes) for place, nbytes in by_place.items()]
         load_s = sum(speed.takes_s(nbytes, now_s) for speed, nbytes in speeds if speed is not None)
-        other_s = ((chunk + 1) * chunk_tokens - cached) * each_s
+        upto = min(end, (chunk + 1) * chunk_tokens)
+        other_s = (upto - cached) * each_s
         known = known and all(speed is not None and speed.known for speed, _ in speeds)
         if not other.known or other_s - load_s >= most_s:
-            end, most_s = (chunk + 1) * chunk_tokens, other_s - load_s
-    if not known and end == found:
-        return Choice(end, "not_measured", load_s, other_s)
-    return Choice(end, "faster" if end == found else "partly_faster" if end > cached else "slower", load_s, other_s)
+            best, most_s = upto, other_s - load_s
+    if not known and best == end:
+        return Choice(best, "not_measured", load_s, other_s)
+    return Choice(best, "faster" if best == end else "partly_faster" if best > cached else "slower", load_s, other_s)

@@ -78,7 +78,7 @@ def test_a_prompt_seen_before_comes_back_from_the_tiers_of_a_gpu(
             assert server.complete(prompt).tokens[0] == expected[length]
             until(server.holds_nothing, "all of it is kept")
             assert server.complete(prompt).tokens[0] == expected[length]
-            assert loaded(server) - before == (length - 1) // CHUNK * CHUNK
+            assert loaded(server) - before == min(length - 1, length // CHUNK * CHUNK)
 
 
 @pytest.mark.parametrize("lane", LANES)

@@ -65,12 +65,22 @@ def test_a_prompt_is_looked_up_when_vllm_asks_and_vllm_asks_again_until_there_is
     assert book.missing("r", 24) == (8, True)
 
 
-@pytest.mark.parametrize(("tokens", "computed"), [(16, 0), (1, 0), (50, 48)])
+@pytest.mark.parametrize(("tokens", "computed"), [(15, 0), (1, 0), (50, 48), (48, 44)])
 def test_a_prompt_that_the_store_cannot_shorten_is_not_looked_up(tokens: int, computed: int) -> None:
-    store = StoreBook(CHUNK)
+    """vLLM keeps back the last block of a prompt that its own cache has."""
+    store = StoreBook(CHUNK, block_tokens=4)
     store.arrived("r", PROMPT[:tokens], "", "", ())
     assert store.missing("r", computed) == 0
     assert store.step([], ()) == StorePlan()
+
+
+def test_a_prompt_that_is_whole_in_the_store_leaves_its_last_token_to_vllm() -> None:
+    store = StoreBook(CHUNK, block_tokens=4)
+    store.arrived("r", PROMPT[:48], "", "", ())
+    assert store.missing("r", 40) is None
+    assert store.step([], ()).looks == [Look("r", 1, 32)]
+    store.looked([Looked("r", 1, 47)])
+    assert store.missing("r", 40) == 7
 
 
 def test_all_ranks_must_have_what_is_loaded() -> None:

@@ -40,8 +40,12 @@ if TYPE_CHECKING:
     from pdlink.store.interface import Found
 
 
-def test_the_rest_of_a_prompt_is_computed_while_its_prefix_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = prompt_of(5 * CHUNK + 7, 10)
+@pytest.mark.parametrize("rest", [7, 0])
+def test_the_rest_of_a_prompt_is_computed_while_its_prefix_is_loaded(
+    rest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a rest the last token, whose chunk is loaded but for it."""
+    prompt = prompt_of(5 * CHUNK + rest, 10)
     with opened() as worker:
         expected, asked = answers(worker, [prompt], at_once=False), threading.Event()
         tiers = worker.tiers
@@ -58,17 +62,20 @@ def test_the_rest_of_a_prompt_is_computed_while_its_prefix_is_loaded(monkeypatch
         computed = Computed(worker, monkeypatch)
         assert answers(worker, [prompt], at_once=False) == expected
         assert asked.is_set(), "the pass was in its second layer before that one was copied"
-        assert computed.take() == 7
+        assert computed.take() == max(1, rest)
 
 
-def test_a_load_that_fails_while_the_rest_is_computed_is_computed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = prompt_of(5 * CHUNK + 7, 11)
+@pytest.mark.parametrize("rest", [7, 0])
+def test_a_load_that_fails_while_the_rest_is_computed_is_computed_anew(
+    rest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompt_of(5 * CHUNK + rest, 11)
     with opened() as worker:
         expected, store = answers(worker, [prompt], at_once=False), store_of(worker)
         computed = Computed(worker, monkeypatch)
         between_layers(worker, monkeypatch, lambda: expire(store))
         assert answers(worker, [prompt], at_once=False) == expected
-        assert computed.take() == 5 * CHUNK + 7
+        assert computed.take() == 5 * CHUNK + rest
         assert worker.pool.num_held == 0
         store.check()
 
@@ -118,7 +125,7 @@ def test_a_prompt_is_looked_up_in_line_and_delays_nobody(monkeypatch: pytest.Mon
         expected, store = answers(worker, [slow], at_once=False), store_of(worker)
         right, answered, computed = store.lookup, threading.Event(), Computed(worker, monkeypatch)
         assert worker.source is not None
-        keys = worker.source.keys(slow).by_group[0][:1]
+        keys = worker.source.keys(slow).by_group[0]
 
         def lookup(asked: Sequence[bytes], timeout_s: float) -> Found:
             if asked == keys:
@@ -136,7 +143,7 @@ def test_a_prompt_is_looked_up_in_line_and_delays_nobody(monkeypatch: pytest.Mon
 
         monkeypatch.setattr(store, "lookup", lookup)
         assert [asyncio.run(in_turn())] == expected
-        assert computed.take() == 2 * 2 * CHUNK + CHUNK
+        assert computed.take() == 2 * 2 * CHUNK + 1
 
 
 def test_all_who_wait_for_a_tier_that_does_not_answer_go_on_by_their_deadline(
@@ -234,6 +241,20 @@ def test_the_next_turn_of_a_conversation_needs_no_push_of_what_decode_has_kept()
             (loaded, len(second) - loaded),
         ]
         settle(decode)
+        assert (prefill.pool.num_held, decode.pool.num_held) == (0, 0)
+
+
+def test_only_the_last_token_is_computed_and_pushed_of_a_prompt_that_both_workers_have_whole() -> None:
+    prompt, keeps = prompt_of(5 * CHUNK, 30), {"save_decode_cache": True}
+    (expected,) = computed_here([prompt])
+    with opened(role="prefill") as prefill, opened(role="decode", below=keeps) as decode, sourced() as events:
+        for loaded in (0, 5 * CHUNK - 1):
+            events.clear()
+            assert asyncio.run(pushed(prefill, decode, prompt)) == (expected, "transferred")
+            settle(prefill)
+            settle(decode)
+            counts = {event.request_id[0]: (event.loaded, event.computed, event.received) for event in events}
+            assert counts == {"p": (loaded, 5 * CHUNK - loaded, 0), "d": (loaded, 0, 5 * CHUNK - loaded)}
         assert (prefill.pool.num_held, decode.pool.num_held) == (0, 0)
 
 

@@ -47,8 +47,39 @@ def test_an_answer_from_memory_is_the_computed_one(length: int, monkeypatch: pyt
         computed = Computed(worker, monkeypatch)
         first, second = (answers(worker, [prompt], at_once=False), answers(worker, [prompt], at_once=False))
         assert first == second == computed_here([prompt])
-        assert computed.take() == length + length - (length - 1) // CHUNK * CHUNK
+        assert computed.take() == length + max(1, length % CHUNK)
         assert worker.pool.num_held == 0
+
+
+@pytest.mark.parametrize("share_prefixes", [False, True])
+def test_of_a_prompt_that_is_whole_in_the_store_the_last_token_is_computed(
+    share_prefixes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several at once: nobody has the block of the last token but the request that computes it."""
+    prompt = prompt_of(3 * CHUNK, 5)
+    with opened(share_prefixes=share_prefixes) as worker, sourced() as events:
+        computed = Computed(worker, monkeypatch)
+        (expected,) = answers(worker, [prompt], at_once=False)
+        if share_prefixes:
+            forget_blocks(worker)
+        computed.take()
+        events.clear()
+        assert answers(worker, [prompt] * 3, at_once=True) == [expected] * 3
+        assert computed.take() == 3
+        assert [(event.loaded, event.computed) for event in events] == [(3 * CHUNK - 1, 1)] * 3
+        events.clear()
+        assert answers(worker, [prompt], at_once=False) == [expected]
+        (told,) = events
+        last_block = 3 * CHUNK - worker.cache.block_tokens
+        here = (last_block, 0, 3 * CHUNK - last_block) if share_prefixes else (0, 3 * CHUNK - 1, 1)
+        assert (told.cached, told.loaded, told.computed) == here
+        assert worker.pool.num_held == 0
+
+
+def forget_blocks(worker: Worker) -> None:
+    """Let no request find blocks of another."""
+    for block in range(worker.pool.num_blocks):
+        worker.pool.forget(block)
 
 
 @pytest.mark.parametrize("share_prefixes", [False, True])
@@ -90,7 +121,7 @@ def test_sixteen_at_once_get_what_each_would_alone(monkeypatch: pytest.MonkeyPat
         assert answers(worker, prompts, at_once=True) == expected
         computed.take()
         assert answers(worker, prompts, at_once=True) == expected
-        assert computed.take() == sum((len(prompt) - 1) % CHUNK + 1 for prompt in prompts)
+        assert computed.take() == sum(max(1, len(prompt) % CHUNK) for prompt in prompts)
         assert worker.pool.num_held == 0
 
 

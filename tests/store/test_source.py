@@ -20,6 +20,7 @@ from pdlink.store.eviction import Lru
 from pdlink.store.groups import RecordGroup
 from pdlink.store.source import Source
 from pdlink.store.store import Store
+from pdlink.store.worth import Choice, Speed
 
 from .process import client, served, until
 from .stubs import WAIT_S, GatedTier, StubTier
@@ -233,8 +234,26 @@ def test_a_prompt_that_is_whole_in_the_store_leaves_its_last_token_to_compute() 
         prompt, blocks = made.prompt("p", PROMPT[:40]), made.blocks(1)
         made.prefill(prompt, blocks, [40])
         made.settle()
-        assert made.prompt("q", PROMPT[:40]).lookup() == 32
         assert made.prompt("q", PROMPT[:41]).lookup() == 40
+        whole, mine = made.prompt("q", PROMPT[:40]), made.blocks(2)
+        assert whole.lookup() == 39
+        assert whole.choose(0, Speed(), always=True).end == 39
+        before = made.page(0, 0, 39, mine).copy()
+        assert whole.load(0, 39, [mine]).done.result(WAIT_S) == 39
+        check(made, mine, 0, 39)
+        assert (made.page(0, 0, 39, mine) == before).all()
+
+
+def test_what_the_blocks_lack_of_the_last_block_is_computed() -> None:
+    """An engine finds all blocks of a prompt that it has but for the last one; a load takes longer than computing."""
+    with opened() as store, engine(store) as made:
+        prompt, blocks = made.prompt("p", PROMPT[:40]), made.blocks(1)
+        made.prefill(prompt, blocks, [40])
+        made.settle()
+        again = made.prompt("q", PROMPT[:40])
+        assert again.lookup() == 39
+        assert again.choose(36, Speed(), always=True) == Choice(36, "in_blocks")
+        assert again.choose(32, Speed(), always=True).end == 39
 
 
 def test_a_load_may_begin_in_the_middle_of_a_chunk() -> None:
@@ -596,6 +615,7 @@ def test_records_of_whole_blocks_are_counted_in_blocks() -> None:
         made.prefill(prompt, blocks, [24, 40])
         source.close()
         assert prompt.lookup() == 32, "two records of two blocks of eight tokens"
+        assert source.prompt("q", source.keys(PROMPT[:32])).lookup() == 16, "a block is of no use in part"
 
 
 def test_a_full_store_keeps_the_head_of_a_prompt() -> None:

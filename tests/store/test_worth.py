@@ -37,6 +37,7 @@ def chosen(
         loading[DISK] = disk
     return choose(
         cached,
+        len(places) * CHUNK,
         [{"m": MEMORY, "d": DISK}[letter] for letter in places],
         CHUNK,
         NBYTES,
@@ -114,7 +115,7 @@ def test_slow_chunks_are_loaded_for_the_sake_of_fast_ones_behind_them() -> None:
 
 def test_what_was_never_measured_is_loaded() -> None:
     assert chosen("dddd")[:2] == (4 * CHUNK, "not_measured")
-    choice = choose(0, [DISK] * 2, CHUNK, NBYTES, {DISK: speed(9, 9)}, Speed(), 0.0)
+    choice = choose(0, 2 * CHUNK, [DISK] * 2, CHUNK, NBYTES, {DISK: speed(9, 9)}, Speed(), 0.0)
     assert (choice.end, choice.reason) == (2 * CHUNK, "not_measured")
 
 

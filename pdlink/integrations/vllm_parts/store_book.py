@@ -177,14 +177,24 @@ class StoreBook:
     """Every request of this server whose KV may come from a store, or go to it."""
 
     def __init__(
-        self, chunk_tokens: int, num_ranks: int = 1, *, keeps_answers: bool = False, keeps_all: bool = True
+        self,
+        chunk_tokens: int,
+        num_ranks: int = 1,
+        *,
+        block_tokens: int = 1,
+        keeps_answers: bool = False,
+        keeps_all: bool = True,
     ) -> None:
-        """keeps_answers: keep what requests have received and generated, too.
+        """block_tokens: of vLLM's prefix cache, which always leaves the last block of a prompt: that is computed.
+
+        keeps_answers: keep what requests have received and generated, too.
 
         keeps_all: whether every group of layers keeps all tokens; else a prefix that one rank has is none where
         another rank has less of it.
         """
         self.chunk_tokens, self._num_ranks, self._keeps_answers = chunk_tokens, num_ranks, keeps_answers
+        self._least = min(block_tokens, chunk_tokens)
+        """Tokens that are worth a look-up."""
         self._keeps_all = keeps_all
         self._requests: dict[str, _Request] = {}
         self._plan = StorePlan()
@@ -217,7 +227,8 @@ class StoreBook:
         if request is None or request.phase in (_Phase.LOADING, _Phase.COMPUTING):
             return 0
         request.computed = num_computed
-        if num_computed >= self._whole(request.num_tokens - 1):
+        most = min(self._whole(request.num_tokens), request.num_tokens - 1)
+        if most - num_computed < self._least:
             return 0
         if request.phase is _Phase.NEW or (request.phase is _Phase.FOUND and num_computed < request.begin):
             self._look(request, self._whole(num_computed))
