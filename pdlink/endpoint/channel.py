@@ -147,6 +147,8 @@ class Poller:
         self.suspects: set[zmq.Socket[bytes]] = set()
         """Sockets that may be readable although their descriptor does not say so. Add one after a send, or after an
         incomplete read: the next `poll` checks it without an event."""
+        self.full: set[zmq.Socket[bytes]] = set()
+        """Sockets that had no room for a frame: `poll` returns with the next event of one, which may be room."""
 
     def register(self, socket: zmq.Socket[bytes]) -> None:
         fd = socket.getsockopt(zmq.FD)
@@ -162,6 +164,7 @@ class Poller:
             del self._sockets[fd]
             self._epoll.unregister(fd)
             self.suspects.discard(socket)
+            self.full.discard(socket)
 
     def watch(self, fd: int) -> None:
         """Wait for this plain descriptor, too."""
@@ -171,7 +174,7 @@ class Poller:
         self._epoll.unregister(fd)
 
     def poll(self, timeout_s: float) -> tuple[set[zmq.Socket[bytes]], set[int]]:
-        """Readable sockets and watched descriptors, after `timeout_s` at the latest."""
+        """Readable sockets and watched descriptors, after `timeout_s` at the latest; neither if there may be room."""
         deadline_s = time.monotonic() + timeout_s
         suspects, self.suspects = self.suspects, set()
         ready = {socket for socket in suspects if _readable(socket)}
@@ -179,13 +182,15 @@ class Poller:
         while True:
             left_s = 0.0 if ready else max(0.0, deadline_s - time.monotonic())
             news = self._epoll.poll(math.ceil(left_s * 1000) / 1000)  # rounding down would busy-wait
+            rang = self.full & {self._sockets.get(fd) for fd, _ in news}
+            self.full -= rang
             for fd, _ in news:
                 socket = self._sockets.get(fd)
                 if socket is None:
                     fds.add(fd)
                 elif _readable(socket):
                     ready.add(socket)
-            if ready or fds or time.monotonic() >= deadline_s:
+            if ready or fds or rang or time.monotonic() >= deadline_s:
                 return ready, fds
 
     def close(self) -> None:
@@ -293,7 +298,8 @@ class Channel:
         return route
 
     def send(self, route: str, frame: bytes) -> bool:
-        """Queue one frame; False if the peer is gone. Raises QueueFull if it must be sent again later."""
+        """Queue one frame; False if the peer is gone. Raises QueueFull if it must be sent again later: after the next
+        `poll` that ends early, as a rule; the event of room is lost where another call on the socket took it."""
         dialed = self._dealers.get(route)
         socket = dialed.socket if dialed is not None else self._router
         if socket is None or self._poller is None:
@@ -311,6 +317,7 @@ class Channel:
                 return False
             else:
                 return True
+        self._poller.full.add(socket)
         raise QueueFull
 
     def drop(self, route: str) -> None:

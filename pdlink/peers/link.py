@@ -169,7 +169,8 @@ class PeerLink:
         except PdlinkError as error:
             raise self._gone(address, error) from None
         try:
-            self._questions.tell(address, Pull(key, transfer_id, len(pages)))
+            pull = Pull(key, transfer_id, len(pages))
+            self._questions.tell(address, pull, lambda why: incoming.cancel(Reason(Code.NOT_CONNECTED, why)))
             incoming.wait(self._timeout_s)
         except (TransferFailed, DeadlineExceeded) as error:
             if error.reason.words == _NOT_HERE:

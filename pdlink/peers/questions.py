@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdlink.endpoint.channel import Channel, Disconnected, QueueFull, Received
 from pdlink.endpoint.inflow import LOOK_S
@@ -35,11 +35,15 @@ log = logging.getLogger(__name__)
 
 _TURN_S = 0.005
 """For which a turn reads frames, then commands get theirs."""
-_AGAIN_S = 0.001
-"""After which a connection that had no room is tried again."""
 _MAX_WAITING = 256
-"""Frames that wait for room on one connection. Own ones are as many as threads of tiers; the answers to a peer that
-asks and does not read take 1 MiB."""
+"""Frames that wait for room on one connection; further ones fail. Own ones are as many as threads of tiers; the
+answers to a peer that asks and does not read take 1 MiB."""
+
+
+class _Frame(NamedTuple):
+    body: bytes
+    failed: Callable[[str], None]
+    """Told why it will not be sent, or not be answered."""
 
 
 class Questions:
@@ -58,8 +62,10 @@ class Questions:
         """Of dialed connections, by address."""
         self._pending: dict[int, tuple[str, Future[PeerAnswer]]] = {}
         """Route and answer of each question under way."""
-        self._waiting: dict[str, deque[bytes]] = {}
+        self._waiting: dict[str, deque[_Frame]] = {}
         """By route: frames that its connection had no room for, in order."""
+        self._refused: set[str] = set()
+        """Routes for which more frames came than may wait."""
 
     def open(self, host: str, port: int, credentials: Credentials | None) -> int:
         """Listen, and start the thread; returns the port. Raises ConfigError."""
@@ -92,7 +98,7 @@ class Questions:
     def ask(self, address: str, keys: Sequence[bytes], timeout_s: float) -> PeerAnswer:
         """What the store at this address says of these keys. Raises OSError if it says nothing right in time."""
         number, answer = next(self._numbers), Future[PeerAnswer]()
-        self._work.call(partial(self._send, address, PeerAsk(number, tuple(keys)), answer))
+        self._work.call(partial(self._ask, address, PeerAsk(number, tuple(keys)), answer))
         try:
             given = answer.result(0.0 if self._closed else timeout_s)
         except TimeoutError:
@@ -105,9 +111,10 @@ class Questions:
             raise ConnectionError(f"{address} answered {len(given.held)} of {len(keys)} keys")
         return given
 
-    def tell(self, address: str, body: Pull) -> None:
-        """Send it. It is lost if the connection ends before, or `_MAX_WAITING` frames wait for it."""
-        self._work.call(partial(self._send, address, body, None))
+    def tell(self, address: str, body: Pull, failed: Callable[[str], None]) -> None:
+        """Send it. failed(why): told in the thread if it is not sent: the connection ends before, or `_MAX_WAITING`
+        frames wait for it."""
+        self._work.call(partial(self._send, address, body, failed))
 
     # --- The thread
 
@@ -122,7 +129,7 @@ class Questions:
         while not self._closed:
             with self._work.lock:
                 self._work.asleep = not self._work.commands
-                wait_s = (_AGAIN_S if self._waiting else LOOK_S) if self._work.asleep else 0.0
+                wait_s = LOOK_S if self._work.asleep else 0.0
             arrived, ready = self._channel.poll(wait_s)
             self._work.asleep = False
             if self._work.wake_fd in ready:
@@ -144,41 +151,58 @@ class Questions:
         self._closed = True
         for _, answer in self._pending.values():
             _fail(answer, "this store is closed")
+        for route in list(self._waiting):
+            self._lose(route, "this store is closed")
 
-    def _send(self, address: str, body: PeerAsk | Pull, answer: Future[PeerAnswer] | None) -> None:
-        problem = "the connection is gone, or it does not read"
+    def _ask(self, address: str, body: PeerAsk, answer: Future[PeerAnswer]) -> None:
+        self._send(address, body, lambda why: _fail(answer, f"{address}: {why}"))
+        if not answer.done():
+            self._pending[body.number] = self._routes[address], answer
+
+    def _send(self, address: str, body: PeerAsk | Pull, failed: Callable[[str], None]) -> None:
         try:
             route = self._routes.get(address)
             if route is None:
                 route = self._routes[address] = self._channel.dial(address)
-            if self._put(route, encode(body)):
-                if isinstance(body, PeerAsk) and answer is not None:
-                    self._pending[body.number] = route, answer
-                return
         except PdlinkError as error:
-            problem = str(error)
-        if answer is not None:
-            _fail(answer, f"{address}: {problem}")
+            failed(str(error))
+            return
+        self._put(route, _Frame(encode(body), failed))
 
-    def _put(self, route: str, frame: bytes) -> bool:
-        """Send it now, or as soon as the connection has room. False if it is gone, or too many wait for it."""
+    def _put(self, route: str, frame: _Frame) -> None:
+        """Send it now, or as soon as the connection has room."""
         waiting = self._waiting.get(route)
-        if waiting is not None:
-            if len(waiting) < _MAX_WAITING:
-                waiting.append(frame)
-            return waiting[-1] is frame
-        try:
-            return self._channel.send(route, frame)
-        except QueueFull:
-            self._waiting[route] = deque((frame,))
-            return True
+        if waiting is None:
+            try:
+                if not self._channel.send(route, frame.body):
+                    frame.failed("the connection is gone")
+            except QueueFull:
+                self._waiting[route] = deque((frame,))
+        elif len(waiting) < _MAX_WAITING:
+            waiting.append(frame)
+        else:
+            if route not in self._refused:
+                self._refused.add(route)
+                log.warning("%s does not read: %d messages wait for it, others fail", self._who(route), len(waiting))
+            frame.failed(f"it does not read: {len(waiting)} messages wait for it")
+
+    def _who(self, route: str) -> str:
+        """Of a connection, for operators."""
+        addresses = [address for address, dialed in self._routes.items() if dialed == route]
+        return addresses[0] if addresses else "a store that asked this one"
 
     def _send_waiting(self) -> None:
         for route, waiting in list(self._waiting.items()):
             with suppress(QueueFull):
-                while waiting and self._channel.send(route, waiting[0]):
+                while waiting and self._channel.send(route, waiting[0].body):
                     waiting.popleft()
-                del self._waiting[route]
+                self._lose(route, "the connection is gone")
+
+    def _lose(self, route: str, why: str) -> None:
+        """Nothing waits for the connection any more; what did fails."""
+        self._refused.discard(route)
+        for frame in self._waiting.pop(route, ()):
+            frame.failed(why)
 
     def _on_frame(self, item: Received) -> None:
         credentials = self._channel.credentials
@@ -195,7 +219,7 @@ class Questions:
     def _on_body(self, route: str, body: Body) -> None:
         match body:
             case PeerAsk():
-                self._put(route, encode(self._answer(body)))
+                self._put(route, _Frame(encode(self._answer(body)), _ignore))
             case Pull():
                 self._pull(body)
             case PeerAnswer(number=number):
@@ -206,12 +230,17 @@ class Questions:
 
     def _on_disconnected(self, item: Disconnected) -> None:
         self._channel.drop(item.route)
-        self._waiting.pop(item.route, None)
+        why = f"the connection ended: {item.reason}" if item.reason else "the connection ended"
+        self._lose(item.route, why)
         for address in [address for address, route in self._routes.items() if route == item.route]:
             del self._routes[address]
         for route, answer in self._pending.values():
             if route == item.route:
-                _fail(answer, f"the connection ended: {item.reason}" if item.reason else "the connection ended")
+                _fail(answer, why)
+
+
+def _ignore(_: str) -> None:
+    """Who asked has its own deadline."""
 
 
 def _fail(answer: Future[PeerAnswer], problem: str) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 
@@ -53,9 +54,54 @@ def test_all_that_a_busy_store_is_asked_reaches_it_in_order(ends: ExitStack) -> 
     ends.callback(busy.go_on.set)
     names = [f"record-{number}" for number in range(NUM_PULLS)]
     for name in names:
-        asks.tell(address, Pull(KEYS[0], name, 1))
+        asks.tell(address, Pull(KEYS[0], name, 1), fail)
     busy.go_on.set()
     assert [len(answer.result(WAIT_S).held) for answer in answers] == [MAX_KEYS] * NUM_ASKS
     for _ in names:
         assert busy.pulled.acquire(timeout=WAIT_S), f"{len(busy.pulls)} of {len(names)} pulls came"
     assert busy.pulls == names
+
+
+def fail(why: str) -> None:
+    raise AssertionError(why)
+
+
+def filled(ends: ExitStack, busy: Busy) -> tuple[Questions, str, list[Future[PeerAnswer]]]:
+    """Who has asked a store that does not read more than the connection takes; its address, and the answers."""
+    asked, asks = Questions("asked", busy.answer, busy.pull), Questions("asks", busy.answer, busy.pull)
+    for questions in (asked, asks):
+        ends.callback(questions.close)
+    ends.callback(busy.go_on.set)
+    address = f"tcp://127.0.0.1:{asked.open('127.0.0.1', 0, None)}"
+    asks.open("127.0.0.1", 0, None)
+    answers = [Future[PeerAnswer]() for _ in range(NUM_ASKS)]
+    for number, answer in enumerate(answers):
+        asks._work.call(partial(asks._ask, address, PeerAsk(number, KEYS), answer))
+    return asks, address, answers
+
+
+def test_what_a_store_that_does_not_read_does_not_take_fails_at_once_and_is_told_once(
+    ends: ExitStack, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdlink.peers.questions._MAX_WAITING", 8)
+    asks, address, answers = filled(ends, Busy())
+    failures, passed, why = list[str](), threading.Semaphore(0), "it does not read: 8 messages wait for it"
+    failed = next(as_completed(answers, WAIT_S))
+    assert str(failed.exception()) == f"{address}: {why}"
+    for number in range(1000):  # the connection may take some that waited
+        asks.tell(address, Pull(KEYS[0], f"record-{number}", 1), failures.append)
+        asks._work.call(passed.release)
+        assert passed.acquire(timeout=WAIT_S)
+        if len(failures) == 20:
+            break
+    assert failures == [why] * 20
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "pdlink.peers.questions"]
+    assert line == f"{address} does not read: 8 messages wait for it, others fail"
+
+
+def test_frames_that_wait_fail_with_their_connection(ends: ExitStack) -> None:
+    asks, address, _ = filled(ends, Busy())
+    failures = list[str]()
+    asks.tell(address, Pull(KEYS[0], "waits", 1), failures.append)
+    asks.close()
+    assert failures == ["this store is closed"]
