@@ -163,12 +163,14 @@ class Outgoing(Transfer):
     def withdraw(self, timeout_s: float) -> None:
         """Wait until no push reads the published blocks any more, and take them back (preemption).
 
-        Publish again to go on. A transfer whose pushes do not end within `timeout_s` fails: later writes only reach
-        pages that the receiver keeps in quarantine. Not for a callback, nor for the endpoint's thread.
+        Publish again to go on; what has landed is pushed again, too (`Sending.withdraw`). A transfer whose pushes do
+        not end within `timeout_s` fails: later writes only reach pages that the receiver keeps in quarantine. Not for
+        a callback, nor for the endpoint's thread.
         """
         with self._sender.lock:
             if self._sender.wait_idle(self, timeout_s):
-                self.machine.withdraw()
+                again = self.machine.withdraw()
+                self.checksums = [each for each in self.checksums if each.layer not in again]
         self._let_go()
 
     def cancel(self, reason: Reason = ABORTED) -> None:

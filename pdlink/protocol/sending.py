@@ -91,13 +91,22 @@ class Sending:
         if self.blocks is not None:
             self.blocks = tuple(old + new for old, new in zip(self.blocks, blocks, strict=True))
 
-    def withdraw(self) -> None:
+    def withdraw(self) -> set[int]:
         """The engine takes the published blocks away (preemption). It publishes the request again, or stops it.
 
-        Nothing may be in flight, since it would read the old blocks. Landed pushes count.
+        Nothing may be in flight, since it would read the old blocks. Returns the layers that are pushed again, from
+        their first token on: all but those which the receiver was told of. An engine may have written to the blocks
+        before it said so (vLLM's runner V2 zeroes them first), and what landed last may be others' bytes.
         """
         self.blocks = None
         self._first_token = None
+        if self.state is not SenderState.WRITING or self.offered is None:
+            return set()
+        told = self._handed_over() if self.offered.per_layer else [False] * self._num_layers
+        again = {layer for layer in range(self._num_layers) if not told[layer]}
+        for layer in again:
+            self._pushed[layer] = self._needed[self._group_of[layer]][0]
+        return again
 
     def written(self, layer: int, start: int, end: int) -> list[Action]:
         """Tokens [start, end) of `layer` are in the source blocks now."""

@@ -69,6 +69,11 @@ def is_plain(kv_cache_config: Any) -> bool:
     return len(parts) == 1 == len(kv_cache_config.kv_cache_groups) and keeps_all(kv_cache_config)
 
 
+def are_zeroed(kv_cache_config: Any) -> bool:
+    """Whether vLLM zeroes blocks before it gives them to a request: states, caches of several precisions."""
+    return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+
+
 def window_of(spec: Any) -> int:
     """Tokens that the manager of a group of this kind keeps for the next one, that one included; 0: all.
 

@@ -146,6 +146,7 @@ class Rank:
             preemption_s=self._settings.transport.batch_timeout_s,
             news=news,
             adapters=self._adapters,
+            zeroed=cache_groups.are_zeroed(self._cache_config),
         )
         for node in self._nodes:
             node.short_of_blocks = lambda: half.short_of_blocks
@@ -161,6 +162,7 @@ class Rank:
                 load_if_faster=self._settings.tiers.load_if_faster,
                 recomputes=versions.recomputes(self._config),
                 by_blocks=cache_groups.is_plain(self._cache_config),
+                zeroed=cache_groups.are_zeroed(self._cache_config),
             )
         host = None
         if through_host:

@@ -104,6 +104,7 @@ class StoreHalf:
         load_if_faster: bool = True,
         recomputes: bool = False,
         by_blocks: bool = False,
+        zeroed: bool = False,
         copies_s: float = _COPIES_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -111,12 +112,13 @@ class StoreHalf:
 
         load_if_faster: False loads all that is found. recomputes: vLLM computes what a load has promised and does not
         bring, where it else fails the request. by_blocks: it takes the first part of a prompt whose last one did not
-        come. copies_s: how long a step waits for copies of windows and states.
+        come. zeroed: it zeroes the blocks that it gives to others, before it says whose they were. copies_s: how long
+        a step waits for copies of windows and states, or of all if `zeroed`.
         """
         self.source = source
         self.pace = VllmPace()
         self._load_if_faster, self._adapters = load_if_faster, adapters
-        self._recomputes, self._by_blocks = recomputes, by_blocks
+        self._recomputes, self._by_blocks, self._zeroed = recomputes, by_blocks, zeroed
         self._cache = cache
         group_of = cache.groups.group_of
         self._planes = [
@@ -205,7 +207,7 @@ class StoreHalf:
         if self._spans:
             self._written.update(*self._cache.planes.values())
             self._store_written(states=True)
-            if not self.source.keeps_all:
+            if self._zeroed or not self.source.keeps_all:
                 self._wait_for_copies()
         self._spans, self._next = [], [0] * len(self._planes)
         self._written.clear()
@@ -220,7 +222,7 @@ class StoreHalf:
                 return
             log.warning("the store does not take what is computed: windows and states are not kept until it does")
         for span in self._spans:
-            span.saving.stored.withdraw(all_groups=False)
+            span.saving.stored.withdraw(all_groups=self._zeroed)
 
     def results(self, over: Collection[str]) -> Results:
         """What has ended. over: requests that vLLM has finished since the last call.

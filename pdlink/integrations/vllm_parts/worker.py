@@ -114,15 +114,18 @@ class WorkerHalf:
         preemption_s: float,
         news: threading.Event,
         adapters: LoadedAdapters,
+        zeroed: bool = False,
     ) -> None:
         """shards: of this rank: number, node and cache. cache: whose lists of blocks are those of all shards.
 
-        preemption_s: longest wait for pushes of a preempted request. news: set when there is a result.
+        preemption_s: longest wait for pushes of a preempted request. news: set when there is a result. zeroed: vLLM
+        zeroes the blocks that it gives to others. Its runner V2 does so before it says whose they were
+        (`handle_preemptions`), so a prompt is complete when the step after its last one has not taken its blocks.
         """
         self._lanes = [_Lane(number, EnginePort(node), part.planes) for number, node, part in shards]
         self._ports = [lane.port for lane in self._lanes]
         self._cache = cache
-        self._preemption_s, self._adapters = preemption_s, adapters
+        self._preemption_s, self._adapters, self._zeroed = preemption_s, adapters, zeroed
         self._lock = threading.Lock()
         self._requests: dict[str, _Request] = {}
         self._results = Results()
@@ -131,6 +134,8 @@ class WorkerHalf:
         """What this step computes for others: (request, start, end)."""
         self._complete: list[str] = []
         """Requests whose last chunk is among them."""
+        self._held: dict[str, None] = {}
+        """Requests of earlier steps that are complete if this one does not preempt them."""
         self._offers: dict[str, OfferedBlocks] = {}
         """Requests that wait for a load of the store's. vLLM's thread only."""
         self.short_of_blocks = False
@@ -141,12 +146,17 @@ class WorkerHalf:
     def withdraw(self, plan: StepPlan) -> None:
         """Before the blocks of preempted requests are written to by others."""
         for request_id in plan.withdrawn:
+            self._held.pop(request_id, None)
             for port in self._ports:
                 port.preempted(request_id, self._preemption_s)
 
     def begin(self, plan: StepPlan) -> None:
         """Before the forward pass."""
         self.short_of_blocks = plan.short
+        held, self._held = self._held, {}
+        for request_id in held:
+            for port in self._ports:
+                port.finished(request_id)
         for announce in plan.announces:
             self._announce(announce)
         for attempt, num_prompts in plan.complete:
@@ -193,8 +203,8 @@ class WorkerHalf:
     def layer_saved(self, name: str) -> None:
         """In the forward pass: this layer's KV of the step's tokens is in its blocks.
 
-        A prompt is complete on a shard with the last of its layers of the last chunk: decode need not wait for what
-        follows that layer's attention here, nor for the sampling of a token that nobody reads.
+        A prompt is complete on a shard with the last of its layers of the last chunk, unless vLLM zeroes blocks:
+        decode need not wait for what follows that layer's attention here, nor for a token that nobody reads.
         """
         if not self._spans:
             return
@@ -204,7 +214,7 @@ class WorkerHalf:
             lane.unsaved.discard(name)
             for plane in lane.planes[name]:
                 lane.port.layer_written(plane, self._spans)
-            for request_id in () if lane.unsaved else self._complete:
+            for request_id in () if lane.unsaved or self._zeroed else self._complete:
                 lane.port.finished(request_id)
 
     def end(self) -> None:
@@ -214,6 +224,8 @@ class WorkerHalf:
             for lane in self._lanes:
                 for name in lane.planes:
                     self.layer_saved(name)
+            if self._zeroed:
+                self._held.update(dict.fromkeys(self._complete))
             self._spans, self._complete = [], []
 
     def results(self, over: Collection[str]) -> Results:
