@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import uuid
 from collections import Counter
 from dataclasses import dataclass
@@ -245,7 +246,11 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         self._worker.steps.layer_saved(layer_name)
 
     def wait_for_save(self) -> None:
-        self._worker.steps.end()
+        """Model runner V1 calls it while the exception of a forward pass is on its way, too."""
+        if sys.exception() is not None:
+            self._worker.steps.abandon()
+        else:
+            self._worker.steps.end()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         results = self._results(finished_req_ids)

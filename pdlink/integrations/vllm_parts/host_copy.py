@@ -205,6 +205,11 @@ class HostCopy:
             self._take(name)
         self._computed = self._nothing()
 
+    def abandon(self) -> None:
+        """The forward pass has failed: nothing of it is copied any more."""
+        self._left.clear()
+        self._computed = self._nothing()
+
     def received(self, request_ids: Collection[str], failed: Collection[str]) -> None:
         """Before vLLM hears it: the KV of these is in the mirror; of the failed ones a part, which before 0.30 vLLM
         goes on from. Of several groups (since 0.32) it computes all of it, in blocks that it has zeroed."""

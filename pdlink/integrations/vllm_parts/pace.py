@@ -33,6 +33,10 @@ class VllmPace:
             now_s = self._clock()
             self.computing.measured(num_tokens, now_s - began_s, now_s)
 
+    def abandon(self) -> None:
+        """Its forward pass has failed, and took no time worth knowing."""
+        self._step = None
+
     def offered(self, request_id: str, num_tokens: int) -> None:
         """Another server is asked for so many tokens."""
         self._offers[request_id] = self._clock(), num_tokens

@@ -28,6 +28,7 @@ class Steps:
         host."""
         self.transfers, self.store, self.host = transfers, store, host
         self._news = news
+        self._begun = False
 
     def withdraw(self, plan: StepPlan) -> None:
         """Before the blocks of preempted requests are written to by others."""
@@ -37,6 +38,9 @@ class Steps:
 
     def begin(self, plan: StepPlan) -> None:
         """Before the forward pass."""
+        if self._begun:  # model runner V2 says nothing of one that has failed
+            self.abandon()
+        self._begun = True
         if self.host is not None:
             self.host.prepare(plan)
         self.transfers.begin(plan)
@@ -59,12 +63,23 @@ class Steps:
 
     def end(self) -> None:
         """After the forward pass: layers whose hook did not run (a full graph) are ready now, too."""
+        self._begun = False
         if self.host is not None:
             self.host.end()
         self.transfers.end()
         if self.store is not None:
             self.store.end()
             self.store.pace.end()
+
+    def abandon(self) -> None:
+        """The forward pass has failed: of what it was to compute nothing is sent or kept any more."""
+        self._begun = False
+        if self.host is not None:
+            self.host.abandon()
+        self.transfers.abandon()
+        if self.store is not None:
+            self.store.abandon()
+            self.store.pace.abandon()
 
     def results(self, over: Collection[str]) -> Results:
         """What has ended. over: requests that vLLM has finished since the last call.

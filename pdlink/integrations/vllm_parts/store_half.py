@@ -209,6 +209,16 @@ class StoreHalf:
             self._store_written(states=True)
             if self._zeroed or not self.source.keeps_all:
                 self._wait_for_copies()
+        self._forget_step()
+
+    def abandon(self) -> None:
+        """The forward pass has failed: of the prompts that it was to compute a part of nothing more is kept."""
+        failed = {id(span.saving) for span in self._spans}
+        for request_id in [name for name, saving in self._savings.items() if id(saving) in failed]:
+            self._withdraw(request_id)
+        self._forget_step()
+
+    def _forget_step(self) -> None:
         self._spans, self._next = [], [0] * len(self._planes)
         self._written.clear()
 

@@ -228,6 +228,14 @@ class WorkerHalf:
                 self._held.update(dict.fromkeys(self._complete))
             self._spans, self._complete = [], []
 
+    def abandon(self) -> None:
+        """The forward pass has failed: the transfers of which it was to compute a part end."""
+        spans, self._spans, self._complete = self._spans, [], []
+        if spans:
+            self._prefilling(on=False)
+        for request_id, _, _ in spans:
+            self._stop(StoppedRequest(request_id, Reason(Code.REQUEST_FAILED, "a step of prefill's has failed")))
+
     def results(self, over: Collection[str]) -> Results:
         """What has ended. over: requests that vLLM has finished since the last call."""
         with self._lock:
