@@ -114,6 +114,7 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
             shares_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
             keeps_all=cache_groups.keeps_all(kv_cache_config),
             engine=versions.engine_of_port(vllm_config),
+            block_tokens=vllm_config.cache_config.block_size,
             store=store,
         )
         self._priority_limit = settings.tiers.priority_limit if settings.tiers is not None else None

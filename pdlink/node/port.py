@@ -52,10 +52,12 @@ class EnginePort:
 
     # -- what an engine says -----------------------------------------------------------------------------------------
 
-    def admitted(self, request_id: str, blocks: BlockLists, num_cached_tokens: int = 0) -> None:
+    def admitted(
+        self, request_id: str, blocks: BlockLists, num_cached_tokens: int = 0, end: int | None = None
+    ) -> None:
         """The request has blocks: one list for each group of layers, from token 0 on.
 
-        Its first `num_cached_tokens` tokens are in them.
+        Its first `num_cached_tokens` tokens are in them. end: of what is received; None: all of the request's tokens.
 
         Called again, with other blocks, by an engine that computes the prompt after a transfer to here has failed,
         and by one that computes it anew after `preempted`.
@@ -67,7 +69,8 @@ class EnginePort:
             del self._incoming[request_id]
             emit(FallbackUsed(kind="recompute", reason=incoming.error.reason.code))
         elif incoming is not None:
-            end, groups = incoming.num_tokens, self.node.groups
+            groups = self.node.groups
+            end = incoming.num_tokens if end is None else min(end, incoming.num_tokens)
             start = min(num_cached_tokens, end)
             incoming.offer(groups.part(groups.by_group(blocks), start, end), range(start, end))
 

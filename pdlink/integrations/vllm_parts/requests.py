@@ -168,6 +168,9 @@ class _Receiving:
     transfer_id: str
     num_tokens: int
     leads: bool
+    begin: int = 0
+    promised: int = 0
+    """vLLM was last told that so many tokens from `begin` on come from elsewhere."""
     asked: bool = False
     """vLLM has reserved blocks; it is asked for KV once."""
     over: bool = False
@@ -190,6 +193,8 @@ class RequestBook:
     """Whether every group of layers keeps all tokens."""
     engine: int = 0
     """Which of the data-parallel engines behind one HTTP port this is."""
+    block_tokens: int = 1
+    """Of a block of vLLM's scheduler."""
     store: StoreBook | None = None
     _sending: dict[str, _Sending] = field(default_factory=dict)
     _receiving: dict[str, _Receiving] = field(default_factory=dict)
@@ -292,10 +297,12 @@ class RequestBook:
             self._tried.discard(request_id)
             return None, False
         count = request.num_tokens - 1 - num_computed
+        request.begin, request.promised = num_computed, max(0, count)
         return (count, True) if count > 0 else (0, False)
 
     def allocated(self, request_id: str, blocks: BlockLists, num_external: int) -> int:
-        """vLLM has reserved all blocks (from token 0 on); the last `num_external` tokens in them are to come.
+        """vLLM has reserved blocks, from token 0 on. The `num_external` tokens behind those it has are to come: all
+        that `missing` said, fewer where vLLM has cut that (it has no routed experts of them), or none.
 
         How many of these come from the store.
         """
@@ -309,13 +316,14 @@ class RequestBook:
         request.asked = True
         if request.leads and num_external == 0:
             request.over = True
-            request.path.said = kv_path.recomputed(Code.WHOLE_PROMPT) if request.computes_all else kv_path.CACHED
+            # Less than a block vLLM has in its own prefix cache, which it asks for in whole blocks.
+            computes = request.computes_all or request.promised >= self.block_tokens
+            request.path.said = kv_path.recomputed(Code.WHOLE_PROMPT) if computes else kv_path.CACHED
             self._plan.stops.append(StoppedRequest(request_id, Reason(Code.NOT_NEEDED)))
         elif request.leads:
             if loaded == num_external:
                 request.path.said = kv_path.CACHED
-            end = request.num_tokens - 1
-            begin = end - num_external
+            begin, end = request.begin, request.begin + num_external
             self._plan.offers.append(OfferedBlocks(request_id, blocks, begin, end, after_load=loaded > 0))
         return loaded
 

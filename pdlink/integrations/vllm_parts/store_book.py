@@ -89,6 +89,8 @@ class BlocksToLoad:
     end: int
     receives: bool = False
     """What follows comes from another server: there is an offer that waits for this load."""
+    fails: bool = False
+    """What was found is of other weights: nothing is copied, and the load is reported as one that brought nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,10 @@ class _Request:
     """Of the rank that has found the least."""
     computed: int = 0
     """Tokens that vLLM had when it last asked."""
+    lapsed: bool = False
+    """The next question begins another look-up: the ranks have let go of what was found, or it is `gone`."""
+    gone: bool = False
+    """What was found is of other weights."""
     saving: bool = False
     saved: bool = False
     """A part of it was kept, before a preemption perhaps."""
@@ -222,7 +228,11 @@ class StoreBook:
         self._requests[request_id] = _Request(prompt, len(tokens), receives, keeps)
 
     def missing(self, request_id: str, num_computed: int) -> int | None:
-        """How many tokens after the first `num_computed` come from the store. None: ask again in the next step."""
+        """How many tokens after the first `num_computed` come from the store. None: ask again in the next step.
+
+        A number is a promise until `allocated`, `ended` or the next question, whatever the ranks say meanwhile: vLLM
+        may reserve blocks several steps later (`deferred_loads`, 0.33), and waits for the load from then on.
+        """
         request = self._requests.get(request_id)
         if request is None or request.phase in (_Phase.LOADING, _Phase.COMPUTING):
             return 0
@@ -230,7 +240,8 @@ class StoreBook:
         most = min(self._whole(request.num_tokens), request.num_tokens - 1)
         if most - num_computed < self._least:
             return 0
-        if request.phase is _Phase.NEW or (request.phase is _Phase.FOUND and num_computed < request.begin):
+        again = request.phase is _Phase.FOUND and (request.lapsed or num_computed < request.begin)
+        if request.phase is _Phase.NEW or again:
             self._look(request, self._whole(num_computed))
         if request.phase is _Phase.ASKED:
             return None
@@ -247,8 +258,8 @@ class StoreBook:
         found = request.end - request.computed if request.phase is _Phase.FOUND else 0
         count = min(num_external, max(0, found))
         if count:
-            end = request.computed + count
-            self._plan.loads.append(BlocksToLoad(request_id, blocks, request.computed, end, request.receives))
+            begin, end = request.computed, request.computed + count
+            self._plan.loads.append(BlocksToLoad(request_id, blocks, begin, end, request.receives, request.gone))
             request.phase = _Phase.LOADING
             return count
         if request.phase in (_Phase.ASKED, _Phase.FOUND):
@@ -300,9 +311,10 @@ class StoreBook:
         """What was computed so far is of no use any more: the model's weights have changed. era: names the change."""
         self._plan.reset = era
         for request in self._requests.values():
-            if request.phase in (_Phase.ASKED, _Phase.FOUND):
+            if request.phase is _Phase.ASKED:
                 request.phase = _Phase.NEW
-            request.stale = request.phase is not _Phase.NEW
+            request.stale = request.phase not in (_Phase.NEW, _Phase.FOUND)
+            request.lapsed = request.gone = request.phase is _Phase.FOUND
 
     # -- what the workers report -------------------------------------------------------------------------------------
 
@@ -311,8 +323,8 @@ class StoreBook:
             request = self._requests.get(request_id)
             if request is None or request.turn != turn:
                 continue
-            if end is None and request.phase is _Phase.FOUND:
-                request.phase = _Phase.NEW
+            if end is None:
+                request.lapsed = True
             if end is not None and request.phase is _Phase.ASKED:
                 first = request.num_missing == self._num_ranks
                 if not (first or self._keeps_all or end == request.end):
@@ -334,6 +346,7 @@ class StoreBook:
 
     def _look(self, request: _Request, begin: int) -> None:
         request.phase, request.begin, request.end = _Phase.ASKED, begin, request.num_tokens
+        request.lapsed = request.gone = False
         request.turn += 1
         request.num_missing = self._num_ranks
         self._name(request)

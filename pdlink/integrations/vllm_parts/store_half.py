@@ -327,6 +327,10 @@ class StoreHalf:
             self._lookers.put(partial(_close, look))
 
     def _load(self, load: BlocksToLoad) -> None:
+        if load.fails:
+            self._drop(load.request_id)
+            self._loaded(load, load.begin)
+            return
         with self._lock:
             look = self._looks.pop(load.request_id)
         loading = look.stored.load(load.begin, load.end, self._cache.kernel_blocks(load.blocks))
@@ -335,13 +339,16 @@ class StoreHalf:
         is_right = bool(self._adapters.has(self._prompts[load.request_id].adapter))
         if not is_right:
             loading.cancel()
-        loading.done.add_done_callback(partial(self._loaded, load, is_right=is_right))
 
-    def _loaded(self, load: BlocksToLoad, done: Future[int], *, is_right: bool) -> None:
-        """In any thread. is_right: what was copied counts; it is of the adapter that vLLM computes with."""
-        end = done.result() if is_right else load.begin
+        def ended(done: Future[int]) -> None:
+            self._loaded(load, done.result() if is_right else load.begin)
+
+        loading.done.add_done_callback(ended)
+
+    def _loaded(self, load: BlocksToLoad, end: int) -> None:
+        """In any thread. end: tokens before it are in the blocks, and of what vLLM computes with."""
         with self._lock:
-            del self._loads[load.request_id]
+            self._loads.pop(load.request_id, None)
             if end < load.end:
                 self._results.short[load.request_id] = end
             if load.receives:  # what it did not bring is asked of the other server

@@ -153,6 +153,11 @@ def check_config(
             "calculate_kv_scales: got true; expected scales that are the same in every server, and here each "
             "makes its own from its first prompts; take scales from the checkpoint"
         )
+    if getattr(kv_cache_config, "hisparse_host_num_blocks", None):
+        raise UnsupportedCache(
+            f"hisparse_host_num_blocks: got {kv_cache_config.hisparse_host_num_blocks}; expected no pool of blocks "
+            "on the host beside the GPU's; take HiSparseConnector out of MultiConnector"
+        )
     groups = len(transfer_parts(kv_cache_config))
     if groups > 1:
         what = f"the model has {groups} groups of KV caches"

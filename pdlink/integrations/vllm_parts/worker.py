@@ -302,7 +302,7 @@ class WorkerHalf:
             self._report(request)
         blocks = self._cache.kernel_blocks(offer.blocks)
         for port in self._ports:
-            port.admitted(offer.request_id, blocks, offer.start)
+            port.admitted(offer.request_id, blocks, offer.start, offer.end)
 
     def _publish(self, chunk: ComputedChunk) -> None:
         with self._lock:
