@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     import torch
 
     from pdlink.integrations.vllm_parts.store_book import Looked
+    from pdlink.integrations.vllm_parts.weights import Sleep
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         self._lost_blocks: set[int] = set()
         self._news = PDLinkNews({}, [], {})
         """That the scheduler's half has not been told."""
+        self._sleep: Sleep | None = None
         self._rank: Rank | None = None
         if role == KVConnectorRole.WORKER:
             self._rank = Rank(vllm_config, kv_cache_config, settings)
@@ -210,8 +212,10 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         self._book.sent(connector_output.finished_sending or ())
 
     def reset_cache(self) -> bool | None:
-        """vLLM's caches are of no use any more; so is what the store has of this server's KV."""
-        self._weights_changed(uuid.uuid4().hex)
+        """vLLM's caches are of no use any more; so is what the store has of this server's KV. Where they are emptied
+        because the server goes to sleep, the store keeps it: a change of weights is seen when it happens."""
+        if self._sleep is None or not self._sleep.empties:
+            self._weights_changed(uuid.uuid4().hex)
         return True
 
     def _weights_changed(self, era: str) -> None:

@@ -100,9 +100,10 @@ class Rank:
         """Digest of the model's files."""
         self._stop_watching: Callable[[], None] = lambda: None
 
-    def allocation(self) -> AbstractContextManager[Any]:
-        """The context in which vLLM allocates its cache."""
-        return self._allocation
+    def allocation(self) -> AbstractContextManager[Any] | None:
+        """The context in which vLLM allocates its cache. None on a device: vLLM takes ours instead of the pool that
+        sleep mode discards, and would copy the cache to the host whenever it sleeps."""
+        return self._allocation if versions.is_on_cpu(self._config) else None
 
     def open(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """vLLM has allocated its cache: describe it, register it, and listen.

@@ -310,6 +310,11 @@ def sleeps(vllm_config: Any) -> bool:
     return bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
 
 
+def is_on_cpu(vllm_config: Any) -> bool:
+    """Whether this server computes on CPUs."""
+    return bool(vllm_config.device_config.device_type == "cpu")
+
+
 def buffer_device(vllm_config: Any) -> str:
     """`kv_buffer_device`: by default the platform's device, in older versions cuda."""
     return str(getattr(vllm_config.kv_transfer_config, "kv_buffer_device", ""))
@@ -390,11 +395,11 @@ def watch_adapters(vllm_config: Any, loaded: LoadedAdapters) -> None:
         loaded.watch(WorkerLoRAManager)
 
 
-def watch_weights(changed: Callable[[str], None]) -> None:
+def watch_weights(changed: Callable[[str], None]) -> weights.Sleep:
     """As `weights.watch`, for this process' engine."""
     from vllm.v1.engine.core import EngineCore
 
-    weights.watch(EngineCore, changed)
+    return weights.watch(EngineCore, changed)
 
 
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:

@@ -2,6 +2,7 @@
 
 Every way to change them goes through `EngineCore.collective_rpc`: /update_weights and its like, `reload_weights`,
 methods of a worker extension, functions. A trainer that reaches the model by itself resets the prefix cache then.
+Sleep resets it, too, and changes nothing: what tiers hold is of use when the server wakes up.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from pdlink.integrations.loaded_weights import HERE
@@ -19,13 +21,62 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _WATCHED = ("collective_rpc", "reset_prefix_cache", "sleep")
+_SLEEPS = ("sleep", "release_kv_cache_memory")
+"""Give the memory of the cache away, which `_reset_caches` empties before."""
+_RESETS = "_reset_caches"
+_VLLMS = "pdlink_wraps"
+"""Attribute of a method of ours: vLLM's."""
 _PARTS = ("start_weight_update", "update_weights")
 """Of a change that `finish_weight_update` ends."""
 
 
-def watch(engine_class: Any, changed: Callable[[str], None]) -> None:
+class Sleep:
+    """Whether vLLM empties its caches now because their memory goes away."""
+
+    def __init__(self) -> None:
+        self._num_begun = 0
+        """Calls of `_SLEEPS` that have not ended; with requests under way they end later."""
+        self._resets = False
+
+    @property
+    def empties(self) -> bool:
+        return self._resets and self._num_begun > 0
+
+    def sleeping(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            self._num_begun += 1
+            ended: Any = None
+            try:
+                ended = call(*args, **kwargs)
+            finally:
+                if isinstance(ended, Future):
+                    ended.add_done_callback(self._end)
+                else:
+                    self._end()
+            return ended
+
+        return wrapper
+
+    def resetting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            self._resets = True
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._resets = False
+
+        return wrapper
+
+    def _end(self, _: object = None) -> None:
+        self._num_begun -= 1
+
+
+def watch(engine_class: Any, changed: Callable[[str], None]) -> Sleep:
     """engine_class: `vllm.v1.engine.core.EngineCore`. changed(era): other weights are loaded since the last call, or
     may be; era names those of all ranks. In the scheduler's thread."""
+    asleep = Sleep()
     found: list[str] = []
     """By rank, what is loaded."""
 
@@ -50,10 +101,20 @@ def watch(engine_class: Any, changed: Callable[[str], None]) -> None:
 
         return wrapper
 
-    for name in _WATCHED:
+    for name in {*_WATCHED, *_SLEEPS, _RESETS}:
         call = getattr(engine_class, name, None)
-        if call is not None:  # else a release that has none
-            setattr(engine_class, name, watched(name, getattr(call, "__wrapped__", call)))  # of an earlier connector
+        if call is None:  # a release that has none
+            continue
+        call = vllms = getattr(call, _VLLMS, call)  # not that of an earlier connector
+        if name in _WATCHED:
+            call = watched(name, call)
+        if name in _SLEEPS:
+            call = asleep.sleeping(call)
+        if name == _RESETS:
+            call = asleep.resetting(call)
+        setattr(call, _VLLMS, vllms)
+        setattr(engine_class, name, call)
+    return asleep
 
 
 def look_here(worker: Any, method: str) -> str:
