@@ -8,8 +8,9 @@ the decode server computes it itself, and nobody gets somebody else's KV.
 from __future__ import annotations
 
 import hashlib
+import logging
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -21,8 +22,49 @@ if TYPE_CHECKING:
 
     from pdlink.api.legs import PrefillParams
 
+log = logging.getLogger(__name__)
+
+_LOAD_TIERS = "kv_load_tiers"
+_CAPS = {"max_load_tokens", "max_offload_tokens", _LOAD_TIERS}
 _DIGEST_NBYTES = 8
 """Distinguishes the prompts of one HTTP request; a client that makes two collide hurts only its own request."""
+
+
+class Caps(NamedTuple):
+    """How much of a request the store may load and keep, as vLLM's OffloadingConnector is asked; None: no cap."""
+
+    load: int | None = None
+    """Tokens behind those that vLLM has."""
+    keep: int | None = None
+    """Tokens from the first one on."""
+
+    @classmethod
+    def of(cls, params: Mapping[str, object]) -> tuple[Caps, Mapping[str, object]]:
+        """The caps in `kv_transfer_params`, and what else is in them. A wrong value is logged, and caps nothing."""
+        others = {name: value for name, value in params.items() if name not in _CAPS}
+        load, keep = (_cap(params, name) for name in ("max_load_tokens", "max_offload_tokens"))
+        tiers = params.get(_LOAD_TIERS)
+        if tiers == []:
+            load = 0
+        elif tiers is not None:
+            log.warning(
+                "kv_transfer_params: %s: got %.100r; expected none, because the store takes each chunk from where it "
+                "comes fastest; cap what is loaded by max_load_tokens",
+                _LOAD_TIERS,
+                tiers,
+            )
+        return cls(load, keep), others
+
+
+NO_CAPS = Caps()
+
+
+def _cap(params: Mapping[str, object], name: str) -> int | None:
+    value = params.get(name)
+    if value is None or (type(value) is int and value >= 0):
+        return value
+    log.warning("kv_transfer_params: %s: got %.100r; expected an integer >= 0; nothing is capped", name, value)
+    return None
 
 
 def check_engine(params: PrefillParams, engine: int) -> None:

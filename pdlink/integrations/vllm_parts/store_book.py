@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
+from pdlink.integrations.vllm_parts.params import NO_CAPS, Caps
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
@@ -154,6 +156,7 @@ class _Request:
     receives: bool = False
     """Another server computes the prompt."""
     keeps: bool = True
+    caps: Caps = NO_CAPS
     phase: _Phase = _Phase.NEW
     named: bool = False
     """The workers know its prompt."""
@@ -219,13 +222,14 @@ class StoreBook:
         *,
         receives: bool = False,
         keeps: bool = True,
+        caps: Caps = NO_CAPS,
     ) -> None:
         """A new request. receives: another server computes its prompt. keeps: what is computed of it is kept.
 
         Raises OverflowError for a token that no vocabulary has.
         """
         prompt = BookedPrompt(request_id, array("I", tokens).tobytes(), salt, lora, media, adapter)
-        self._requests[request_id] = _Request(prompt, len(tokens), receives, keeps)
+        self._requests[request_id] = _Request(prompt, len(tokens), receives, keeps and caps.keep != 0, caps)
 
     def missing(self, request_id: str, num_computed: int) -> int | None:
         """How many tokens after the first `num_computed` come from the store. None: ask again in the next step.
@@ -238,14 +242,14 @@ class StoreBook:
             return 0
         request.computed = num_computed
         most = min(self._whole(request.num_tokens), request.num_tokens - 1)
-        if most - num_computed < self._least:
+        if most - num_computed < self._least or request.caps.load == 0:
             return 0
         again = request.phase is _Phase.FOUND and (request.lapsed or num_computed < request.begin)
         if request.phase is _Phase.NEW or again:
             self._look(request, self._whole(num_computed))
         if request.phase is _Phase.ASKED:
             return None
-        return max(0, request.end - num_computed)
+        return max(0, self._end(request) - num_computed)
 
     def allocated(self, request_id: str, blocks: BlockLists, num_external: int) -> int:
         """vLLM has reserved blocks; those after what it has computed are for `num_external` tokens from elsewhere.
@@ -255,7 +259,7 @@ class StoreBook:
         request = self._requests.get(request_id)
         if request is None or request.phase is _Phase.LOADING:
             return 0
-        found = request.end - request.computed if request.phase is _Phase.FOUND else 0
+        found = self._end(request) - request.computed if request.phase is _Phase.FOUND else 0
         count = min(num_external, max(0, found))
         if count:
             begin, end = request.computed, request.computed + count
@@ -300,8 +304,8 @@ class StoreBook:
         if loading:
             self._plan.parked.append(request_id)
             return False
-        end = self._whole(len(tokens)) if self._keeps_answers and request.keeps and not request.stale else 0
-        if end > (0 if request.receives else self._whole(request.num_tokens)):
+        end = self._kept(request, len(tokens)) if self._keeps_answers and request.keeps and not request.stale else 0
+        if end > (0 if request.receives else self._kept(request, request.num_tokens)):
             whole = replace(request.prompt, tokens=array("I", tokens[:end]).tobytes())
             self._plan.keeps.append(Keep(whole, blocks, end))
             return True
@@ -344,6 +348,17 @@ class StoreBook:
 
     # -- small things ------------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def _end(request: _Request) -> int:
+        """What is loaded of what was found ends there."""
+        cap = request.caps.load
+        return request.end if cap is None else min(request.end, request.computed + cap)
+
+    def _kept(self, request: _Request, num_tokens: int) -> int:
+        """Of so many tokens those that are kept."""
+        cap = request.caps.keep
+        return self._whole(num_tokens if cap is None else min(num_tokens, cap))
+
     def _look(self, request: _Request, begin: int) -> None:
         request.phase, request.begin, request.end = _Phase.ASKED, begin, request.num_tokens
         request.lapsed = request.gone = False
@@ -359,7 +374,7 @@ class StoreBook:
         self._plan.num_computed += max(0, min(part.start + part.count, request.num_tokens) - part.start)
         if request.stale or request.receives or not request.keeps:
             return
-        end = min(part.start + part.count, self._whole(request.num_tokens))
+        end = min(part.start + part.count, self._kept(request, request.num_tokens))
         if part.start >= end:
             return
         if part.whole and request.saving:  # preempted, and nobody said so
