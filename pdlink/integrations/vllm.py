@@ -132,7 +132,13 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
             self._rank = Rank(vllm_config, kv_cache_config, settings)
         else:
             mention_foreign()
-            versions.watch_weights(self._weights_changed)
+            self._sleep = versions.watch_weights(self._weights_changed)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Since 0.32: whether vLLM throws the output of a preempted request away that is under way, and computes its
+        prompt again to hand the KV on. A server that answers by itself gives the output, and decode computes."""
+        return bool(self._kv_transfer_config.is_kv_producer and not self._kv_transfer_config.is_kv_consumer)
 
     # -- scheduler: what it is told ----------------------------------------------------------------------------------
 
