@@ -1,0 +1,335 @@
+"""PDLinkConnector under vLLM's own Scheduler, block pool and runners' order of calls."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import msgspec
+import numpy as np
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM and torch warn about each other while they are imported
+    pytest.importorskip("vllm.v1.request", exc_type=ImportError)
+
+from vllm.v1.engine.core import EngineCore  # noqa: E402
+
+from pdlink.integrations.vllm import PDLinkMetadata  # noqa: E402
+from pdlink.integrations.vllm_parts.requests import NOTHING  # noqa: E402
+from pdlink_proxy.dialects import DIALECTS  # noqa: E402
+from pdlink_proxy.kv_index import KVIndex, Publisher, events_in  # noqa: E402
+from tests.integrations.contract.vllm_server import Server, servers, tokens_of  # noqa: E402
+from tests.proxy.test_kv_index import tokens_in  # noqa: E402
+
+pytestmark = [pytest.mark.vllm, pytest.mark.engines, pytest.mark.filterwarnings("ignore")]
+
+PROMPT = list(range(1, 101))
+each_order = pytest.mark.parametrize(
+    "how",
+    [
+        {"runner": "v1"},
+        {"runner": "v2"},
+        {"runner": "v1", "asynchronous": True},
+        {"runner": "v2", "asynchronous": True},
+    ],
+    ids=["V1", "V2", "V1 async", "V2 async"],
+)
+
+
+def legs(prefill: Server, attempt: str = "a") -> tuple[dict[str, Any], dict[str, Any]]:
+    sends = {"leg": "prefill", "transfer_id": attempt, "num_prompts": 1}
+    return sends, {"leg": "decode", "transfer_id": attempt, "prefill": {"control": prefill.address}}
+
+
+@each_order
+def test_a_request_alone_is_served(tmp_path: Path, how: dict[str, Any]) -> None:
+    with servers(tmp_path, how) as (server,):
+        server.request("r", PROMPT)
+        server.until_idle()
+        assert server.outputs["r"] == tokens_of(PROMPT, 3)
+
+
+@each_order
+def test_a_prompt_is_pushed_while_it_is_computed(tmp_path: Path, how: dict[str, Any]) -> None:
+    with servers(tmp_path, how, how) as (prefill, decode):
+        sends, receives = legs(prefill)
+        prefill.request("p", PROMPT, sends, max_tokens=1)
+        decode.request("d", PROMPT, receives)
+        decode.until_idle(prefill)
+        assert decode.outputs["d"] == tokens_of(PROMPT, 3)
+        assert decode.computed["d"] == 1 + 2, "the last token of the prompt, and two of the answer"
+        assert decode.said["d"]["pdlink_kv"] == "transferred"
+        assert prefill.computed["p"] == 100
+
+
+def store(folder: Path, **more: Any) -> dict[str, Any]:
+    tiers = {"chunk_size": 16, "max_local_cpu_size": 0.01, "load_if_faster": False, **more}
+    return {"name": folder.name, "tiers": tiers}
+
+
+def forget(server: Server) -> None:
+    """What is in vLLM's own prefix cache."""
+    assert server.scheduler.reset_prefix_cache()
+
+
+@each_order
+def test_a_prompt_seen_before_is_loaded_from_the_store(tmp_path: Path, how: dict[str, Any]) -> None:
+    with servers(tmp_path, how | {"extra": store(tmp_path)}) as (server,):
+        server.request("a", PROMPT)
+        server.until_idle()
+        forget(server)
+        server.request("b", PROMPT)
+        server.until_idle()
+        assert server.outputs["b"] == tokens_of(PROMPT, 3)
+        assert server.computed["b"] == 4 + 2, "all but 6 chunks of 16"
+        forget(server)
+        server.request("c", PROMPT, {"max_load_tokens": 40, "max_offload_tokens": 0})
+        server.request("d", PROMPT[::-1], {"max_offload_tokens": 40})
+        server.until_idle()
+        assert server.computed["c"] == 60 + 2, "40 tokens are loaded"
+        assert server.outputs["c"] == tokens_of(PROMPT, 3)
+        forget(server)
+        server.request("e", PROMPT[::-1])
+        server.request("f", PROMPT, {"max_load_tokens": 0})
+        server.until_idle()
+        assert server.computed["e"] == 100 - 32 + 2, "2 chunks were kept"
+        assert server.computed["f"] == 100 + 2
+
+
+@each_order
+def test_a_decode_server_loads_what_it_has_and_receives_the_rest(tmp_path: Path, how: dict[str, Any]) -> None:
+    keeps = how | {"extra": store(tmp_path, save_decode_cache=True)}
+    with servers(tmp_path, how, keeps) as (prefill, decode):
+        decode.request("x", PROMPT[:64])
+        decode.until_idle()
+        forget(decode)
+        sends, receives = legs(prefill)
+        prefill.request("p", PROMPT, sends, max_tokens=1)
+        decode.request("d", PROMPT, receives)
+        decode.until_idle(prefill)
+        assert decode.outputs["d"] == tokens_of(PROMPT, 3)
+        source = decode.said["d"]["pdlink_source"]
+        assert (source["loaded"], source["received"], source["computed"]) == (64, 35, 1)
+
+
+@each_order
+def test_preempted_prompts_are_computed_and_sent_anew(tmp_path: Path, how: dict[str, Any]) -> None:
+    """Four prompts of 7 blocks grow while 20 blocks are there."""
+    prompts = [[1000 * number + token for token in range(100)] for number in range(4)]
+    with servers(tmp_path, how | {"num_blocks": 17}, how) as (prefill, decode):
+        for number, prompt in enumerate(prompts):
+            sends, receives = legs(prefill, f"a{number}")
+            prefill.request(f"p{number}", prompt, sends, max_tokens=1)
+            prefill.request(f"x{number}", [7, *prompt], max_tokens=40)
+            decode.request(f"d{number}", prompt, receives)
+        preempted: set[str] = set()
+
+        def over() -> bool:
+            plan = prefill.step()
+            if plan is not None:
+                preempted.update(plan.preempted_req_ids or ())
+            return len(decode.ended) == len(prompts) and not prefill.scheduler.has_requests()
+
+        decode.until(over)
+        decode.until_idle(prefill)
+        assert preempted
+        for number, prompt in enumerate(prompts):
+            assert decode.outputs[f"d{number}"] == tokens_of(prompt, 3)
+            assert prefill.outputs[f"x{number}"] == tokens_of([7, *prompt], 40)
+
+
+@each_order
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_an_aborted_request_lets_go_of_all_blocks_on_both_sides(
+    tmp_path: Path, how: dict[str, Any], steps: int
+) -> None:
+    with servers(tmp_path, how, how) as (prefill, decode):
+        sends, receives = legs(prefill)
+        prefill.request("p", PROMPT, sends, max_tokens=1)
+        decode.request("d", PROMPT, receives)
+        for _ in range(steps):
+            decode.step()
+            prefill.step()
+        decode.abort("d")
+        prefill.abort("p")
+        decode.until_idle(prefill)
+        decode.request("e", PROMPT)
+        decode.until_idle()
+        assert decode.outputs["e"] == tokens_of(PROMPT, 3)
+
+
+@each_order
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_kv_that_does_not_come_is_computed_or_fails_its_request(
+    tmp_path: Path, how: dict[str, Any], policy: str
+) -> None:
+    with servers(tmp_path, how, how | {"policy": policy}) as (prefill, decode):
+        sends, receives = legs(prefill)
+        prefill.request("p", PROMPT, sends, max_tokens=1)
+        decode.request("d", PROMPT, receives)
+        decode.step()
+        prefill.abort("p")
+        decode.until_idle(prefill)
+        if policy == "fail":
+            assert decode.ended["d"].lower().endswith("error")
+            return
+        assert decode.outputs["d"] == tokens_of(PROMPT, 3)
+        assert decode.computed["d"] == 100 + 2
+        assert decode.said["d"]["pdlink_kv"] == "recomputed;reason=aborted"
+
+
+@each_order
+@pytest.mark.parametrize("between", ["", "a reset", "a lapse"])
+def test_a_promise_holds_until_blocks_are_reserved_some_steps_later(
+    tmp_path: Path, how: dict[str, Any], between: str
+) -> None:
+    """vLLM 0.33 reserves blocks late beside a pool of HiSparse's; here the scheduler's half hears of them late."""
+    with servers(tmp_path, how | {"extra": store(tmp_path)}) as (server,):
+        server.request("a", PROMPT)
+        server.until_idle()
+        forget(server)
+        connector, late = server.scheduler.connector, list[tuple[Any, ...]]()
+        told = connector.update_state_after_alloc
+        connector.update_state_after_alloc = lambda *given: late.append(given)
+        server.request("b", PROMPT)
+        server.until(lambda: late)
+        for _ in range(3):
+            server.step()
+        if between == "a reset":
+            connector.reset_cache()
+        elif between == "a lapse":
+            server.connector._rank._store._clock = lambda: 1e9
+        for _ in range(3):
+            server.step()
+        connector.update_state_after_alloc = told
+        told(*late[0])
+        server.until_idle()
+        assert server.outputs["b"] == tokens_of(PROMPT, 3)
+        assert server.computed["b"] == (100 if between == "a reset" else 4) + 2
+
+
+@each_order
+def test_a_promise_that_vllm_drops_is_told_as_computed_here(tmp_path: Path, how: dict[str, Any]) -> None:
+    with servers(tmp_path, how, how) as (prefill, decode):
+        sends, receives = legs(prefill)
+        prefill.request("p", PROMPT, sends, max_tokens=1)
+        decode.request("d", PROMPT, receives, prompt_logprobs=1)
+        decode.until_idle(prefill)
+        assert decode.said["d"]["pdlink_kv"] == "recomputed;reason=whole_prompt"
+        assert decode.said["d"]["pdlink_source"]["computed"] == 100
+
+
+def test_a_promise_that_vllm_cuts_is_told_as_computed_here(tmp_path: Path) -> None:
+    """As its routed experts make it (0.33)."""
+    with servers(tmp_path, {}, {}) as (prefill, decode):
+        sends, receives = legs(prefill)
+        connector = decode.scheduler.connector
+        asked = connector.get_num_new_matched_tokens
+        connector.get_num_new_matched_tokens = lambda *given: (0, asked(*given) and False)
+        prefill.request("p", PROMPT, sends, max_tokens=1)
+        decode.request("d", PROMPT, receives)
+        decode.until_idle(prefill)
+        assert decode.said["d"]["pdlink_kv"] == "recomputed;reason=whole_prompt"
+
+
+@each_order
+def test_a_step_that_fails_publishes_nothing(tmp_path: Path, how: dict[str, Any]) -> None:
+    with servers(tmp_path, how | {"extra": store(tmp_path)}, how) as (prefill, decode):
+        sends, receives = legs(prefill)
+        prefill.request("p", PROMPT, sends, max_tokens=1)
+        decode.request("d", PROMPT, receives)
+        decode.step()
+        forward = prefill._forward
+
+        def fails(plan: Any) -> Any:
+            prefill._forward = forward  # type: ignore[method-assign]
+            raise RuntimeError("a kernel has failed")
+
+        prefill._forward = fails  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="kernel"):
+            prefill.until(lambda: False)
+        with prefill._agent():
+            prefill.connector.handle_preemptions(PDLinkMetadata(NOTHING))
+            prefill.connector.bind_connector_metadata(PDLinkMetadata(NOTHING))
+            prefill.connector.wait_for_save()
+        decode.until(lambda: "d" in decode.ended)
+        assert decode.outputs["d"] == tokens_of(PROMPT, 3)
+        assert decode.said["d"]["pdlink_kv"] == "recomputed;reason=request_failed"
+
+
+def test_caches_on_a_device_stay_in_the_pool_that_sleep_discards(tmp_path: Path) -> None:
+    with servers(tmp_path, {}) as (server,):
+        assert server.connector.get_mem_pool_context() is not None
+        server.config.device_config.device_type = "cuda"
+        assert server.connector.get_mem_pool_context() is None
+
+
+def engine_of(server: Server) -> Any:
+    """vLLM's, without processes."""
+    engine = object.__new__(EngineCore)
+    engine.scheduler, engine.model_executor = server.scheduler, MagicMock()
+    engine.model_executor.sleeping_tags = ()
+    engine.model_executor.collective_rpc.return_value = ["weights"]
+    engine.mm_receiver_cache, engine.batch_queue = None, None
+    return engine
+
+
+@pytest.mark.parametrize("clears", [False, True], ids=["sleep", "an operator's reset"])
+def test_sleep_keeps_what_the_store_has(tmp_path: Path, clears: bool) -> None:
+    with servers(tmp_path, {"extra": store(tmp_path)}) as (server,):
+        server.request("a", PROMPT)
+        server.until_idle()
+        engine = engine_of(server)
+        if clears:
+            engine.reset_prefix_cache(reset_connector=True)
+        else:
+            engine.sleep(1)
+            engine.model_executor.is_sleeping = False
+            engine.wake_up()
+        server.request("b", PROMPT)
+        server.until_idle()
+        assert server.outputs["b"] == tokens_of(PROMPT, 3)
+        assert server.computed["b"] == (100 if clears else 4) + 2
+
+
+@pytest.mark.parametrize(("role", "needed"), [("kv_producer", True), ("kv_both", False), ("kv_consumer", False)])
+def test_only_a_server_that_answers_nobody_gives_up_an_output_for_its_kv(
+    tmp_path: Path, role: str, needed: bool
+) -> None:
+    with servers(tmp_path, {"role": role}) as (server,):
+        assert server.connector.requires_kv_delivery == needed
+        if hasattr(server.scheduler, "requires_kv_delivery"):
+            assert server.scheduler.requires_kv_delivery == needed
+
+
+def test_the_router_reads_the_events_of_this_block_pool(tmp_path: Path) -> None:
+    with servers(tmp_path, {}) as (server,):
+        batches = list[bytes]()
+        publisher = MagicMock(publish=lambda batch: batches.append(msgspec.msgpack.encode(batch)))
+        server.scheduler.kv_event_publisher = publisher
+        server.request("a", PROMPT)
+        server.until_idle()
+        index, worker = KVIndex(), Publisher("tcp://worker:1", 1)
+        for batch in batches:
+            for event in events_in(batch):
+                index.apply(worker, "m", event)
+        assert tokens_in(index, "m", (), np.array(PROMPT, np.uint32)) == {worker: 96}
+
+
+@pytest.mark.parametrize("kind", ["completion.protocol:CompletionStreamResponse"])
+def test_the_proxy_takes_our_parameters_out_of_a_streams_last_event(kind: str) -> None:
+    module, name = kind.split(":")
+    found = pytest.importorskip(f"vllm.entrypoints.openai.{module}", exc_type=ImportError)
+    event = getattr(found, name)(model="m", choices=[])
+    if not hasattr(event, "kv_transfer_params"):
+        pytest.skip("streams carry none in this version")
+    event.kv_transfer_params = {"pdlink_kv": "transferred"}
+    sent = f"data: {event.model_dump_json()}\n\n".encode()
+    rules = DIALECTS["vllm"].rules
+    assert rules.merge_events is not None
+    merged = rules.merge_events(b"{}", sent)
+    assert b"pdlink" in sent
+    assert b"pdlink" not in merged
