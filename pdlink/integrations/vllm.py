@@ -132,6 +132,7 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
             self._rank = Rank(vllm_config, kv_cache_config, settings)
         else:
             mention_foreign()
+            versions.warn_untried(vllm.__version__)
             self._sleep = versions.watch_weights(self._weights_changed)
 
     @property

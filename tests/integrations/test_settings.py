@@ -58,8 +58,12 @@ def test_other_versions_are_refused_with_the_range(version: str) -> None:
         versions.check(version, accept_newer=False)
 
 
-def test_a_newer_version_can_be_accepted() -> None:
+def test_a_newer_version_can_be_accepted_and_says_what_was_not_tried(caplog: pytest.LogCaptureFixture) -> None:
     assert versions.check("0.34.0", accept_newer=True) == (0, 34)
+    for version in ("0.33.1", "0.34.0"):
+        versions.warn_untried(version)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "0.34.0: not tried: the contract with its classes, servers, GPUs; expected 0.24 to 0.33" in said
     with pytest.raises(versions.UnsupportedVllm, match="0.24 to 0.33"):
         versions.check("0.20.0", accept_newer=True)
 

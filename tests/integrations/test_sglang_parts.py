@@ -448,9 +448,11 @@ def test_settings_that_nobody_would_look_at_are_refused(extra: dict[str, Any], m
         read_storage({"backend_name": "pdlink", **extra})
 
 
-def test_other_versions_are_refused_with_the_range() -> None:
+def test_other_versions_are_refused_with_the_range(caplog: pytest.LogCaptureFixture) -> None:
     assert versions.check("0.5.23.post1", accept_newer=False) == (0, 5, 23)
+    assert not caplog.records
     assert versions.check("0.6.0", accept_newer=True) == (0, 6, 0)
+    assert "neither managers and caches nor servers nor GPUs were tried" in caplog.text
     for other in ("0.5.22", "0.5.24", "main"):
         with pytest.raises(UnsupportedSglang, match=r"0\.5\.23|three numbers"):
             versions.check(other, accept_newer=False)

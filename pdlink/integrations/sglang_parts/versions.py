@@ -32,6 +32,8 @@ def check(version: str, *, accept_newer: bool) -> tuple[int, int, int]:
         raise UnsupportedSglang(f"{limits}; update SGLang")
     if found > NEWEST and not accept_newer:
         raise UnsupportedSglang(f"{limits}; update pdlink, or try it with untested_sglang: accept")
+    if found > NEWEST:
+        log.warning("%s; with this one neither managers and caches nor servers nor GPUs were tried", limits)
     return found
 
 

@@ -58,6 +58,19 @@ def check(version: str, *, accept_newer: bool) -> tuple[int, int]:
     return found
 
 
+def warn_untried(version: str) -> None:
+    """Say once, at the start of a server behind the window, what is not known of it."""
+    if check(version, accept_newer=True) > NEWEST:
+        log.warning(
+            "vLLM %s: not tried: the contract with its classes, servers, GPUs; expected %s to %s; `make engines "
+            "ENGINES=%s` in pdlink's sources tries the contract",
+            version,
+            _text(OLDEST),
+            _text(NEWEST),
+            version,
+        )
+
+
 def hybrid_bases(version: str) -> tuple[type, ...]:
     """What a connector derives from to keep vLLM's hybrid cache manager on: without it every layer keeps all tokens,
     and models with recurrent layers do not start."""
