@@ -27,7 +27,7 @@ RAY_VENV := .venv-ray
 RAY_BIN := $(RAY_VENV)/bin
 RAY_STAMP := $(RAY_VENV)/.installed
 
-.PHONY: up packages native page test docs reference pictures sanitize mutations check lint format bench vllm test-vllm sglang test-sglang ray test-ray gpu helm wheel clean help
+.PHONY: up packages native page test docs reference pictures sanitize mutations check lint format bench vllm test-vllm engines sglang test-sglang ray test-ray gpu helm wheel clean help
 
 up: $(UP_STAMP)  ## prefill, decode and proxy on this machine; prints a URL and a curl line
 	$(BIN)/pdlink up --config configs/up.yaml
@@ -56,6 +56,9 @@ vllm: $(VLLM_STAMP)  ## vLLM's build for CPUs with pdlink in an environment of i
 
 test-vllm: $(VLLM_STAMP)  ## what needs real vLLM servers; some ten minutes on two idle cores
 	$(VLLM_BIN)/python -m pytest -m vllm tests/integrations tests/e2e tests/proxy/test_engine_events.py $(PYTEST_ARGS)
+
+engines: $(VLLM_STAMP)  ## the contract with every vLLM of the window, from wheels without a device; ENGINES="0.33.0" for one
+	$(VLLM_BIN)/python tools/engines.py $(ENGINES)
 
 sglang: $(SGLANG_STAMP)  ## SGLang with pdlink in an environment of its own, .venv-sglang, without its kernels (4 GB)
 
