@@ -192,15 +192,15 @@ class StoreGauges:
             )
         )
 
-    def set(self, sizes: Mapping[str, float], answering: Mapping[str, float], problems: Mapping[str, str]) -> None:
-        """As a store's `gauges`, `answering` and `problems`."""
+    def set(self, sizes: Mapping[str, float], health: Mapping[str, bool], problems: Mapping[str, str]) -> None:
+        """As a store's `gauges`, `health` and `problems`."""
         rest = dict(sizes)
         self._used.set(rest.pop("used", 0))
         self._capacity.set(rest.pop("committed", 0))
         self._room.set(rest.pop("room", 0))
         self._pinned.set(rest.pop("pinned", 0))
         self._tier_used.replace(rest)
-        self._answering.replace(answering)
+        self._answering.replace({place: float(is_well) for place, is_well in health.items() if place != "memory"})
         self._problem.replace({place: float(bool(why)) for place, why in problems.items()})
 
 

@@ -104,7 +104,7 @@ def metrics_of(worker: Worker) -> WorkerMetrics:
             queue_s=worker.engine.pace.prefill_of(queue_tokens),
         )
         if metrics.sizes is not None and store is not None:
-            metrics.sizes.set(store.gauges(), store.answering(), store.problems())
+            metrics.sizes.set(store.gauges(), store.health(), store.problems())
 
     metrics.before_reading(update)
     return metrics

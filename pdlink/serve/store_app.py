@@ -32,7 +32,7 @@ def build_app(
     def update() -> None:
         clients = listener.clients()
         connected = sum(bool(client["connected"]) for client in clients)
-        metrics.sizes.set(store.gauges(), store.answering(), store.problems())
+        metrics.sizes.set(store.gauges(), store.health(), store.problems())
         metrics.clients.set(store.held(), connected, len(clients) - connected)
 
     metrics.before_reading(update)

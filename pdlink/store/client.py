@@ -276,9 +276,6 @@ class RemoteStore(AnyStore):
         """None: they are the store's."""
         return {}
 
-    def answering(self) -> dict[str, float]:
-        return {"store": float(self.connected)}
-
     # --- Inside
 
     def _ask(

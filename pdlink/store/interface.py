@@ -285,7 +285,3 @@ class AnyStore(ABC):
     @abstractmethod
     def problems(self) -> dict[str, str]:
         """By place: why it keeps less than its settings say; empty while it does not."""
-
-    @abstractmethod
-    def answering(self) -> dict[str, float]:
-        """For metrics: 1 for a tier that is asked, 0 for one that is left alone since it failed or stalled."""

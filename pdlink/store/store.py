@@ -236,9 +236,6 @@ class Store(AnyStore):
     def problems(self) -> dict[str, str]:
         return {MEMORY: self._arena.problem, **self._below.problems()}
 
-    def answering(self) -> dict[str, float]:
-        return {name: float(answers) for name, answers in self._below.answering().items()}
-
     # --- Reading
 
     def lookup(self, keys: Sequence[bytes], timeout_s: float) -> Found:

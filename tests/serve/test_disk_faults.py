@@ -32,8 +32,8 @@ def on_disk(folder: Path) -> dict[str, Any]:
     return {"local_disk": str(folder / "kv"), "max_local_disk_size": 0.01}
 
 
-def answering(worker: Worker) -> float:
-    return store_of(worker).answering()["disk"]
+def answering(worker: Worker) -> bool:
+    return store_of(worker).health()["disk"]
 
 
 class Broken:

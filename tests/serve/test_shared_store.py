@@ -120,7 +120,7 @@ def test_a_store_that_goes_during_a_copy_costs_nothing_but_the_copy(
         assert computed.take() == 5 * CHUNK
         assert answers(found, [prompt], at_once=False) == expected
         assert found.pool.num_held == 0
-        assert source.store.answering() == {"store": 0.0}
+        assert source.store.health() == {"store": False}
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class SchedulerStats:
         """As `add_nodes`."""
 
         def look(_: LinkGauges, kept: StoreGauges) -> None:
-            kept.set(store.gauges(), store.answering(), store.problems())
+            kept.set(store.gauges(), store.health(), store.problems())
 
         return self._add(server_args, look)
 

@@ -263,7 +263,7 @@ class Rank:
         link.set(link_state(node.report() for node in self._nodes))
         if self._store is not None:
             store = self._store.source.store
-            kept.set(store.gauges(), store.answering(), store.problems())
+            kept.set(store.gauges(), store.health(), store.problems())
 
     def _weights_changed(self) -> None:
         for node in self._nodes:

@@ -119,7 +119,7 @@ def frozen_start(place: Path) -> None:
         began_s = time.monotonic()
         with _store(place) as store:
             assert "does not answer" in store.problems()["disk"]
-            assert not store.answering()["disk"]
+            assert not store.health()["disk"]
             assert _put(store, KEYS[20:40]) == 20, "memory goes on"
             assert _read(store, KEYS[20:40]) == 20
             assert store.lookup(KEYS[:20], _WAIT_S).keys == ()
@@ -127,7 +127,7 @@ def frozen_start(place: Path) -> None:
             took_s = time.monotonic() - began_s
             assert took_s < 10 * _DEADLINE_S, f"callers waited {took_s:.1f} s"
             os.kill(server, signal.SIGCONT)
-            _until(lambda: store.answering()["disk"] and not store.problems()["disk"], "it is used")
+            _until(lambda: store.health()["disk"] and not store.problems()["disk"], "it is used")
             _until(lambda: store.flush(_WAIT_S), "what memory had is on it")
             store.clear(places=["memory"])
             assert _read(store, KEYS[10:40]) == 30
