@@ -9,23 +9,20 @@ import time
 from concurrent.futures import CancelledError, wait
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pdlink.breaker import Breaker
 from pdlink.events import TierCalled, emit
 from pdlink.store.cleared import EVERYTHING
 from pdlink.store.interface import PlaceState
 from pdlink.store.line import FIRST, Line, Width
-from pdlink.store.record import Miss, expiry, is_hashed, seal, unseal
 from pdlink.store.tiers.base import ListingTier, ReadOnly, SettlingTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdlink.memory.buffers import Bytes
     from pdlink.store.cleared import Cleared
     from pdlink.store.codec import Codec
-    from pdlink.store.record import RecordShape
     from pdlink.store.tiers.base import Tier
 
 log = logging.getLogger(__name__)
@@ -40,16 +37,6 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 """After a record that a tier did not take, before it is offered another one."""
 _REFUSALS = 3
 """In a row, before operators are told."""
-
-
-class Brought(NamedTuple):
-    """A record that a tier had."""
-
-    expires_at_s: float
-    summed: bool
-    """Whether its header has sums."""
-    checked: bool
-    """Whether its payload is what was put; else who reads it compares the sums."""
 
 
 class GuardedTier:
@@ -354,31 +341,6 @@ class Below:
     def prefix_in(self, index: int, keys: Sequence[bytes]) -> int:
         """How many leading keys one tier says it has. Waits for it in this thread."""
         return (*self.tiers[index].contains(keys), False).index(False)
-
-    # --- Records
-
-    def bring(self, first: int, key: bytes, record: Bytes, shape: RecordShape, *, checks: bool) -> Brought | None:
-        """Read a record, from the first tier from `first` on that has it whole. In this thread.
-
-        checks: the payload, too, where the tier does not see to that.
-        """
-        for tier in self.tiers[first:]:
-            if tier.hides(key):
-                continue
-            nbytes = tier.call("get", partial(tier.tier.get, key, record.data), None, len(record))
-            if nbytes is None:
-                continue
-            miss = unseal(record, key, shape, nbytes, verified=tier.verifies or not checks)
-            if miss is None and not (tier.verifies or is_hashed(record)):
-                miss = Miss("payload_checksum")  # of those who need none: nobody could check it
-            if miss is None and (expires_at_s := expiry(record)) > time.time():
-                if self.hashed and not is_hashed(record):  # put when there were other tiers
-                    seal(record, key, shape, expires_at_s)
-                return Brought(expires_at_s, summed=is_hashed(record), checked=tier.verifies or checks)
-            if miss is not None:
-                log.warning("tier %s: record %s is none: %s", tier.name, key.hex()[:16], miss.reason)
-            tier.writers.put(partial(tier.remove, key), alone=True)
-        return None
 
     def forget(self, key: bytes) -> None:
         """Remove a record that was found wrong from the tiers that check none. In the background."""

@@ -8,6 +8,7 @@ waits for room while holding some.
 from __future__ import annotations
 
 import logging
+import time
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pdlink.store.books import let_others, pieces
 from pdlink.store.line import Line
-from pdlink.store.record import unseal
+from pdlink.store.record import Miss, expiry, is_hashed, seal, unseal
 from pdlink.store.slots import WHOLE
 from pdlink.store.write_through import SELF
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdlink.store.arena import Arena
-    from pdlink.store.below import Below, Brought
+    from pdlink.store.below import Below
     from pdlink.store.books import Books
     from pdlink.store.interface import Found
     from pdlink.store.record import RecordShape
@@ -44,6 +45,16 @@ class Wanted(NamedTuple):
     holder: str
     retention: Retention
     checks: bool
+
+
+class Brought(NamedTuple):
+    """A record that a tier had."""
+
+    expires_at_s: float
+    summed: bool
+    """Whether its header has sums."""
+    checked: bool
+    """Whether its payload is what was put; else who reads it compares the sums."""
 
 
 @dataclass(eq=False)
@@ -315,23 +326,41 @@ class Fetching:
         """Read a record into its slot, if anybody still waits for it."""
         with self._books.lock:
             wanted, checks = not all(fetch.closed for fetch, _ in arrival.waiting), arrival.checks
-        slot, brought = arrival.slot, None
+        end, brought = arrival.slot.offset + arrival.slot.nbytes, None
         try:
-            if wanted and self._has_memory(slot):
-                room = self._arena.array[slot.offset :][: slot.nbytes]
-                bring = partial(self._below.bring, first_tier, slot.key, room, arrival.shape)
-                brought = bring(checks=checks)
+            if wanted and self._arena.commit(end) >= end:
+                brought = self._read(arrival, first_tier, checks=checks)
                 with self._books.lock:
                     checks = arrival.checks
                 if brought is not None and checks and not brought.checked:  # somebody has come meanwhile
-                    brought = bring(checks=True)
+                    brought = self._read(arrival, first_tier, checks=True)
         finally:  # else its slot is lost, and nobody brings the record again
             self._arrived(arrival, brought)
 
-    def _has_memory(self, slot: Slot) -> bool:
-        """Waits for it."""
-        end = slot.offset + slot.nbytes
-        return self._arena.commit(end) >= end
+    def _read(self, arrival: Arrival, first: int, *, checks: bool) -> Brought | None:
+        """Read it from the first tier from `first` on that has it whole.
+
+        checks: the payload, too, where the tier does not see to that.
+        """
+        slot, shape = arrival.slot, arrival.shape
+        key, record = slot.key, self._arena.array[slot.offset :][: slot.nbytes]
+        for tier in self._below.tiers[first:]:
+            if tier.hides(key):
+                continue
+            nbytes = tier.call("get", partial(tier.tier.get, key, record.data), None, len(record))
+            if nbytes is None:
+                continue
+            miss = unseal(record, key, shape, nbytes, verified=tier.verifies or not checks)
+            if miss is None and not (tier.verifies or is_hashed(record)):
+                miss = Miss("payload_checksum")  # of those who need none: nobody could check it
+            if miss is None and (expires_at_s := expiry(record)) > time.time():
+                if self._below.hashed and not is_hashed(record):  # put when there were other tiers
+                    seal(record, key, shape, expires_at_s)
+                return Brought(expires_at_s, summed=is_hashed(record), checked=tier.verifies or checks)
+            if miss is not None:
+                log.warning("tier %s: record %s is none: %s", tier.name, key.hex()[:16], miss.reason)
+            tier.writers.put(partial(tier.remove, key), alone=True)
+        return None
 
     def _arrived(self, arrival: Arrival, brought: Brought | None) -> None:
         books, key = self._books, arrival.slot.key

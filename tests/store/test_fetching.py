@@ -13,8 +13,7 @@ from .test_store import KEYS, fetch, opened, put, put_below
 if TYPE_CHECKING:
     import pytest
 
-    from pdlink.store.below import Brought
-    from pdlink.store.fetching import Arrival, Fetch
+    from pdlink.store.fetching import Arrival, Brought, Fetch
 
 
 def test_a_fetch_of_which_one_lease_has_ended_does_not_stand() -> None:
