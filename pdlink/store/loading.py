@@ -39,6 +39,12 @@ _EARLY_PARTS = 16
 """Of what is wanted: what is copied at once while the rest is read. A copy takes Python's time from who reads."""
 
 
+def worth_a_copy(num_came: int, num_missing: int, num_wanted: int) -> bool:
+    """Whether to copy so many chunks while others are read: fewer towards the end, so that little is left to copy
+    when the last one has come."""
+    return num_came >= min(num_wanted // _EARLY_PARTS, (num_missing + 1) // 2)
+
+
 class Load:
     """KV on its way from the store into blocks. Layers are counted through all groups, in their order."""
 
@@ -186,7 +192,7 @@ class GroupLoad:
         first = max(0, chunks.start - self._first) + self._num_early
         further = enumerate(self._fetch.leading(first), self._first + first)
         came = [(chunk, slot) for chunk, slot in further if chunk < chunks.stop - 1]
-        if len(came) < len(chunks) // _EARLY_PARTS:
+        if not worth_a_copy(len(came), len(chunks) - self._num_early - len(came), len(chunks)):
             return
         came = self._until(came, [self._holds(*one) for one in came])
         if came:

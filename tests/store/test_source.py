@@ -18,6 +18,7 @@ from pdlink.memory.blocks import BlockPool
 from pdlink.memory.buffers import Buffer
 from pdlink.store.eviction import Lru
 from pdlink.store.groups import RecordGroup
+from pdlink.store.loading import worth_a_copy
 from pdlink.store.source import Source
 from pdlink.store.store import Store
 from pdlink.store.worth import Choice, Speed
@@ -399,6 +400,17 @@ def only_below(made: Engine, store: Store, tier: GatedTier, late: int) -> list[b
     keys = list(prompt.keys.by_group[0])
     tier.late = keys[late]
     return keys
+
+
+@pytest.mark.parametrize("num_wanted", [1, 2, 15, 16, 128, 1000])
+def test_a_long_prompt_is_copied_in_few_parts_and_little_is_left_at_the_end(num_wanted: int) -> None:
+    parts, copied, came = 0, 0, 0
+    for here in range(1, num_wanted):  # the last chunk is copied when it has come
+        came = here - copied
+        if worth_a_copy(came, num_wanted - here, num_wanted):
+            parts, copied = parts + 1, here
+    assert num_wanted - copied <= 2
+    assert parts <= 16 + num_wanted.bit_length()
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["in this process", "in another one"])
