@@ -87,8 +87,10 @@ class Keeper:
             late = self._fetching.late(now_s)
             catalog.resize(self._arena.room_nbytes)
             used_nbytes = catalog.used_nbytes
-            grows = self._arena.wants_more(used_nbytes) and not self._fetching.brings  # which needs the cores
+            reads = self._fetching.brings  # which needs the cores, and the pages where they are
+            grows = self._arena.wants_more(used_nbytes) and not reads
             begin = self.gathering.next(self._arena.committed_nbytes, now_s)
+            begin = None if reads else begin
             if not late and not grows and begin is None and not catalog.is_due(now_s):
                 self._work.wait(_PAUSE_S)
                 return

@@ -17,6 +17,7 @@ from pdlink.memory.available import available_nbytes
 from pdlink.store.eviction import Lru
 from pdlink.store.extents import ALIGNMENT_NBYTES as PAGE
 from pdlink.store.fetching import Fetch, Wanted
+from pdlink.store.gathering import Gathering
 from pdlink.store.interface import MEMORY, Found
 from pdlink.store.line import FIRST, Width
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape, seal, unseal
@@ -376,6 +377,39 @@ def test_memory_comes_ahead_of_need_while_nobody_waits_for_a_read_that_is_stuck(
         begun.finish()
         begun.close()
         until(lambda: store.gauges()["committed"] == 16 * SHAPE.nbytes, "the keeper runs ahead")
+        tier.going.set()
+
+
+def test_memory_is_not_put_into_huge_pages_while_somebody_waits_for_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes half of a core, and the pages that a read fills stay where they are."""
+    rounds, gathered = list[None](), threading.Event()
+
+    def next_step(*_: object) -> int:
+        rounds.append(None)
+        return 0
+
+    def gather(*_: object) -> bool:
+        gathered.set()
+        return True
+
+    monkeypatch.setattr(Gathering, "next", next_step)
+    monkeypatch.setattr(Gathering, "tried", lambda *_: None)
+    monkeypatch.setattr("pdlink.store.keeper.gather", gather)
+    tier = StubTier()
+    with opened(8, [tier]) as store:
+        put_below(store, KEYS[:1], tier)
+        store.clear(places=[MEMORY])
+        tier.going.clear()
+        begun = fetch(store, KEYS[:1])
+        assert tier.stalled.wait(WAIT_S)
+        begun_rounds = len(rounds)
+        until(lambda: len(rounds) > begun_rounds + 1, "the round that began before the fetch is over")
+        gathered.clear()
+        until(lambda: len(rounds) > begun_rounds + 3, "the keeper has looked again")
+        assert not gathered.is_set()
+        begun.finish()
+        begun.close()
+        assert gathered.wait(WAIT_S)
         tier.going.set()
 
 
