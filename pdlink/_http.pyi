@@ -1,6 +1,9 @@
 """Heads of HTTP/1.1 messages of the plain kind, which is nearly all of them; answers with such heads; and marks in
 events (`csrc/http`). What is not plain is None here, and a whole parser reads it."""
 
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
 ERROR: int
 """An error object."""
 FINISH: int
@@ -44,6 +47,126 @@ class Answers:
         piece, be of at most 16 KB and say how long the body is or that it comes in chunks, and the connection must
         stay after it.
         """
+
+class Headers(Mapping[str, str]):
+    """Of an answer, as they came: names in any case, the first of a name. Decoded when they are asked for."""
+
+    def __init__(self, pairs: Sequence[tuple[bytes, bytes]]) -> None: ...
+    def __getitem__(self, name: str) -> str: ...
+    def __iter__(self) -> Iterator[str]: ...
+    def __len__(self) -> int: ...
+    @property
+    def content_type(self) -> str:
+        """In lower case, without parameters; empty if there is none."""
+
+class SocketPoller:
+    """Sockets that are read on the thread of an event loop, in one native turn for all that have something. Linux."""
+
+    def __init__(self) -> None: ...
+    @property
+    def fd(self) -> int:
+        """Readable when there is something to read: then call `turn`."""
+
+    def turn(self) -> None:
+        """Reads once from each socket that has something, 64 of them at most, and tells those that have them. What
+        one of them raises is raised; the others have their turn in the next call."""
+
+class Socket:
+    """One connected socket, read by a poller and written to natively."""
+
+    def open(self, poller: SocketPoller, socket: int) -> None:
+        """Read this socket, and write to it, until `close`. It must stay open until then."""
+
+    def close(self) -> None: ...
+    @property
+    def is_open(self) -> bool:
+        """If not, bytes come by `feed`, and go to `send_rest`."""
+
+    def hold(self) -> None:
+        """Read no more, until `go_on`."""
+
+    def go_on(self) -> None: ...
+
+class Exchange(Socket):
+    """One connection to a worker: `ask` sends a request, and its listener (`AnswerListener`) hears the answer.
+
+    The heir does what is seldom needed: `abort`, `resume`, `broke(errno)`, `send_rest(data)`; `unusual(data)` for an
+    answer that is not plain, as `Unusual.feed`, and `usual()` when that is over; `too_long(most_nbytes)` and
+    `bad(most_nbytes)` of an answer that is lost.
+    """
+
+    keeps: bool
+    """It can be used once more."""
+    reused: bool
+    clogged: bool
+    """The transport has bytes to send, so what follows must go there, too."""
+    paused: bool
+    """The heir reads no more, until `resume`, which the end of an answer calls."""
+    between: bool
+    """What was read ends between two chunks."""
+
+    def __init__(self) -> None: ...
+    def ask(self, begin: bytes, lines: bytes, body: bytes, listener: Any, uses: Any) -> None:
+        """Sends a request whose head is `begin`, `lines` and the length of its body. The listener's `most_nbytes` is
+        read now, and when it has heard the head. uses: its `freed(exchange)` is called before the listener hears of
+        the end."""
+
+    def feed(self, data: bytes) -> None:
+        """Bytes that came in another way."""
+
+    def end(self, where: int) -> None:
+        """The answer is over: frees the connection, and the listener hears no more."""
+
+    def leave_off(self) -> tuple[int, Any, bytes]:
+        """The same; status, headers and body as far as they came."""
+
+    @property
+    def listener(self) -> Any:
+        """None between two answers."""
+
+    @property
+    def heard(self) -> bool:
+        """Something of the answer has come."""
+
+class Requests(Socket):
+    """One connection of a client: reads its plain requests. The heir has `take(path, fields, body, keep)`, which gets
+    a whole one and says whether it serves it; `admits(fields)`, whether the rest of a body is waited for;
+    `hand_over(data)`, which gets everything else as it came; `pause`, when more came than the request that runs;
+    `broke(errno)`, `abort` and `send_rest(data)`."""
+
+    idle_since_s: float
+    """Since its last request, or since the first bytes of the next one, on the monotonic clock; while one runs,
+    whenever it began."""
+    clogged: bool
+    """As of `Exchange`."""
+
+    def __init__(self, paths: dict[bytes, str]) -> None:
+        """paths: by the first line of a plain request, what `take` gets."""
+
+    @property
+    def busy(self) -> bool:
+        """A request runs: from `take` until `done`."""
+
+    @property
+    def has_held(self) -> bool:
+        """Something has come that is no whole request, or waits for the end of the one that runs."""
+
+    @property
+    def has_head(self) -> bool:
+        """A head is whole, and its body is waited for."""
+
+    def feed(self, data: bytes) -> None:
+        """Bytes that came in another way."""
+
+    def write(self, head: bytes, body: bytes = b"") -> None: ...
+    def done(self) -> None:
+        """The request that ran has ended."""
+
+    def read_on(self) -> None:
+        """Reads the next request in what is held."""
+
+    def take_held(self) -> bytes:
+        """What is held, which is forgotten."""
 
 class Packed:
     """Remembers the events of a stream, packed: an event that differs from the one before in a token takes some 15

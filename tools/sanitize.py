@@ -32,6 +32,7 @@ GROUPS = {
     "conformance": ["tests/conformance/transports"],
     "transports": ["tests/transport", "tests/native"],
     "index": ["tests/proxy/test_kv_index.py"],
+    "http": ["tests/proxy/test_http_client.py", "tests/proxy/test_http_fuzz.py", "tests/proxy/test_front.py"],
     "cuda": ["tests/cuda", "--ignore=tests/cuda/test_build.py"],
     "endpoints": ["tests/endpoint/test_transfer.py", "tests/endpoint/test_absence.py", "tests/endpoint/test_lost.py"],
     "attacks": [

@@ -1,4 +1,6 @@
 // Python's view of plain heads; `pdlink/_http.pyi` is its manual.
+#include "http/http_py.h"
+
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 
@@ -8,29 +10,16 @@
 #include <string_view>
 #include <vector>
 
+#include "common/native_py.h"
 #include "http/answers.h"
 #include "http/events.h"
 #include "http/heads.h"
 #include "http/packed.h"
 
-namespace nb = nanobind;
-using namespace nb::literals;
-
 namespace pdlink::http {
-namespace {
-
-std::string_view view(const nb::bytes& data) { return {data.c_str(), data.size()}; }
-
-nb::bytes bytes_of(std::string_view text) { return nb::bytes(text.data(), text.size()); }
-
-std::string_view part(const nb::bytes& data, std::size_t start, std::size_t end) {
-    const std::string_view all = view(data);
-    if (start > end || end > all.size()) throw std::out_of_range("start, end: expected a range of the bytes");
-    return all.substr(start, end - start);
-}
 
 // None if a name comes twice.
-nb::object by_name(const std::vector<Field>& fields) {
+static nb::object by_name(const std::vector<Field>& fields) {
     nb::dict found;
     for (const auto& [name, value] : fields) {
         std::string lower(name);
@@ -41,11 +30,23 @@ nb::object by_name(const std::vector<Field>& fields) {
     return found;
 }
 
-nb::object request_of(const nb::bytes& data, std::size_t start, std::size_t end) {
-    const auto found = plain_request(part(data, start, end));
+nb::object request_of(std::string_view lines) {
+    const auto found = plain_request(lines);
     if (!found) return nb::none();
     nb::object fields = by_name(found->fields);
     return fields.is_none() ? fields : nb::make_tuple(fields, found->nbytes, found->keep);
+}
+
+namespace {
+
+std::string_view part(const nb::bytes& data, std::size_t start, std::size_t end) {
+    const std::string_view all = view(data);
+    if (start > end || end > all.size()) throw std::out_of_range("start, end: expected a range of the bytes");
+    return all.substr(start, end - start);
+}
+
+nb::object request_in(const nb::bytes& data, std::size_t start, std::size_t end) {
+    return request_of(part(data, start, end));
 }
 
 nb::str timing_of(double queue_s, double placement_s, std::optional<double> prefill_s,
@@ -56,6 +57,7 @@ nb::str timing_of(double queue_s, double placement_s, std::optional<double> pref
     return nb::str(text.data(), text.size());
 }
 
+// Status, fields and whether it is JSON; None if there is none.
 nb::object head_of(const std::optional<AnswerHead>& head) {
     if (!head) return nb::none();
     nb::list pairs;
@@ -76,7 +78,14 @@ unsigned marks(const nb::bytes& events, unsigned wanted) { return marks_of(view(
 }  // namespace
 }  // namespace pdlink::http
 
+namespace nb = nanobind;
+using namespace nb::literals;
+
 NB_MODULE(_http, m) {
+    pdlink::translate_system_errors();
+    pdlink::http::add_headers(m);
+    pdlink::http::add_exchange(m);
+    pdlink::http::add_requests(m);
     m.attr("ERROR") = static_cast<unsigned>(pdlink::http::kError);
     m.attr("FINISH") = static_cast<unsigned>(pdlink::http::kFinish);
     m.attr("CACHED") = static_cast<unsigned>(pdlink::http::kCached);
@@ -109,7 +118,7 @@ NB_MODULE(_http, m) {
         },
         "events"_a);
     m.def("marks_of", &pdlink::http::marks, "events"_a, "wanted"_a);
-    m.def("plain_request", &pdlink::http::request_of, "data"_a, "start"_a, "end"_a);
+    m.def("plain_request", &pdlink::http::request_in, "data"_a, "start"_a, "end"_a);
     m.def("server_timing", &pdlink::http::timing_of, "queue_s"_a, "placement_s"_a, "prefill_s"_a.none(),
           "transfer_s"_a.none(), "decode_s"_a.none(), "last"_a, "until_now_s"_a);
 }

@@ -25,6 +25,7 @@ from .membership import from_settings
 from .page.reports import WorkerReports
 from .page.routes import add_page, remember
 from .passthrough import PATHS, PassThrough, own_headers
+from .polling import polling
 from .probe import add_probe
 from .queue import Queue
 from .relaying import opened_relays
@@ -68,9 +69,10 @@ class Router:
         bound = config.max_connections and max(1, config.max_connections // 2)  # 0: no limit
         headers = services.worker_headers
         async with (
-            open_client(config, max_connections=bound, headers=headers) as prefill,
-            open_client(config, max_connections=bound, headers=headers) as decode,
-            open_client(config, max_connections=0, headers=headers) as control,
+            polling() as poller,
+            open_client(config, poller, max_connections=bound, headers=headers) as prefill,
+            open_client(config, poller, max_connections=bound, headers=headers) as decode,
+            open_client(config, poller, max_connections=0, headers=headers) as control,
             contextlib.AsyncExitStack() as stack,
         ):
             queue = Queue(config.queue_size, config.shares, divided=services.entry.tenants)
@@ -81,6 +83,7 @@ class Router:
                 pools=services.pools,
                 metrics=services.metrics,
                 clients=clients,
+                poller=poller,
                 control=control,
                 decisions=services.decisions,
                 records=services.records,

@@ -17,6 +17,10 @@ from aiohttp.http import HttpVersion11
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus}
 
 
+_CLOSES, _STAYS = "Connection: close\r\n", "Connection: keep-alive\r\n"
+_EVENTS = "Content-Type: text/event-stream; charset=utf-8\r\n"
+
+
 class _Sent(web.StreamResponse):
     """Tells aiohttp that the answer has been written, and whether the connection stays."""
 
@@ -49,6 +53,12 @@ class ClientConnection(Protocol):
     def writing_paused(self) -> bool:
         """The client reads more slowly than bytes come for it."""
 
+    def write(self, head: bytes, body: bytes = b"") -> None:
+        """Send these. Nothing if it is closed."""
+
+    def abort(self) -> None:
+        """Close it now."""
+
     async def drain(self) -> None:
         """Wait until it has read them. Raises ConnectionError if it leaves."""
 
@@ -67,6 +77,14 @@ class _OfAiohttp:
     def writing_paused(self) -> bool:
         return self._request.protocol.writing_paused
 
+    def write(self, head: bytes, body: bytes = b"") -> None:
+        if (transport := self._request.transport) is not None:
+            transport.write(head + body)
+
+    def abort(self) -> None:
+        if (transport := self._request.transport) is not None:
+            transport.abort()
+
     async def drain(self) -> None:
         await self._request.writer.drain()
 
@@ -74,11 +92,13 @@ class _OfAiohttp:
 class ClientAnswer:
     """To one request: `respond`, or `begin`, any number of `write` and `end`. Nothing waits; see `behind`."""
 
-    __slots__ = ("_chunked", "_connection", "keep", "begun", "ended")
+    __slots__ = ("_chunked", "_connection", "_kept", "keep", "begun", "ended")
 
     def __init__(self, connection: ClientConnection, *, chunked: bool = True, keep: bool = True) -> None:
         """chunked: it knows HTTP/1.1. keep: the connection stays after the answer."""
         self._connection, self._chunked, self.keep = connection, chunked, keep
+        self._kept = _CLOSES if not keep else "" if chunked else _STAYS
+        """The header that says so, where the version of HTTP does not."""
         self.begun = self.ended = False
 
     @classmethod
@@ -106,28 +126,28 @@ class ClientAnswer:
     def respond(self, status: int, content_type: str, lines: str, body: bytes) -> None:
         """The whole answer. lines: more headers, as they are sent."""
         self.begun = self.ended = True
-        transport = self._connection.transport
-        if transport is not None:
-            length = f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n"
-            transport.write(self._head(status, length, lines) + body)
+        line, kept = _STATUS_LINES.get(status) or f"HTTP/1.1 {status} \r\n", self._kept
+        length = f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n"
+        head = f"{line}{length}{lines}{kept}Date: {rfc822_formatted_time()}\r\n\r\n"
+        self._connection.write(head.encode(), body)
 
     def begin(self, lines: str, data: bytes) -> None:
         """The head of a stream of events, and the first of them."""
         self.begun = True
         framing = "Transfer-Encoding: chunked\r\n" if self._chunked else ""
-        self.keep = self.keep and self._chunked
-        head = self._head(200, f"Content-Type: text/event-stream; charset=utf-8\r\n{framing}", lines)
-        self._send(head + (self.chunk(data) if data else b""))
+        if not self._chunked:
+            self.keep, self._kept = False, _CLOSES
+        head = f"{_STATUS_LINES[200]}{_EVENTS}{framing}{lines}{self._kept}Date: {rfc822_formatted_time()}\r\n\r\n"
+        self._connection.write(head.encode(), self.chunk(data) if data else b"")
 
     def write(self, data: bytes) -> None:
         """At least a byte."""
-        transport = self._connection.transport
-        if transport is not None:
-            transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        self._connection.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     def write_chunks(self, data: bytes) -> None:
         """Bytes that are chunks already."""
-        self._send(data)
+        if data:
+            self._connection.write(data)
 
     def chunk(self, data: bytes) -> bytes:
         """As it is sent in a stream."""
@@ -147,7 +167,10 @@ class ClientAnswer:
         """Last bytes, perhaps none."""
         self.ended = True
         data = self.chunk(data) if data else b""
-        self._send(data + b"0\r\n\r\n" if self._chunked else data)
+        if self._chunked:
+            self._connection.write(data, b"0\r\n\r\n")
+        elif data:
+            self._connection.write(data)
 
     async def drain(self) -> None:
         """Wait until the client is no more `behind`. Raises ConnectionError if it leaves."""
@@ -165,23 +188,8 @@ class ClientAnswer:
 
     def abort(self) -> None:
         """Close the connection now."""
-        if (transport := self._connection.transport) is not None:
-            transport.abort()
+        self._connection.abort()
 
     def result(self) -> web.StreamResponse:
         """What the handler of the request returns to aiohttp."""
         return _SENT if self.keeps else _SENT_LAST
-
-    @property
-    def _kept(self) -> str:
-        return f"Connection: {'keep-alive' if self.keep else 'close'}\r\n"
-
-    def _head(self, status: int, framing: str, lines: str) -> bytes:
-        line = _STATUS_LINES.get(status) or f"HTTP/1.1 {status} \r\n"
-        kept = "" if self.keep and self._chunked else self._kept
-        return f"{line}{framing}{lines}{kept}Date: {rfc822_formatted_time()}\r\n\r\n".encode()
-
-    def _send(self, data: bytes) -> None:
-        transport = self._connection.transport
-        if transport is not None and data:
-            transport.write(data)

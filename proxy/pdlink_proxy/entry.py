@@ -95,7 +95,7 @@ class Entry:
             return False
         if self.api_keys:
             return said.get("authorization") in self._bearers or may_enter(self.api_keys, said)
-        return not self._refused_page(said)
+        return not refused_page(said, loopback=self._loopback, setting="api_keys")
 
     async def checked(self, request: web.Request) -> Call | web.Response:
         """The client's checked request, or the error response."""

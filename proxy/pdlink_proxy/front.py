@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, cast
 from aiohttp import web
 from aiohttp.tcp_helpers import tcp_keepalive, tcp_nodelay
 
-from pdlink._http import plain_request
+from pdlink._http import Requests
 from pdlink.api.openai import CHAT, COMPLETIONS
 from pdlink.few_lines import http_logger
 
@@ -29,56 +29,24 @@ if TYPE_CHECKING:
     from .app import Router
     from .request import Request
 
-MAX_HELD_NBYTES = 1 << 20
-"""Of a body that comes in parts; aiohttp waits for longer ones."""
-MAX_HEAD_NBYTES = 16 * 1024
-"""Of a head that comes in parts."""
 SWEEP_S = 1.0
 """Between two looks for connections that have been idle for too long."""
 
-_HEAD_END = b"\r\n\r\n"
-MAX_START_NBYTES = 64
-"""Of the first line of a request, as far as it is looked for."""
 
-
-class Front(asyncio.Protocol):
-    """One connection of a client. `ClientAnswer` writes to it."""
-
-    __slots__ = (
-        "_awaited_nbytes",
-        "_doors",
-        "_drained",
-        "_held",
-        "_request",
-        "_keeps",
-        "_paused",
-        "_waits",
-        "idle_since_s",
-        "transport",
-        "writing_paused",
-    )
+class Front(Requests, asyncio.Protocol):
+    """One connection of a client, to which `ClientAnswer` writes. Its requests are read natively
+    (`csrc/http/requests_py`). asyncio keeps it, and sends what its socket does not take at once; where that has TLS,
+    asyncio reads it, too."""
 
     def __init__(self, doors: Doors) -> None:
+        super().__init__(doors.paths)
         self._doors = doors
         self.transport: asyncio.Transport | None = None
         self.writing_paused = False
-        self.idle_since_s = doors.loop.time()
-        """Since its last request, or since the first bytes of the next one; while one runs, whenever it began."""
         self._request: Request | None = None
-        self._held: bytearray | None = None
-        """What has come and is not a whole request, or waits for the one that runs."""
-        self._awaited_nbytes = 0
-        """Of the request that is held, with its head; 0 until that is whole."""
-        self._waits = False
-        """For the rest of a request, since `idle_since_s`."""
         self._keeps = True
         self._paused = False
         self._drained: list[asyncio.Future[None]] | None = None
-
-    @property
-    def busy(self) -> bool:
-        """A request runs."""
-        return self._request is not None
 
     async def drain(self) -> None:
         """Wait until the client has read what it was sent. Raises ConnectionError if it leaves."""
@@ -89,28 +57,47 @@ class Front(asyncio.Protocol):
             self._drained = [*(self._drained or ()), waiter]
             await waiter
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Now if it is idle, else after the request that runs."""
         self._keeps = False
-        if self._request is None and self.transport is not None:
-            self.transport.close()
+        if not self.busy:
+            self._finish()
 
     def break_off(self) -> None:
         """End the request that runs, and the connection."""
         if self._request is not None:
             self._request.leave()
+        self._finish()
+
+    def abort(self) -> None:
+        """Close the connection now."""
+        self.close()
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _finish(self) -> None:
+        """Close the connection, once all is sent."""
+        self.hold()
         if self.transport is not None:
             self.transport.close()
 
     # ---- asyncio's
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)
-        tcp_keepalive(self.transport)
-        tcp_nodelay(self.transport, True)
+        self.transport = made = cast("asyncio.Transport", transport)
+        tcp_keepalive(made)
+        tcp_nodelay(made, True)
         self._doors.opened(self)
+        socket = made.get_extra_info("socket")
+        if socket is not None and made.get_extra_info("ssl_object") is None and not made.is_closing():
+            made.pause_reading()
+            self.open(self._doors.poller, socket.fileno())
+
+    def data_received(self, data: bytes) -> None:
+        self.feed(data)
 
     def connection_lost(self, error: Exception | None) -> None:
+        self.close()
         self.transport = None
         self._doors.closed(self)
         if self._request is not None:
@@ -130,69 +117,57 @@ class Front(asyncio.Protocol):
                 waiter.set_result(None)
         self._drained = None
 
-    def data_received(self, data: bytes) -> None:
-        held = self._held
-        if self._request is not None:  # the next request waits for the end of this one
-            self._held = held + data if held is not None else bytearray(data)
-            if not self._paused and self.transport is not None:
-                self._paused = True
-                self.transport.pause_reading()
-            return
-        if held is not None:
-            before = len(held)
-            held += data
-            if len(held) < self._awaited_nbytes:
-                return
-            if not self._awaited_nbytes and held.find(_HEAD_END, max(0, before - 3)) < 0 and self._may_grow(held):
-                return
-            data, self._held, self._awaited_nbytes = bytes(held), None, 0
-        self._read(data)
+    # ---- what the native part does not do itself
 
-    # ---- requests
-
-    def _read(self, data: bytes) -> None:
-        """The next request begins with these bytes."""
-        line = data.find(b"\r\n", 0, MAX_START_NBYTES) + 2
-        path = self._doors.paths.get(data[:line])
-        end = data.find(_HEAD_END, max(0, line - 2)) + 4
-        if end < 4 and self._may_grow(data):
-            self._hold(data, 0)
-            return
-        found = plain_request(data, line, end) if path is not None and end >= 4 else None
-        if path is None or found is None:
-            self._hand_over(data)
-            return
-        head, nbytes, keep = found
-        router = self._doors.router
-        if end + nbytes > len(data):
-            if nbytes > MAX_HELD_NBYTES or not router.services.entry.admits(head):
-                self._hand_over(data)
-            else:
-                self._hold(data, end + nbytes)
-            return
+    def take(self, path: str, said: dict[str, str], body: bytes, keep: bool) -> bool:
+        """A request is whole; whether it is served here."""
         client = ClientAnswer(self, keep=keep and self._keeps)
-        request = router.taken(path, head, data[end : end + nbytes], client, self._ended)
+        self._request = request = self._doors.router.taken(path, said, body, client, self._ended)
         if request is None:
-            self._hand_over(data)
-            return
-        self._request, self._waits = request, False
-        if end + nbytes < len(data):
-            self._held = bytearray(data[end + nbytes :])
-        request.begin()
-
-    @staticmethod
-    def _may_grow(head: bytes | bytearray) -> bool:
-        """Whether the rest of a head is waited for: of one that begins as HTTP does, and is not too long."""
-        line = head.find(b"\r\n")
-        if len(head) > MAX_HEAD_NBYTES or not head[:1].isupper():
             return False
-        return line < 0 or head[:line].endswith((b" HTTP/1.1", b" HTTP/1.0"))
+        request.begin()
+        return True
 
-    def _hold(self, data: bytes, awaited_nbytes: int) -> None:
-        """The rest is waited for: of a head, or until there are so many bytes."""
-        if not self._waits:
-            self._waits, self.idle_since_s = True, self._doors.loop.time()
-        self._held, self._awaited_nbytes = bytearray(data), awaited_nbytes
+    def admits(self, said: dict[str, str]) -> bool:
+        """Whether the body of a request with this head is waited for."""
+        return self._doors.router.services.entry.admits(said)
+
+    def hand_over(self, data: bytes) -> None:
+        """aiohttp goes on with the connection, from these bytes."""
+        transport = self.transport
+        if transport is None:
+            return
+        self.transport = None
+        native = self.is_open
+        self.close()
+        self._doors.closed(self)
+        handler = self._doors.aiohttp()
+        transport.set_protocol(handler)
+        if native:
+            transport.resume_reading()
+        handler.connection_made(transport)
+        handler.data_received(data)
+
+    def pause(self) -> None:
+        """The next request waits."""
+        self._paused = True
+        if self.is_open:
+            self.hold()
+        elif self.transport is not None:
+            self.transport.pause_reading()
+
+    def send_rest(self, data: bytes) -> None:
+        """What the socket did not take at once."""
+        if self.transport is not None:
+            self.transport.write(data)
+            self.clogged = self.transport.get_write_buffer_size() > 0
+
+    def broke(self, error: int) -> None:
+        """The client has ended its side, or the connection broke."""
+        if error:
+            self.abort()
+        else:
+            self._finish()
 
     def _ended(self) -> None:
         """The answer is written."""
@@ -201,45 +176,35 @@ class Front(asyncio.Protocol):
             return
         client = request.client
         if not (self._keeps and client.keep and client.ended):
-            self.transport.close()
+            self._finish()
             return
-        self.idle_since_s = self._doors.loop.time()
+        self.done()
         if self._paused:
             self._paused = False
-            self.transport.resume_reading()
-        if self._held:  # not from here: one request after the other would fill the stack
+            if self.is_open:
+                self.go_on()
+            else:
+                self.transport.resume_reading()
+        if self.has_held:  # not from here: one request after the other would fill the stack
             self._doors.loop.call_soon(self._read_on)
 
     def _read_on(self) -> None:
-        if (held := self._held) is not None and self._request is None and self.transport is not None:
-            self._held, self._awaited_nbytes = None, 0
-            self._read(bytes(held))
-
-    def _hand_over(self, data: bytes) -> None:
-        """aiohttp goes on with the connection, from these bytes."""
-        transport = self.transport
-        if transport is None:
-            return
-        self.transport, self._held = None, None
-        self._doors.closed(self)
-        handler = self._doors.aiohttp()
-        transport.set_protocol(handler)
-        handler.connection_made(transport)
-        handler.data_received(data)
+        if self.transport is not None:
+            self.read_on()
 
     def look(self, now_s: float, keepalive_s: float, wait_s: float) -> None:
         """Close it if it has been idle for too long, or if a head does not come. A body that does not come is
         aiohttp's to refuse."""
-        if self._request is not None or self.transport is None:
+        if self.busy or self.transport is None:
             return
-        if self._held is None:
+        if not self.has_held:
             if now_s - self.idle_since_s > keepalive_s:
-                self.transport.close()
+                self._finish()
         elif now_s - self.idle_since_s > wait_s:
-            if self._awaited_nbytes:
-                self._hand_over(bytes(self._held))
+            if self.has_head:
+                self.hand_over(self.take_held())
             else:
-                self.transport.close()
+                self._finish()
 
 
 class Doors(web.Server):
@@ -250,6 +215,8 @@ class Doors(web.Server):
         self.paths = {f"POST {path} HTTP/1.1\r\n".encode(): path for path in (COMPLETIONS, CHAT)}
         """By the first line of a request that is served here."""
         self.loop = asyncio.get_running_loop()
+        self.poller = router.services.shared.poller
+        """Reads the connections."""
         self._keepalive_s, self._body_s = keepalive_s, router.services.config.idle_timeout_s
         self._fronts: set[Front] = set()
         self._sweep: asyncio.TimerHandle | None = None
@@ -265,7 +232,7 @@ class Doors(web.Server):
         if self._sweep is None:
             self._sweep = self.loop.call_later(SWEEP_S, self._look)
         if self._closing:
-            front.close()
+            front.stop()
 
     def closed(self, front: Front) -> None:
         self._fronts.discard(front)
@@ -277,7 +244,7 @@ class Doors(web.Server):
         self._closing = True
         self.aiohttp.pre_shutdown()
         for front in list(self._fronts):
-            front.close()
+            front.stop()
 
     async def shutdown(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 -- aiohttp's
         """Requests that run have so long to end."""

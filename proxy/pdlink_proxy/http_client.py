@@ -19,6 +19,8 @@ from .http_connection import Address, Connection, Host, NoConnection
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pdlink._http import SocketPoller
+
     from .http_connection import AnswerListener, HttpError
 
 KEEPALIVE_S = 2.5
@@ -33,14 +35,15 @@ class HttpClient:
     def __init__(
         self,
         *,
+        poller: SocketPoller,
         connect_timeout_s: float,
         max_connections: int = 0,
         headers: Mapping[str, str] | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """max_connections: in use; 0 sets no limit. headers: of every request. tls: for https; None trusts the
-        system's authorities."""
-        self._connect_timeout_s, self._tls = connect_timeout_s, tls
+        """poller: reads its connections. max_connections: in use; 0 sets no limit. headers: of every request. tls:
+        for https; None trusts the system's authorities."""
+        self._poller, self._connect_timeout_s, self._tls = poller, connect_timeout_s, tls
         self._limit = max_connections
         self._headers = header_lines(
             {"Accept-Encoding": "identity", "Content-Type": "application/json", **(headers or {})}
@@ -85,9 +88,8 @@ class HttpClient:
         """Send a request, now if a connection is idle; tell the listener what comes. Loss is NoConnection,
         Disconnected or BadAnswer. lines: more headers, of `header_lines`."""
         host, begin = self._known.get((method, url)) or self._split(method, url)
-        head = b"%b%bContent-Length: %d\r\n\r\n" % (begin, lines, len(body))
         request = HttpRequest(self, host)
-        request.unsent = head, body, listener
+        request.unsent = begin, lines, body, listener
         if self._limit and len(self._running) >= self._limit:
             self._waiting.append(request)
         else:
@@ -107,8 +109,7 @@ class HttpClient:
                 if connection.keeps:
                     running.add(connection)
                     connection.reused = True
-                    head = b"%b%bContent-Length: %d\r\n\r\n" % (begin, lines, len(body))
-                    connection.ask(head, body, listener, self)
+                    connection.ask(begin, lines, body, listener, self)
                     return connection
         return self.start(method, url, listener, body, lines)
 
@@ -145,7 +146,9 @@ class HttpClient:
         error = NoConnection("the proxy ends")
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await loop.create_connection(Connection, address.host, address.port, ssl=tls)
+                _, connection = await loop.create_connection(
+                    lambda: Connection(self._poller), address.host, address.port, ssl=tls
+                )
             connection.host = request.host
             request.connecting = None
             request.sent_on(connection)
@@ -224,17 +227,17 @@ class HttpRequest:
         self._client, self.host = client, host
         self.connection: Connection | None = None
         """While it has one."""
-        self.unsent: tuple[bytes, bytes, AnswerListener] | None = None
-        """Head, body and listener until the connection has them: it has this request, and a cycle would wait for the
-        collector."""
+        self.unsent: tuple[bytes, bytes, bytes, AnswerListener] | None = None
+        """How it begins, headers, body and listener until the connection has them: it has this request, and a cycle
+        would wait for the collector."""
         self.connecting: asyncio.Task[None] | None = None
 
     def sent_on(self, connection: Connection) -> None:
         """It has a connection."""
         assert self.unsent is not None
-        (head, body, listener), self.unsent = self.unsent, None
+        (begin, lines, body, listener), self.unsent = self.unsent, None
         self.connection = connection
-        connection.ask(head, body, listener, self)
+        connection.ask(begin, lines, body, listener, self)
 
     def freed(self, _connection: Connection) -> None:
         """It needs its connection no more."""
@@ -243,7 +246,7 @@ class HttpRequest:
     def lost(self, error: HttpError) -> None:
         """It has no connection, and gets none."""
         if self.unsent is not None:
-            self.unsent[2].on_lost(error)
+            self.unsent[3].on_lost(error)
 
     def leave(self) -> None:
         """The answer is not wanted: the listener hears no more, and the worker aborts. Nothing after its end."""

@@ -1,31 +1,26 @@
 """One HTTP/1.1 connection to a worker: a request in one write, an answer told to its listener as it comes.
 
-No task and no queue lies between the socket and the listener: what one read of the socket brings is one call.
-`csrc/http` reads plain answers, which nearly all are, and `Unusual` the others.
+No task and no queue lies between the socket and the listener, who is called when a state is reached: once, of a whole
+answer. `csrc/http` reads plain answers, which nearly all are, and `Unusual` the others.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
+import os
 import socket
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast, overload
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import httptools
 
-from pdlink._http import BAD, BETWEEN, END, MORE, Answers
+from pdlink._http import BAD, END, MORE, Exchange, Headers
 from pdlink.config.listen import in_url
 
 if TYPE_CHECKING:
-    from pdlink._http import Head
-
-_T = TypeVar("_T")
+    from pdlink._http import SocketPoller
 
 MAX_HEAD_NBYTES = 64 * 1024
-_AT_ONCE_NBYTES = 64 * 1024
-"""A body of this size is written by itself: a copy beside its head takes longer."""
 
 # A vanished host sends no reset, and a stream that only reads never notices: TCP keep-alive probes after 10 s of
 # silence, and gives up after three unanswered probes 3 s apart.
@@ -83,60 +78,6 @@ class BadAnswer(HttpError):
         return cls(f"an answer of more than {max_nbytes} bytes")
 
 
-class Headers(Mapping[str, str]):
-    """Of an answer, as they came: names in any case, the first of a name. Decoded when they are asked for."""
-
-    __slots__ = ("_pairs", "is_json")
-
-    def __init__(self, pairs: list[tuple[bytes, bytes]], is_json: bool = False) -> None:
-        """is_json: they are known to say so."""
-        self._pairs, self.is_json = pairs, is_json
-
-    def __getitem__(self, name: str) -> str:
-        if (found := self.get(name)) is None:
-            raise KeyError(name)
-        return found
-
-    @overload
-    def get(self, name: str, /) -> str | None: ...
-
-    @overload
-    def get(self, name: str, default: str, /) -> str: ...
-
-    @overload
-    def get(self, name: str, default: _T, /) -> str | _T: ...
-
-    def get(self, name: str, default: object = None, /) -> object:
-        wanted = _lower(name)
-        num = len(wanted)
-        for found, value in self._pairs:
-            if len(found) == num and found.lower() == wanted:
-                return value.decode("utf-8", "surrogateescape")
-        return default
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys(name.decode("latin-1") for name, _ in self._pairs))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    @property
-    def content_type(self) -> str:
-        """Without parameters; empty if there is none."""
-        if self.is_json:
-            return "application/json"
-        for name, value in self._pairs:
-            if len(name) == 12 and name.lower() == b"content-type":
-                return value.partition(b";")[0].strip().lower().decode("latin-1")
-        return ""
-
-
-@functools.lru_cache(256)
-def _lower(name: str) -> bytes:
-    """Of a header, as this code names it."""
-    return name.lower().encode("latin-1", "replace")
-
-
 class AnswerListener:
     """Hears one answer, and its end or its loss."""
 
@@ -169,112 +110,69 @@ class Uses(Protocol):
         """The connection is not needed any more, for this."""
 
 
-class Connection(asyncio.Protocol):
-    """One request at a time uses it."""
+class Connection(Exchange, asyncio.Protocol):
+    """One request at a time uses it: `ask`, `leave` and what the listener hears are native (`csrc/http/exchange_py`).
+    Here is what is seldom needed.
 
-    __slots__ = (
-        "_answers",
-        "_between",
-        "_headers",
-        "_heard",
-        "_lent",
-        "_listener",
-        "_lost",
-        "_nbytes",
-        "_parts",
-        "_paused",
-        "_status",
-        "_transport",
-        "_unusual",
-        "_uses",
-        "host",
-        "idle_since_s",
-        "keeps",
-        "reused",
-    )
+    asyncio connects it, and sends what the socket does not take at once. Its socket is read natively; where that has
+    TLS, asyncio reads it, too.
+    """
+
     host: Host
     """Where it leads; the client sets it."""
-    _headers: Headers
 
-    def __init__(self) -> None:
-        self.reused = False
+    def __init__(self, poller: SocketPoller) -> None:
+        super().__init__()
         self.idle_since_s = 0.0
+        self._poller = poller
         self._transport: asyncio.Transport | None = None
-        self._answers = Answers()
         self._unusual: Unusual | None = None
         """Reads the present answer, if it is not plain."""
-        self._listener: AnswerListener | None = None
-        self._uses: Uses | None = None
-        self._status = 0
-        self._parts: list[bytes] = []
-        """Of the body, for a listener that hears it whole."""
-        self._nbytes = 0
-        """Of them."""
-        self.keeps = True
-        """The worker keeps the connection: it can be used once more."""
-        self._paused = False
-        self._between = 0
-        """Not 0 if what was read ends between two chunks."""
-        self._lent = False
-        """Somebody else reads the socket."""
         self._lost = False
-        self._heard = False
-        """Something of the answer has come."""
-
-    def ask(self, head: bytes, body: bytes, listener: AnswerListener, uses: Uses) -> None:
-        """uses: hears that the connection is free before the listener hears of the end."""
-        transport = self._transport
-        if transport is None:
-            raise RuntimeError("asks before it is connected")
-        self._listener, self._uses = listener, uses
-        self._heard, self._nbytes = False, 0
-        if len(body) < _AT_ONCE_NBYTES:
-            transport.write(head + body)
-        else:
-            transport.write(head)
-            transport.write(body)
 
     def leave(self) -> None:
         """The listener hears no more, and the worker aborts."""
-        self._end(MORE)
+        self.close()
+        self.end(MORE)
         self.abort()
 
     def pause(self) -> None:
         """Read no more of the answer, until `resume`."""
-        if not self._paused and self._transport is not None and not self._lost:
-            self._paused = True
-            self._transport.pause_reading()
+        if not self.paused and self._transport is not None and not self._lost:
+            self.paused = True
+            if self.is_open:
+                self.hold()
+            else:
+                self._transport.pause_reading()
 
     def resume(self) -> None:
-        if self._paused and self._transport is not None and not self._lost:
-            self._paused = False
-            self._transport.resume_reading()
+        if self.paused and self._transport is not None and not self._lost:
+            self.paused = False
+            if self.is_open:
+                self.go_on()
+            else:
+                self._transport.resume_reading()
 
     def lend(self) -> int | None:
         """The number of its socket, which the caller alone reads until `give_back`; None unless this is between two
         chunks of an answer, of which the listener hears now, and the bytes on the socket are HTTP."""
         transport = self._transport
-        if not self._between or transport is None or transport.is_closing():
+        if not self.between or not self.is_open or transport is None or transport.is_closing():
             return None
-        made = transport.get_extra_info("socket")
-        if made is None or transport.get_extra_info("ssl_object") is not None:
-            self._between = 0
-            return None
-        transport.pause_reading()
-        self._lent = True
-        return int(made.fileno())
+        self.hold()
+        return int(transport.get_extra_info("socket").fileno())
 
     def give_back(self, unread: bytes) -> None:
         """Whole chunks have been read from its socket, and these bytes."""
-        if not self._lent or self._lost or self._transport is None or self._transport.is_closing():
+        if not self.is_open or self._lost or self._transport is None or self._transport.is_closing():
             return
-        self._lent = False
-        if not self._paused:
-            self._transport.resume_reading()
+        if not self.paused:
+            self.go_on()
         if unread:
-            self.data_received(unread)
+            self.feed(unread)
 
     def abort(self) -> None:
+        self.close()
         if self._transport is not None:
             self._transport.abort()
 
@@ -285,104 +183,72 @@ class Connection(asyncio.Protocol):
     # ---- asyncio's
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
-        made = transport.get_extra_info("socket")
-        if made is not None and made.family != socket.AF_UNIX:
+        self._transport = made = cast("asyncio.Transport", transport)
+        socket_of = transport.get_extra_info("socket")
+        if socket_of is not None and socket_of.family != socket.AF_UNIX:
             for level, option, value in _SOCKET_OPTIONS:
-                made.setsockopt(level, option, value)
+                socket_of.setsockopt(level, option, value)
+        if socket_of is not None and transport.get_extra_info("ssl_object") is None:
+            made.pause_reading()
+            self.open(self._poller, socket_of.fileno())
 
     def data_received(self, data: bytes) -> None:
-        listener = self._listener
-        if listener is None:  # nobody has asked
-            self.keeps = False
-            self.abort()
-            return
-        self._heard = True
-        fed = self._answers.feed(data) if self._unusual is None else None
-        if fed is None:
-            self._unusual = unusual = self._unusual or Unusual()
-            fed = unusual.feed(data)
-        head, body, where = fed
-        if head is not None:
-            self._status, pairs, is_json = head
-            self._headers = Headers(pairs, is_json)
-            if not listener.most_nbytes:
-                listener.on_head(self._status, self._headers)
-                if self._listener is not listener:  # it has left
-                    return
-        if most := listener.most_nbytes:
-            self._nbytes = nbytes = self._nbytes + len(body)
-            if nbytes > most:
-                self._fail(BadAnswer.too_long(most))
-            elif where & END:
-                if self._parts:
-                    self._parts.append(body)
-                    body = self._joined()
-                if where == END and self._unusual is None and not self._paused:  # nearly all
-                    uses, self._listener, self._uses = self._uses, None, None
-                    if uses is not None:
-                        uses.freed(self)
-                else:
-                    self._end(where)
-                listener.on_whole(self._status, self._headers, body)
-            elif where & BAD:
-                self._fail(self._bad())
-            elif body:
-                self._parts.append(body)
-            return
-        if body:
-            self._between = where & BETWEEN
-            listener.on_data(body)
-            if self._listener is not listener:
-                return
-        if where & END:
-            self._end(where)
-            listener.on_end()
-        elif where & BAD:
-            self._fail(self._bad())
+        self.feed(data)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._lost, self.keeps = True, False
-        listener, unusual = self._listener, self._unusual
-        if listener is None or error is not None or unusual is None or not unusual.ends_with_connection:
-            self._fail(WorkerGone(error, reused=self.reused, answered=self._heard))
+        self.close()
+        if self._lost:
             return
-        body = self._joined()
-        self._end(MORE)
+        self._lost, self.keeps = True, False
+        listener, unusual = self.listener, self._unusual
+        if listener is None or error is not None or unusual is None or not unusual.ends_with_connection:
+            self._fail(WorkerGone(error, reused=self.reused, answered=self.heard))
+            return
+        status, headers, body = self.leave_off()
         if listener.most_nbytes:
-            listener.on_whole(self._status, self._headers, body)
+            listener.on_whole(status, headers, body)
         else:
             listener.on_end()
 
-    # ---- ends
+    # ---- what the native part does not do itself
 
-    def _end(self, where: int) -> None:
-        """The answer is over: the connection is free."""
-        if where & MORE:
-            self.keeps = False
-        if self._paused:
-            self.resume()
-        self._unusual, self._between = None, 0
-        uses, self._listener, self._uses = self._uses, None, None
-        if uses is not None:
-            uses.freed(self)
+    def broke(self, error: int) -> None:
+        """Its socket has ended, or broken."""
+        self.connection_lost(OSError(error, os.strerror(error)) if error else None)
+        self.abort()
+
+    def send_rest(self, data: bytes) -> None:
+        """What the socket did not take at once."""
+        transport = self._transport
+        if transport is None:
+            raise RuntimeError("asks before it is connected")
+        transport.write(data)
+        self.clogged = transport.get_write_buffer_size() > 0
+
+    def unusual(self, data: bytes) -> tuple[tuple[int, Headers] | None, bytes, int]:
+        """Bytes of an answer that is not plain: see `Unusual.feed`."""
+        self._unusual = unusual = self._unusual or Unusual()
+        return unusual.feed(data)
+
+    def usual(self) -> None:
+        """Such an answer is over."""
+        self._unusual = None
+
+    def too_long(self, most_nbytes: int) -> None:
+        self._fail(BadAnswer.too_long(most_nbytes))
+
+    def bad(self, _most_nbytes: int) -> None:
+        unusual = self._unusual
+        self._fail(BadAnswer(unusual.problem if unusual is not None else "its answer is not HTTP: its chunks"))
 
     def _fail(self, error: HttpError) -> None:
         self.keeps = False
-        listener = self._listener
-        self._end(MORE)
+        listener = self.listener
+        self.close()
+        self.end(MORE)
         self.abort()
         if listener is not None:
             listener.on_lost(error)
-
-    def _bad(self) -> BadAnswer:
-        return BadAnswer(self._unusual.problem if self._unusual is not None else "its answer is not HTTP: its chunks")
-
-    def _joined(self) -> bytes:
-        """The body, whose parts are not kept."""
-        body = b"".join(self._parts)
-        self._parts.clear()
-        return body
 
 
 class Unusual:
@@ -405,8 +271,9 @@ class Unusual:
         self.problem = ""
         """Why it cannot be read."""
 
-    def feed(self, data: bytes) -> tuple[Head | None, bytes, int]:
-        """As of `Answers`; MORE also says that the connection does not stay."""
+    def feed(self, data: bytes) -> tuple[tuple[int, Headers] | None, bytes, int]:
+        """Status and headers, if they are whole with these bytes; what they have of the body; and which of END, BAD
+        and MORE is so. MORE: something came behind it, or the connection does not stay."""
         where, head = 0, None
         try:
             self._parser.feed_data(data)
@@ -416,7 +283,7 @@ class Unusual:
         if not self._told:
             self._head_nbytes += len(data)
             if self._status:
-                self._told, head = True, (self._status, self._pairs, False)
+                self._told, head = True, (self._status, Headers(self._pairs))
             elif self._head_nbytes > MAX_HEAD_NBYTES:
                 self.problem, where = f"the head of an answer of more than {MAX_HEAD_NBYTES} bytes", BAD
         body = b"".join(self._parts[: self._end])

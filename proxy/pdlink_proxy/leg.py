@@ -17,9 +17,11 @@ from .upstream import describe, loss_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pdlink._http import Headers
+
     from .alarms import Alarms
     from .http_client import HttpClient, HttpRequest
-    from .http_connection import Connection, Headers, HttpError
+    from .http_connection import Connection, HttpError
     from .steps import Loss
     from .table import WorkerState
     from .worker import Worker

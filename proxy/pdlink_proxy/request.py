@@ -64,11 +64,11 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Coroutine, Mapping
 
+    from pdlink._http import Headers
     from pdlink.api.openai import Call
     from pdlink.observe.sources import Sourced
 
     from .client_answer import ClientAnswer
-    from .http_connection import Headers
     from .leg import WorkerLeg
     from .shared import Shared
     from .spans import RequestTrace
@@ -475,8 +475,7 @@ class Request:
                 attempt.note_kv(said.kv)
             if said.source is not None:
                 self._tell_source(leg.worker, said.source)
-        kind = "application/json" if headers.is_json else headers.content_type
-        self.happen(Answered(leg.attempt, leg.leg, status=status, body=body, content_type=kind))
+        self.happen(Answered(leg.attempt, leg.leg, status=status, body=body, content_type=headers.content_type))
         leg.close(well=True)
 
     def lost(self, leg: WorkerLeg, loss: Loss, detail: str) -> None:

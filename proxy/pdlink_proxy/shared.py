@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
     from typing import Any
 
+    from pdlink._http import SocketPoller
     from pdlink.api.openai import Call
     from pdlink.config import ProxyConfig
 
@@ -44,6 +45,8 @@ class Shared:
     clients: dict[Leg, HttpClient]
     """One for each leg: if connections are bounded, decode legs that wait for KV must not hold the connections of
     their prefill legs."""
+    poller: SocketPoller
+    """Reads the connections of clients and workers."""
     control: HttpClient
     """For health and stop, which must get through when all connections of the legs are in use."""
     decisions: Decisions

@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from pdlink._http import Headers
+
 from .access import worker_tls
 from .http_client import HttpClient, header_lines
-from .http_connection import AnswerListener, BadAnswer, Headers, HttpError, NoConnection, WorkerGone
+from .http_connection import AnswerListener, BadAnswer, HttpError, NoConnection, WorkerGone
 from .steps import Loss
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
+    from pdlink._http import SocketPoller
     from pdlink.config import ProxyConfig
 
     from .http_client import HttpRequest
@@ -33,9 +36,12 @@ MAX_REPLY_NBYTES = 64 * 1024
 _OUT_OF_SOCKETS = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
 
 
-def open_client(config: ProxyConfig, *, max_connections: int, headers: Mapping[str, str] | None = None) -> HttpClient:
+def open_client(
+    config: ProxyConfig, poller: SocketPoller, *, max_connections: int, headers: Mapping[str, str] | None = None
+) -> HttpClient:
     """For many requests; a context manager. headers: the proxy's own, for every request."""
     return HttpClient(
+        poller=poller,
         connect_timeout_s=config.connect_timeout_s,
         max_connections=max_connections,
         headers=headers,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from aiohttp import web
 
+from pdlink._http import Headers
 from pdlink_proxy import http_client
 from pdlink_proxy.http_client import HttpClient, HttpRequest
 from pdlink_proxy.http_connection import (
@@ -17,11 +18,11 @@ from pdlink_proxy.http_connection import (
     AnswerListener,
     BadAnswer,
     Connection,
-    Headers,
     HttpError,
     NoConnection,
     WorkerGone,
 )
+from pdlink_proxy.polling import polling
 from pdlink_proxy.upstream import answer_of
 from tests.proxy.fakes import until
 
@@ -67,8 +68,10 @@ def saying(*pieces: bytes, close: bool = True) -> Talk:
     return talk
 
 
-def client(**more: object) -> HttpClient:
-    return HttpClient(connect_timeout_s=5, **more)  # type: ignore[arg-type]
+@contextlib.asynccontextmanager
+async def client(**more: object) -> AsyncIterator[HttpClient]:
+    async with polling() as poller, HttpClient(poller=poller, connect_timeout_s=5, **more) as http:  # type: ignore[arg-type]
+        yield http
 
 
 async def body_of(talk: Talk, max_nbytes: int = 1 << 20) -> bytes:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdlink._http import Headers
 from pdlink.breaker import Breaker
-from pdlink_proxy.http_connection import Headers
 from pdlink_proxy.leg import MIN_PACE_NBYTES, MIN_PACE_TOKENS, LegAccount, WorkerLeg
 from pdlink_proxy.outliers import MIN_LEGS, Outlier, leave_out
 from pdlink_proxy.steps import Leg

@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import msgspec
 
+from pdlink._http import Headers, SocketPoller
 from pdlink.api.health import Health
 from pdlink.api.openai import COMPLETIONS, parse
 from pdlink.config import ProxyConfig
@@ -37,7 +38,7 @@ from pdlink_proxy import worker as of_worker
 from pdlink_proxy.client_answer import ClientAnswer
 from pdlink_proxy.decisions import Decisions
 from pdlink_proxy.dialects import DIALECTS
-from pdlink_proxy.http_connection import Headers, NoConnection, WorkerGone
+from pdlink_proxy.http_connection import NoConnection, WorkerGone
 from pdlink_proxy.members import ListedWorker, Members
 from pdlink_proxy.membership import Membership
 from pdlink_proxy.metrics import Metrics
@@ -208,10 +209,13 @@ class Client:
 
     @property
     def transport(self) -> Any:
-        return SimpleNamespace(write=self._write, is_closing=lambda: self.left, abort=lambda: None)
+        return SimpleNamespace(is_closing=lambda: self.left)
 
-    def _write(self, data: bytes) -> None:
-        self.said += data
+    def write(self, head: bytes, body: bytes = b"") -> None:
+        self.said += head + body
+
+    def abort(self) -> None:
+        pass
 
     @property
     def status(self) -> int:
@@ -253,7 +257,16 @@ class World:
         clients = {Leg.PREFILL: client, Leg.DECODE: client}
         queue = Queue(self.config.queue_size, self.config.shares)
         self.shared = Shared(
-            self.config, self.dialect, self.pools, Metrics(), clients, client, Decisions(), Records(), queue
+            self.config,
+            self.dialect,
+            self.pools,
+            Metrics(),
+            clients,
+            SocketPoller(),
+            client,
+            Decisions(),
+            Records(),
+            queue,
         )
         self.membership = Membership(self.pools, self._watch, self.dialect, changed=self.shared.serve_queue)
         self._by_id: dict[str, Client] = {}

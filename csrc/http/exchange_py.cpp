@@ -1,0 +1,223 @@
+// A connection to a worker, for Python: it sends a request in one write, reads the answer, and tells the request's
+// listener of a state only when that is reached. `pdlink/_http.pyi` is its manual.
+#include <nanobind/stl/shared_ptr.h>
+
+#include <array>
+#include <charconv>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "http/answers.h"
+#include "http/http_py.h"
+#include "http/socket.h"
+
+namespace pdlink::http {
+namespace {
+
+constexpr std::size_t kKeptNbytes = 64 * 1024;  // of memory for answers, between two of them
+
+class Exchange : public Socket {
+  public:
+    void ask(const nb::bytes& begin, const nb::bytes& lines, const nb::bytes& body, nb::object listener,
+             nb::object uses);
+    void feed(std::string_view bytes);
+    void end(unsigned where);
+    nb::tuple leave();
+
+    void came(std::string_view bytes) override;
+    void ended(int error) override;
+
+    nb::object listener, uses;
+    bool keeps = true, reused = false, heard = false, between = false, paused = false;
+    bool clogged = false;  // the transport has bytes to send, so all that follows goes there, too
+
+    // Of the collector.
+    static int traverse(PyObject* self, visitproc visit, void* arg) {
+        Py_VISIT(Py_TYPE(self));
+        if (!nb::inst_ready(self)) return 0;
+        const Exchange* const one = nb::inst_ptr<Exchange>(self);
+        Py_VISIT(one->listener.ptr());
+        Py_VISIT(one->uses.ptr());
+        Py_VISIT(one->headers_.ptr());
+        return 0;
+    }
+    static int clear(PyObject* self) {
+        if (!nb::inst_ready(self)) return 0;
+        Exchange* const one = nb::inst_ptr<Exchange>(self);
+        one->listener.reset();
+        one->uses.reset();
+        one->headers_.reset();
+        return 0;
+    }
+
+  private:
+    nb::object self() { return nb::find(this); }
+    void hear(std::string_view bytes);
+    void whole(std::string_view body, unsigned where);
+    void fail(const char* why);
+
+    Answers answers_;
+    bool unusual_ = false;  // Python reads the present answer
+    std::size_t most_ = 0;  // of a body that the listener hears whole; 0: in parts
+    int status_ = 0;
+    nb::object headers_;  // of the present answer
+    std::string body_;    // as far as it came, for a listener that hears it whole
+};
+
+void Exchange::ask(const nb::bytes& begin, const nb::bytes& lines, const nb::bytes& body, nb::object to,
+                   nb::object used_by) {
+    listener = std::move(to);
+    uses = std::move(used_by);
+    heard = false;
+    most_ = nb::cast<std::size_t>(listener.attr("most_nbytes"));
+    std::array<char, 24> digits;
+    const auto [stop, error] = std::to_chars(digits.data(), digits.data() + digits.size(), body.size());
+    std::string head;
+    head.reserve(begin.size() + lines.size() + 64);
+    head.append(view(begin)).append(view(lines)).append("Content-Length: ");
+    head.append(digits.data(), error == std::errc{} ? static_cast<std::size_t>(stop - digits.data()) : 0);
+    head.append("\r\n\r\n");
+    const std::size_t nbytes = head.size() + body.size(), done = clogged ? 0 : send(head, view(body));
+    if (done == nbytes) return;
+    head.append(view(body));
+    self().attr("send_rest")(bytes_of(std::string_view(head).substr(done)));
+}
+
+void Exchange::came(std::string_view bytes) {
+    const nb::object mine = self();  // a listener may drop it
+    try {
+        feed(bytes);
+    } catch (...) {
+        keeps = false;
+        mine.attr("abort")();
+        throw;
+    }
+}
+
+void Exchange::ended(int error) {
+    const nb::object mine = self();
+    hold();
+    mine.attr("broke")(error);
+}
+
+void Exchange::feed(std::string_view bytes) {
+    if (!listener.is_valid()) {  // nobody has asked
+        keeps = false;
+        self().attr("abort")();
+        return;
+    }
+    heard = true;
+    hear(bytes);
+}
+
+void Exchange::hear(std::string_view bytes) {
+    std::optional<Part> part;
+    nb::object told;  // holds the bytes of an unusual answer
+    if (!unusual_ && !(part = answers_.feed(bytes))) unusual_ = true;
+    if (unusual_) {
+        told = self().attr("unusual")(bytes_of(bytes));
+        part = Part{{}, view(nb::borrow<nb::bytes>(told[1])), nb::cast<unsigned>(told[2])};
+    }
+    const nb::object mine = listener;
+    const bool begins = unusual_ ? !told[0].is_none() : part->head.has_value();
+    const unsigned where = part->where;
+    if (begins) {
+        status_ = unusual_ ? nb::cast<int>(told[0][0]) : part->head->status;
+        headers_ = unusual_ ? nb::object(told[0][1]) : headers_of(*part->head);
+        if (most_ == 0) {
+            mine.attr("on_head")(status_, headers_);
+            if (!listener.is(mine)) return;  // it has left
+            most_ = nb::cast<std::size_t>(mine.attr("most_nbytes"));
+        }
+    }
+    if (most_ != 0) {
+        whole(part->body, where);
+        return;
+    }
+    if (!part->body.empty()) {
+        between = (where & kBetween) != 0;
+        mine.attr("on_data")(bytes_of(part->body));
+        if (!listener.is(mine)) return;
+    }
+    if ((where & kEnd) != 0) {
+        end(where);
+        mine.attr("on_end")();
+    } else if ((where & kBad) != 0) {
+        fail("bad");
+    }
+}
+
+void Exchange::whole(std::string_view body, unsigned where) {
+    if (body_.size() + body.size() > most_) {
+        fail("too_long");
+    } else if ((where & kEnd) != 0) {
+        const nb::object mine = listener, headers = std::exchange(headers_, nb::object());
+        nb::bytes all = body_.empty() ? bytes_of(body) : bytes_of(body_.append(body));
+        const int status = status_;
+        end(where);
+        mine.attr("on_whole")(status, headers, all);
+    } else if ((where & kBad) != 0) {
+        fail("bad");
+    } else {
+        body_.append(body);
+    }
+}
+
+void Exchange::end(unsigned where) {
+    if ((where & kMore) != 0) keeps = false;
+    if (body_.capacity() > kKeptNbytes) body_ = {};
+    body_.clear();
+    between = false;
+    const nb::object mine = self();
+    if (std::exchange(unusual_, false)) mine.attr("usual")();
+    if (paused) mine.attr("resume")();
+    listener.reset();
+    headers_.reset();
+    if (const nb::object freed = std::exchange(uses, nb::object()); freed.is_valid()) freed.attr("freed")(mine);
+}
+
+// The answer is over without its end: its body as far as it came, and its head.
+nb::tuple Exchange::leave() {
+    const nb::tuple found = nb::make_tuple(status_, headers_.is_valid() ? headers_ : nb::none(), bytes_of(body_));
+    end(kMore);
+    return found;
+}
+
+void Exchange::fail(const char* why) { self().attr(why)(most_); }
+
+}  // namespace
+
+void add_exchange(nb::module_& m) {
+    nb::class_<SocketPoller>(m, "SocketPoller")
+        .def(nb::init<>())
+        .def_prop_ro("fd", &SocketPoller::fd)
+        .def("turn", &SocketPoller::turn);
+    PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&Exchange::traverse)},
+                           {Py_tp_clear, reinterpret_cast<void*>(&Exchange::clear)},
+                           {0, nullptr}};
+    nb::class_<Socket>(m, "Socket")
+        .def("open", &Socket::open, "poller"_a, "socket"_a)
+        .def("close", &Socket::close)
+        .def_prop_ro("is_open", &Socket::is_open)
+        .def("hold", &Socket::hold)
+        .def("go_on", &Socket::go_on);
+    nb::class_<Exchange, Socket>(m, "Exchange", nb::type_slots(slots))
+        .def(nb::init<>())
+        .def("ask", &Exchange::ask, "begin"_a, "lines"_a, "body"_a, "listener"_a, "uses"_a)
+        .def(
+            "feed", [](Exchange& self, const nb::bytes& data) { self.feed(view(data)); }, "data"_a)
+        .def("end", &Exchange::end, "where"_a)
+        .def("leave_off", &Exchange::leave)
+        .def_prop_ro("listener",
+                     [](const Exchange& self) { return self.listener.is_valid() ? self.listener : nb::none(); })
+        .def_rw("keeps", &Exchange::keeps)
+        .def_rw("reused", &Exchange::reused)
+        .def_rw("clogged", &Exchange::clogged)
+        .def_rw("paused", &Exchange::paused)
+        .def_rw("between", &Exchange::between)
+        .def_ro("heard", &Exchange::heard);
+}
+
+}  // namespace pdlink::http
