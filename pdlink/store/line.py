@@ -145,7 +145,7 @@ class Line:
                 self._width.ended(time.monotonic(), waiting=len(self._jobs))
                 self._have(0 if self._ended else self._width.now)
             if self._jobs:  # this thread takes the next one; a thread that wakes up for nothing costs two switches
-                self._changed.notify(max(0, self._most - self._running - 1))
+                self._changed.notify(max(0, min(len(self._jobs), self._most - self._running) - 1))
 
 
 class Width:

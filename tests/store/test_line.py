@@ -29,6 +29,32 @@ def test_jobs_are_done_in_order_and_one_that_raises_costs_itself_only() -> None:
     assert done == [1, 2]
 
 
+@pytest.mark.parametrize(("num_waiting", "woken"), [(1, 0), (3, 2), (9, 3)])
+def test_no_more_threads_wake_than_jobs_wait(num_waiting: int, woken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that ends a job takes the first of them."""
+    line, begun, go_on = Line("line", 4), threading.Event(), threading.Event()
+
+    def first() -> None:
+        begun.set()
+        go_on.wait(WAIT_S)
+
+    line.put(first, alone=True)
+    assert begun.wait(WAIT_S)
+    done = [line.submit(lambda: None) for _ in range(num_waiting)]
+    told, right = list[int](), line._changed.notify
+
+    def notify(n: int = 1) -> None:
+        told.append(n)
+        right(n)
+
+    monkeypatch.setattr(line._changed, "notify", notify)
+    go_on.set()
+    for each in done:
+        each.result(WAIT_S)
+    line.close(WAIT_S)
+    assert told[0] == woken
+
+
 def test_what_is_in_line_is_done_before_the_end_and_what_comes_later_is_refused() -> None:
     line, go_on = Line("line", 2), threading.Event()
     done: list[int] = []
