@@ -17,6 +17,7 @@ from aiohttp import web
 from pdlink import threads
 from pdlink.api import kv_path
 from pdlink.api.errors import stream_error
+from pdlink.api.fields import decoder
 from pdlink.api.legs import MAX_ID_CHARS
 from pdlink.api.openai import CHAT, COMPLETIONS
 from pdlink.config import is_loopback
@@ -147,6 +148,8 @@ def build_app(worker: Worker, http_key: str | None = None) -> web.Application:
             stop_listening()
         reader.shutdown(wait=False, cancel_futures=True)
 
+    for kind in (CompletionRequest, ChatRequest):
+        decoder(kind)  # made here, in 2 ms that the first request would wait for
     app.router.add_post(COMPLETIONS, partial(generate, CompletionRequest))
     app.router.add_post(CHAT, partial(generate, ChatRequest))
     app.router.add_post("/tokenize", tokenize)
