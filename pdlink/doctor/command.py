@@ -189,10 +189,10 @@ def _fetched(url: str, path: str, headers: Mapping[str, str], body: dict[str, An
     if not isinstance(answer, dict):
         raise CannotFetch(f"{url} answered {status} with something else; is it a pdlink proxy?")
     if path == "/health" and status in (200, 503):  # 503: it lacks workers, which is to be told
-        if isinstance(answer.get("prefill"), list):
+        if isinstance(answer.get("prefill"), list) or answer.get("role") == "store":
             return answer
         if set(answer) != {"status"}:
-            raise CannotFetch(f"{url} is no pdlink proxy; give the URL of the proxy, not of a worker")
+            raise CannotFetch(f"{url} is no pdlink proxy; give the URL of the proxy or of a store, not of a worker")
         status = 401
     if status == 401:
         raise CannotFetch(f"{url} asks for a key; give --key-file FILE with one of its api_keys")

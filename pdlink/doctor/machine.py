@@ -18,6 +18,7 @@ from pdlink.config import ProxyConfig, StoreConfig, UpConfig, WorkerConfig, is_l
 from pdlink.config.listen import HostPort
 from pdlink.errors import ConfigError
 from pdlink.extras import installing
+from pdlink.memory.available import available_nbytes
 from pdlink.observe.findings import Finding
 from pdlink.serve.keys import load_credentials
 from pdlink.store.line import Line
@@ -175,7 +176,7 @@ def _ports(settings: WorkerConfig | ProxyConfig | StoreConfig) -> list[Finding]:
 
 def _tiers(tiers: TiersConfig, name: str) -> list[Finding]:
     found = []
-    if (room := _available_nbytes()) is not None and tiers.max_local_cpu_size * _GIB > room:
+    if tiers.max_local_cpu_size * _GIB > (room := available_nbytes()):
         text = f"tiers.max_local_cpu_size = {tiers.max_local_cpu_size:g} GiB, and {room / _GIB:.1f} GiB are free"
         found.append(Finding("warn", "memory", text, "take less, or leave it as it is if others end first"))
     size = (tiers.max_local_disk_size or 0.0) / max(1, len(tiers.disks))
@@ -243,11 +244,3 @@ def _used_nbytes(path: Path) -> int:
         return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
     except OSError:
         return 0
-
-
-def _available_nbytes() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return None

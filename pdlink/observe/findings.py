@@ -42,6 +42,8 @@ SAME_MODEL = "start both with the same model, revision and dtype"
 
 _ROOM = "free memory on its host, or lower tiers.max_local_cpu_size"
 _TIER_ROOM = "free room there, or lower tiers.max_local_disk_size; where it failed, read the worker's log"
+_SERVER = "see that it runs, has room and takes pdlink's user, and that tiers.remote_url is right"
+_REMEDIES = {"memory": _ROOM, "valkey": _SERVER, "objects": _SERVER}
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -72,7 +74,7 @@ def of_places(label: str, problems: Mapping[str, str], url: str = "") -> list[Fi
             level="warn",
             about=label,
             text=f"its {place} keeps less KV than the settings say: {why}",
-            remedy=_ROOM if place == "memory" else _TIER_ROOM,
+            remedy=_REMEDIES.get(place.partition("-")[0], _TIER_ROOM),
             kind="place",
             command=f"pdlink cache stats {url}" if url else "",
         )

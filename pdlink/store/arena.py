@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_GIB = 1 << 30
 STEP_NBYTES = 64 << 20
 """Granted at a time. A step that a slot lies in has memory in whole."""
 _PIECE_NBYTES = 8 << 20
@@ -84,6 +85,16 @@ class Arena:
     @property
     def nbytes(self) -> int:
         return self.buffer.nbytes
+
+    def shortage(self) -> str:
+        """Why it has less memory than it may take, or cannot have it now; empty if neither."""
+        missing = self.nbytes - self._granted_nbytes
+        if self.problem or not missing:
+            return self.problem
+        free = max(0, available_nbytes() - self._reserve_nbytes)
+        if missing <= free:
+            return ""
+        return f"may grow to {self.nbytes / _GIB:,.1f} GiB, and the system has {free / _GIB:,.1f} GiB more"
 
     @property
     def room_nbytes(self) -> int:

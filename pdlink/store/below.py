@@ -37,6 +37,9 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 """After a record that a tier did not take, before it is offered another one."""
 _REFUSALS = 3
 """In a row, before operators are told."""
+_NOBODYS = bytes(16)
+"""Key of no record."""
+_OF_SERVERS = "; see that it runs and that tiers.remote_url is right; it is a miss until it answers"
 
 
 class GuardedTier:
@@ -72,6 +75,10 @@ class GuardedTier:
         self._refusals, self._told = 0, ""
         self.try_again_s = self._pause_s = 0.0
         """When to offer it one again, and how long the pause before that is."""
+        self._is_server: bool = getattr(tier, "is_server", False)
+        self._unheard = self._is_server
+        """Whether it is a server that has answered no look-up since the last one that failed, or none yet."""
+        self._looking = False
         self.medium: str = getattr(tier, "medium", tier.name)
         """What keeps the records, by a name that the next process knows it by."""
         self._cleared, self._noting = cleared, noting
@@ -150,8 +157,10 @@ class GuardedTier:
             result = function()
             failed = False
         except OSError as error:
-            self.failure = f"{what} failed: {error}"
-            log.warning("tier %s (%s): %s", self.name, self.medium, self.failure)
+            told, self.failure = self.failure, f"{what} failed: {error}"
+            if self.failure != told:
+                remedy = _OF_SERVERS if self._is_server else ""
+                log.warning("tier %s (%s): %s%s", self.name, self.medium, self.failure, remedy)
         except Exception as error:
             self.failure = f"{what} failed: {type(error).__name__}: {error}"
             log.exception("tier %s (%s): %s failed", self.name, self.medium, what)
@@ -162,6 +171,8 @@ class GuardedTier:
             now_away = self._kept_away
             if not (failed or now_away):
                 self.failure = ""
+            if what == "contains" and self._is_server:
+                self._unheard = failed
         if now_away and not kept_away:
             log.warning("tier %s is left alone for a while", self.name)
         elif kept_away and not now_away:
@@ -208,6 +219,22 @@ class GuardedTier:
         with self._lock:
             self._doomed.update(dict.fromkeys(named, clear))
         self.writers.put(partial(self._drop, named, clear), alone=True)
+
+    def look_again(self) -> None:
+        """Look a record up that nobody has, in `askers`' thread, at a server that has not answered: people hear of it
+        before a prompt waits for it. Again, when it would be asked, until it answers."""
+        if self._unheard and not self._looking:
+            with self._lock:
+                may = self._allows(self._clock(), self._asking)
+            if may:
+                self._looking = True
+                self.askers.put(self._look)
+
+    def _look(self) -> None:
+        try:
+            self.contains([_NOBODYS])
+        finally:
+            self._looking = False
 
     def try_again(self) -> None:
         """Have what is doomed still removed, if the tier would be asked now and nothing is in line for it."""
@@ -396,8 +423,10 @@ class Below:
         return [tier for tier in self.tiers if places is None or tier.name in places]
 
     def try_again(self) -> None:
-        """Have tiers that were away forget what was cleared meanwhile, or before this process began."""
+        """Ask servers that do not answer, and have tiers that were away forget what was cleared meanwhile, or before
+        this process began."""
         for tier in self.tiers:
+            tier.look_again()
             tier.try_again()
 
     def flush(self, timeout_s: float) -> bool:
@@ -411,11 +440,11 @@ class Below:
     # --- What others want to know
 
     def states(self) -> list[PlaceState]:
+        problems = self.problems()
+
         def state(guard: GuardedTier) -> PlaceState:
-            tier = guard.tier
-            return PlaceState(
-                guard.name, tier.nbytes, tier.capacity_nbytes, None, guard.answers, guard.forgets, guard.problem
-            )
+            tier, why = guard.tier, problems[guard.name]
+            return PlaceState(guard.name, tier.nbytes, tier.capacity_nbytes, None, guard.answers, guard.forgets, why)
 
         return list(map(state, self.tiers))
 

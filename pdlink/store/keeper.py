@@ -1,8 +1,8 @@
 """`Keeper`: the thread that keeps house in an arena.
 
 It gives the arena memory ahead of need, puts that into huge pages afterwards, ends leases that are over and fetches
-that take too long, offers tiers again what they did not take, and has tiers that were away forget what was cleared
-meanwhile.
+that take too long, offers tiers again what they did not take, asks servers that do not answer, and has tiers that
+were away forget what was cleared meanwhile.
 """
 
 from __future__ import annotations

@@ -134,6 +134,8 @@ class Store(AnyStore):
             reserve_nbytes=self._reserve_nbytes,
             clock=self._clock,
         )
+        if shortage := self._arena.shortage():
+            log.warning("the store's memory %s; lower tiers.max_local_cpu_size, or free memory", shortage)
         self._catalog.resize(self._arena.room_nbytes)
         self._below = Below(
             self._given_tiers,
@@ -234,7 +236,7 @@ class Store(AnyStore):
             return {"leases": self._catalog.num_leases, "reservations": self._catalog.num_reservations}
 
     def problems(self) -> dict[str, str]:
-        return {MEMORY: self._arena.problem, **self._below.problems()}
+        return {MEMORY: self._arena.shortage(), **self._below.problems()}
 
     # --- Reading
 
@@ -512,7 +514,7 @@ class Store(AnyStore):
 
     def state(self) -> StoreState:
         """For operators: what is where, and who keeps it."""
-        now_s = self._clock()
+        now_s, shortage = self._clock(), self._arena.shortage()
 
         def kept(held: Held) -> Kept:
             ends_in_s = None if isinf(held.deadline_s) else held.deadline_s - now_s
@@ -527,7 +529,7 @@ class Store(AnyStore):
                 catalog.capacity_nbytes,
                 len(catalog),
                 answers=True,
-                problem=self._arena.problem,
+                problem=shortage,
             )
             pinned_nbytes, writing = catalog.pinned_nbytes, catalog.num_reservations
             leases, pins = list(map(kept, catalog.leases())), list(map(kept, catalog.pins()))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,32 @@ def test_a_worker_that_dies_while_it_is_measured_is_an_answer(deployment: Deploy
     assert answer.body["kv"] == "unknown"
     assert "decode-2" in answer.body["error"]
     until(lambda: deployment.idle("prefill-0"), "prefill holds nothing for it")
+
+
+def test_a_store_is_examined_and_shows_why_a_place_keeps_less(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--memory", "5000", "--listen", "127.0.0.1:0", "--socket", str(tmp_path / "s")]
+    words += ["--set", "tiers.remote_url=redis://user:secret@127.0.0.1:1"]
+    command = [sys.executable, "-m", "pdlink", "store", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as store:
+        try:
+            assert store.stdout is not None
+            url = store.stdout.readline().split("ready on ")[1].split(",")[0]
+
+            def texts() -> str:
+                status, found = doctor(capsys, url)
+                assert status == 1, "its memory is too much for this machine from the begin"
+                return "\n".join(each["text"] for each in found["findings"])
+
+            until(lambda: "127.0.0.1:1 " in texts(), "the server was asked until it counts as away")
+            assert "may grow to 5,000.0 GiB" in texts()
+            assert "secret" not in texts()
+            assert main(["cache", "stats", url, "--json"]) == 0
+            places = json.loads(capsys.readouterr().out)["places"]
+            assert [bool(place["problem"]) for place in places] == [True, True]
+        finally:
+            store.kill()
 
 
 def test_a_worker_is_no_proxy_and_nobody_there_is_a_finding(

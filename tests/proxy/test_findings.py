@@ -109,6 +109,13 @@ KINDS = {"factor": "layout", "prefill": "prefill-0", "num_prefill": 1, "decode":
             "max_local_cpu_size",
         ),
         (
+            {"workers": [worker("prefill-0"), saying("decode-0", problems={"valkey-2": "contains failed: no"})]},
+            "warn",
+            "decode-0",
+            "its valkey-2 keeps less KV",
+            "that tiers.remote_url is right",
+        ),
+        (
             {
                 "workers": [
                     saying("prefill-0", name="same", control="tcp://10.0.0.1:1"),

@@ -13,9 +13,11 @@ import torch
 from pdlink.config import TiersConfig, UpConfig, WorkerConfig
 from pdlink.errors import ConfigError, EngineFailure
 from pdlink.kv import hashing
+from pdlink.serve.health import health
 from pdlink.serve.worker import Worker
 from pdlink.store.prompt import Prompt
 
+from ..store.process import until
 from ..store.tiers.server import valkey_server
 from .tiered import (
     CHUNK,
@@ -246,10 +248,11 @@ def test_a_worker_finds_what_another_one_left_on_a_server(monkeypatch: pytest.Mo
         assert computed.take() == 3
 
 
-def test_a_server_that_is_not_there_costs_no_answer() -> None:
+def test_a_server_that_is_not_there_is_told_before_a_prompt_comes_and_costs_no_answer() -> None:
     prompts = [prompt_of(5 * CHUNK, seed) for seed in range(4)]
     with opened(below={"remote_url": "redis://127.0.0.1:1"}) as worker:
-        assert store_of(worker).health()["valkey"]
+        until(lambda: not store_of(worker).health()["valkey"], "it was asked")
+        assert "(valkey 127.0.0.1:1 " in health(worker).problems["valkey"]
         assert answers(worker, prompts, at_once=False) == computed_here(prompts)
         assert not store_of(worker).health()["valkey"]
         assert store_of(worker).gauges()["used"] > 0

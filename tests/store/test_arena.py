@@ -98,6 +98,15 @@ def test_memory_that_does_not_come_is_not_granted_and_nobody_waits_for_it(
     assert arena.problem == ""
 
 
+def test_an_arena_that_may_grow_beyond_what_the_system_has_says_so_while_it_is_so(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for more, said in ((30 * STEP, True), (31 * STEP, False), (30 * STEP, True)):
+        monkeypatch.setattr("pdlink.store.arena.available_nbytes", lambda more=more: more)
+        assert bool(arena.shortage()) == said
+    assert (arena.problem, arena.room_nbytes) == ("", arena.nbytes), "nothing was refused"
+
+
 def test_memory_runs_ahead_of_what_is_used(arena: Arena) -> None:
     assert not arena.wants_more(STEP // 2)
     assert arena.wants_more(STEP)

@@ -196,6 +196,28 @@ def test_a_stalled_read_delays_its_own_request_by_the_deadline_only() -> None:
             pytest.fail("the tier did not come back")
 
 
+def test_a_server_that_does_not_answer_is_told_at_the_start_and_asked_until_it_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Server(StubTier):
+        is_server = True
+        medium = "stub 10.0.0.1:6379"
+
+    tier, clock = Server(), Clock()
+    tier.error = ConnectionRefusedError("Connection refused")
+    with opened(3, [tier], clock) as store:
+        until(lambda: not store.health()["stub"], "it was asked")
+        assert "Connection refused (stub 10.0.0.1:6379)" in store.problems()["stub"]
+        (told,) = [one.message for one in caplog.records if "Connection refused" in one.message]
+        assert "10.0.0.1:6379" in told
+        assert "see that it runs" in told
+        tier.error = None
+        clock.now_s += 60
+        until(lambda: store.health()["stub"], "it was asked again")
+        assert store.problems()["stub"] == ""
+    assert set(tier.calls) == {"contains"}
+
+
 def test_a_tier_is_asked_once_for_all_records_that_are_wanted_again() -> None:
     """Each question is a round trip where a tier is far."""
     tier, keys = StubTier(), KEYS[:4]
@@ -446,11 +468,16 @@ def test_memory_that_is_refused_lowers_the_room_and_is_told_once(
         assert put(store, KEYS[2:]) == len(KEYS) - 2
 
 
-def test_a_store_larger_than_the_machine_opens_with_one_step_of_memory_and_can_be_used() -> None:
+def test_a_store_larger_than_the_machine_opens_with_one_step_of_memory_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Four times what is free: a start that took all of it would fail, or take minutes."""
     store = Store(4 * available_nbytes(), Lru())
     store.open()
     try:
+        assert "may grow to" in caplog.text
+        assert store.problems()["memory"] in caplog.text
+        assert "may grow to" in store.state().places[0].problem
         assert put(store, KEYS) == read(store, KEYS) == len(KEYS)
         taken_nbytes = os.fstat(store.buffer.fd).st_blocks * 512
         assert taken_nbytes == store.gauges()["committed"] == 64 << 20

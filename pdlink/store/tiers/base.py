@@ -21,7 +21,8 @@ class Tier(Protocol):
     And `answers`: False while its medium has not answered since the tier was made; everything is a miss meanwhile.
     A tier may have a `medium`: a name, without secrets, by which the next process knows again what keeps the records;
     two tiers of one name share it. A tier may have `verifies = True`: `get` compares a checksum of key and record
-    that `put` made, so that the store need not hash the payload itself, neither before `put` nor after `get`.
+    that `put` made, so that the store need not hash the payload itself, neither before `put` nor after `get`. A tier
+    may have `is_server = True`: it is asked when the store begins, so that people hear if nobody answers.
     """
 
     @property

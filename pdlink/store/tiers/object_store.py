@@ -40,6 +40,7 @@ class Objects:
 
     name = "objects"
     verifies = True
+    is_server = True
     nbytes = 0
     capacity_nbytes = 0
 

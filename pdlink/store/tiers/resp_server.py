@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 SCHEMES = ("redis", "valkey", "rediss", "valkeys", "unix")
+PORT = 6379
+"""Where a URL names none."""
 _TLS_FILES = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
 _REFUSALS = {"ERR", "WRONGPASS", "NOAUTH", "NOPERM"}
 """First words of errors."""
@@ -124,7 +126,7 @@ def _parsed(url: str) -> tuple[Callable[[float], RespConnection], list[bytes]]:
         ):
             raise ValueError
         address: tuple[str, int] | str = (
-            parts.path if scheme == "unix" else (parts.hostname or "", parts.port or 6379)
+            parts.path if scheme == "unix" else (parts.hostname or "", parts.port or PORT)
         )
         database = 0 if scheme == "unix" else int(parts.path.strip("/") or 0)
         if not address or not address[0] or database < 0:

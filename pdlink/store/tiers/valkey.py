@@ -15,10 +15,12 @@ from urllib.parse import urlsplit
 
 import xxhash
 
+from pdlink.config.listen import in_url
+
 from .envelope import NBYTES as ENVELOPE_NBYTES
 from .envelope import envelope, key_of, opened
 from .resp import CommandRefused, Lying, command, command_with
-from .resp_server import RespServer
+from .resp_server import PORT, RespServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,6 +53,7 @@ class Valkey:
 
     name = "valkey"
     verifies = True
+    is_server = True
     nbytes = 0
     capacity_nbytes = 0
 
@@ -64,7 +67,8 @@ class Valkey:
         """
         self._server = RespServer(url, timeout_s, num_connections)
         parts = urlsplit(url)
-        self.medium = f"valkey {parts.hostname}:{parts.port} {parts.path} {namespace}"
+        host = f"{in_url(parts.hostname)}:{parts.port or PORT}" if parts.hostname else ""
+        self.medium = f"valkey {host}{parts.path} {namespace}"
         self._prefix = f"pdlink:{namespace}:".encode()
         self._expiry = (b"PX", b"%d" % round(ttl_s * 1000)) if ttl_s else ()
 
