@@ -55,6 +55,10 @@ class Health(msgspec.Struct, frozen=True):
     """By place (`memory`, a tier): why it keeps less KV than its settings say."""
     reason: str = ""
     """Why it takes no new request; empty while it does."""
+    version: str = ""
+    """For people: what software it runs. Empty where it does not say."""
+    revision: str = ""
+    """For people: of its model. Empty where it does not say."""
     store: str = ""
     """Control address by which other stores borrow KV from it."""
     peers: tuple[dict[str, Any], ...] = ()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdlink import __version__
 from pdlink.api.health import Health, WorkerRefusal
 from pdlink.observe.gauges import LinkState
 from pdlink.observe.metrics import WorkerMetrics
@@ -38,6 +39,8 @@ def health(worker: Worker) -> Health:
         epoch=report.epoch,
         role=worker.role,
         model=worker.model.name,
+        version=f"pdlink {__version__}",
+        revision=worker.model.revision,
         control=worker.node.address,
         store=worker.peers.address if worker.peers is not None else "",
         running=engine.num_running + engine.num_awaiting_kv,

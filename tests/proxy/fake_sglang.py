@@ -68,6 +68,7 @@ class FakeSglang(FakeServer):
             {
                 **said,
                 "page_size": 16,
+                "version": "0.5.23",
                 "max_total_num_tokens": 16384,
                 "internal_states": [{}],
                 "kv_events": self.kv_events,

@@ -68,13 +68,15 @@ class FakeVllm(FakeServer):
     keeps_no_kv: bool = False
     """NixlConnector had nothing to hand out."""
     models_asked: int = 0
+    version: str = "0.32.0"
+    """Of GET /version; empty for a server without that route."""
 
     def routes(self) -> list[web.RouteDef]:
         asked = ["/v1/completions", "/v1/chat/completions"]
         if self.has_named:
             asked += ["/v1/responses", "/v1/messages"]
         found = [web.get("/health", self._health), web.get("/v1/models", self._models)]
-        found.append(web.get("/metrics", self._metrics))
+        found += [web.get("/metrics", self._metrics), web.get("/version", self._version)]
         found += [web.post(path, self.generate) for path in asked]
         return found
 
@@ -83,6 +85,9 @@ class FakeVllm(FakeServer):
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(text=self.metrics)
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return _json({"version": self.version}) if self.version else _error(404, "Not Found")
 
     async def _models(self, request: web.Request) -> web.Response:
         self.models_asked += 1

@@ -152,7 +152,9 @@ class FakeWorker(FakeServer):
     control: str = ""
     fingerprint: str = ""
     problems: dict[str, str] = field(default_factory=dict)
-    """Said in its health."""
+    """Said in its health, as the next two."""
+    version: str = ""
+    revision: str = ""
     tokens: list[str] = field(default_factory=lambda: ["zero", "one", "two"])
     fail_with: int | None = None
     """Answer every generation request with this status."""
@@ -245,6 +247,8 @@ class FakeWorker(FakeServer):
             "block_tokens": 16,
             "fingerprint": self.fingerprint,
             "problems": self.problems,
+            "version": self.version,
+            "revision": self.revision,
             "kv_events": self.kv_events,
         }
 

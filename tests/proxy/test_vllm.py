@@ -617,11 +617,14 @@ def side(proxy: Proxy, leg: Leg) -> State:
 
 async def test_models_are_asked_for_when_a_worker_comes_up_and_not_all_the_time(pair: Pair) -> None:
     pair.decode.models = pair.prefill.models = ["m", "m-lora"]
+    pair.prefill.version = ""  # it has no such route, and serves all the same
     async with pair.proxy(CONCURRENT) as proxy:
         worker = proxy.router.services.pools.workers[Leg.DECODE][0]
         heard = worker.heard_s or 0.0
         await until(lambda: (worker.heard_s or 0.0) > heard + 0.1)
         assert pair.decode.models_asked == 1
+        assert worker.health is not None
+        assert worker.health.version == "vLLM 0.32.0"
         for model in ("m", "m-lora"):
             assert (await said(proxy, model=model))[0] == 200
         assert (await said(proxy, model="other"))[0] == 404

@@ -130,6 +130,7 @@ class _Info(msgspec.Struct):
     max_total_num_tokens: Count | None = None
     kv_events: _Publisher | None = None
     enable_deterministic_inference: bool = False
+    version: str = ""
 
 
 class _Model(msgspec.Struct):
@@ -165,6 +166,7 @@ async def _look(asking: Asking, known: KnownHealth) -> Health | str:
         epoch=str(int(known.last.epoch) + 1) if known.last else "1",
         role=_ROLES.get(said.disaggregation_mode),
         model=names[0],
+        version=f"SGLang {said.version}" if said.version else "",
         control=None,
         num_blocks=blocks,
         block_tokens=said.page_size,

@@ -285,6 +285,10 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
+class _Version(msgspec.Struct):
+    version: str
+
+
 async def look(asking: Asking, known: KnownHealth) -> Health | str:
     reply = await ask(asking, "/health")
     if reply.status == 503 and known.last is not None:
@@ -302,10 +306,23 @@ async def look(asking: Asking, known: KnownHealth) -> Health | str:
         return f"GET /v1/models answered {reply.status} with something else: {error}"
     if not names:
         return "GET /v1/models names no model"
+    try:
+        version = f"vLLM {msgspec.json.decode((await ask(asking, '/version')).body, type=_Version).version}"
+    except (ValueError, RecursionError):
+        version = ""
     # vLLM reports no epoch. A server that was away counts as restarted.
     epoch = str(int(known.last.epoch) + 1) if known.last else "1"
     name = urlsplit(asking.url).netloc
-    return Health("ok", name, epoch=epoch, role=None, model=names[0], control=None, aliases=tuple(names[1:]))
+    return Health(
+        "ok",
+        name,
+        epoch=epoch,
+        role=None,
+        model=names[0],
+        control=None,
+        aliases=tuple(names[1:]),
+        version=version,
+    )
 
 
 def unless_repeatable(call: Call, _links: Links) -> str:

@@ -184,6 +184,8 @@ def _worker(worker: Mapping[str, Any], name: str, report: Report | None) -> dict
         "reason": worker["reason"],
         "in_flight": worker["in_flight"],
         "model": health.get("model"),
+        "revision": health.get("revision", ""),
+        "version": health.get("version", ""),
         "requests": report.requests if report else None,
         "blocks": report.blocks if report else None,
         "held": _held(report) if report else None,

@@ -7,8 +7,10 @@ const COUNTS = ["running", "awaiting_kv", "waiting"];
 const sum = (values) => values.reduce((a, b) => a + b, 0);
 const percent = (share) => `${Math.round(share * 100)} %`;
 const number = (text) => ({ class: "n", text });
+const revision = (w) => (/^[0-9a-f]{20,}$/.test(w.revision) ? w.revision.slice(0, 8) : w.revision);  // a commit is long
+export const model = (w) => `${w.model ?? "not known"}${w.revision ? ` @ ${revision(w)}` : ""}`;
 const BY = {
-  role: (w) => w.side, model: (w) => w.model ?? "not known", cell: (w) => w.cell || "no cell", host: (w) => new URL(w.url).hostname,
+  role: (w) => w.side, model, version: (w) => w.version || "not known", cell: (w) => w.cell || "no cell", host: (w) => new URL(w.url).hostname,
 };
 
 const held = (w) => w.held ?? 0;
@@ -19,9 +21,11 @@ const worse = (a, b) => {
 };
 const worstFirst = (workers) => workers.map((w) => [rank(w), w]).sort(([a], [b]) => worse(a, b)).map(([, w]) => w);
 
-const HEADS = ["worker", "state", "n:legs here", "n:running", "n:waits for KV", "n:queued", "n:blocks held", "reason"];
+let apart = [];  // of what each worker runs, what is not the same for all
+const heads = () => ["worker", "state", ...apart, "n:legs here", "n:running", "n:waits for KV", "n:queued", "n:blocks held", "reason"];
 const row = (w) => [
-  { head: true, text: w.name === w.label ? w.label : `${w.label} (${w.name})` }, { class: w.state === "ok" ? "ok" : "bad", text: w.state }, number(w.in_flight),
+  { head: true, text: w.name === w.label ? w.label : `${w.label} (${w.name})` }, { class: w.state === "ok" ? "ok" : "bad", text: w.state },
+  ...apart.map((what) => BY[what](w)), number(w.in_flight),
   ...COUNTS.map((key) => number(w.requests?.[key] ?? "–")),
   number(w.held == null ? "–" : `${percent(w.held)}${w.blocks.total ? ` of ${w.blocks.total}` : ""}`), { class: "long", text: w.reason },
 ];
@@ -64,7 +68,7 @@ function ofMany(workers) {
     const button = el("button", { class: "id", "aria-expanded": String(opened === name), onclick: () => open(name) }, name);
     const cells = [{ head: true, node: button }, number(those.length), { class: group.away ? "bad" : "ok", text: states(those) }, total((w) => w.in_flight),
       ...COUNTS.map((key) => total((w) => w.requests?.[key] ?? 0)), number(`${percent(group.held)}, most ${percent(Math.max(...those.map(held)))}`)];
-    return opened === name ? [cells, { below: table(`Workers of ${name}`, HEADS, worstFirst(those).slice(0, OPENED).map(row)) }] : [cells];
+    return opened === name ? [cells, { below: table(`Workers of ${name}`, heads(), worstFirst(those).slice(0, OPENED).map(row)) }] : [cells];
   });
   const more = all.length > GROUPS ? `${all.length - GROUPS} more groups, none of them worse.` : "";
   const choice = el("label", {}, "Group by ", el("select", { onchange: choose }, ...Object.keys(BY).map((name) => el("option", { value: name }, name))));
@@ -73,14 +77,15 @@ function ofMany(workers) {
     table("Groups of workers", ["group", "n:workers", "states", "n:legs here", "n:running", "n:waits for KV", "n:queued", "n:blocks held"], rows),
     el("p", { class: "quiet" }, more),
     el("h3", {}, "The worst"),
-    table("The worst workers", HEADS, worstFirst(workers).slice(0, WORST).map(row)),
+    table("The worst workers", heads(), worstFirst(workers).slice(0, WORST).map(row)),
   ];
 }
 
 export function show(now) {
   state = now;
   const { workers } = state;
-  patch(document.getElementById("workers"), workers.length > FEW ? ofMany(workers) : [table("Workers", HEADS, workers.map(row))]);
+  apart = ["model", "version"].filter((what) => new Set(workers.filter((w) => w[what]).map(BY[what])).size > 1);
+  patch(document.getElementById("workers"), workers.length > FEW ? ofMany(workers) : [table("Workers", heads(), workers.map(row))]);
   pairs(state.pairs);
 }
 
