@@ -27,7 +27,7 @@ RAY_VENV := .venv-ray
 RAY_BIN := $(RAY_VENV)/bin
 RAY_STAMP := $(RAY_VENV)/.installed
 
-.PHONY: up packages native page test docs reference pictures sanitize mutations check lint format bench vllm test-vllm engines sglang test-sglang ray test-ray gpu helm wheel clean help
+.PHONY: up packages native test docs reference pictures sanitize mutations check lint format bench vllm test-vllm engines sglang test-sglang ray test-ray gpu helm wheel clean help
 
 up: $(UP_STAMP)  ## prefill, decode and proxy on this machine; prints a URL and a curl line
 	$(BIN)/pdlink up --config configs/up.yaml
@@ -84,11 +84,11 @@ bench: $(STAMP)  ## the transfer benchmark with its default workload
 
 # Packages are fetched and unpacked while the native modules compile. Nothing is made byte code before it is imported:
 # most of it never is.
-$(UP_STAMP): pyproject.toml constraints.txt proxy/pdlink_proxy/page/package-lock.json $(NATIVE)
+$(UP_STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@echo 'set-up, once, in $(VENV): builds the native modules, and fetches torch meanwhile; a minute or two'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --no-compile scikit-build-core nanobind cmake ninja
-	@$(MAKE) --no-print-directory -j3 packages native page
+	@$(MAKE) --no-print-directory -j2 packages native
 	touch $@
 
 packages:
@@ -97,10 +97,6 @@ packages:
 
 native:
 	$(PIP) --no-deps --no-build-isolation -e .
-
-# The charts of the proxy's page, by the hash in package-lock.json; without npm the page shows its tables alone.
-page:
-	-! command -v npm > /dev/null || sh tools/page.sh
 
 $(STAMP): $(UP_STAMP) benchmarks/pyproject.toml
 	@echo 'what tests and benchmarks need; servers for tests, which skip without'

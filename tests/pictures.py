@@ -17,7 +17,7 @@ _LAST_NBYTES = 12
 
 
 def digest_of_page() -> bytes:
-    """Of the page's own files; uPlot's are not ours."""
+    """Of the page's files."""
     found = hashlib.sha256()
     for path in sorted(path for path in _STATIC.iterdir() if path.is_file()):
         found.update(path.read_bytes())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shlex
 import shutil
 from collections.abc import AsyncIterator
@@ -174,8 +175,31 @@ async def test_page_shows_what_happened_before_it_was_opened(
         async with shown(browser, f"{proxy.url}/pdlink/") as page:
             await expect(page.locator("#happened li")).to_contain_text("decode-1 is away")
             await expect(page.locator("#happened li")).to_have_attribute("data-level", "bad")
-            if (routes.FILES / "vendor/uPlot.esm.js").exists():
-                await expect(page.locator("#charts canvas").first).to_be_visible()
+            rate = page.get_by_role("img", name="requests a second, over the last 15 minutes")
+            await expect(rate.locator("path.one")).to_have_attribute("d", re.compile(r"^M[\d.]+ [\d.]+L"))
+            await expect(rate.locator("path.mark.bad")).to_have_count(1)
+            await expect(page.get_by_role("img", name="prompt tokens found, a second")).to_be_hidden()
+
+
+async def test_a_chart_has_round_numbers_and_no_line_where_nothing_was_measured(browser: Browser) -> None:
+    step = {"requests_per_s": 1, "failed_per_s": 0, "running": 0, "queued": 0, "kv_bytes_per_s": 0, "sources": {}}
+    ttft_ms = (10, 1730, None, 20, None)
+    async with small(browser) as (page, proxy):
+        state = await state_of(proxy)
+        state["history"] = [
+            {**step, "at_s": 1000 + 10 * at, "ttft_p50_ms": value, "ttft_p95_ms": None}
+            for at, value in enumerate(ttft_ms)
+        ]
+        body = json.dumps(state)
+        await page.route("**/pdlink/state", lambda asked: asked.fulfill(body=body, content_type="application/json"))
+        await page.reload()
+        chart = page.get_by_role("img", name="TTFT, ms, over the last 15 minutes")
+        await expect(chart.locator("path.one")).to_have_attribute(
+            "d", re.compile(r"^(M[\d.]+ [\d.]+(L[\d.]+ [\d.]+)+){2}$")
+        )
+        await expect(chart.locator("path.two")).to_have_attribute("d", "")
+        assert (await chart.locator("text").all_text_contents())[:5] == ["0", "500", "1000", "1500", "2000"]
+        assert await page.get_by_role("img", name="requests now").count() == 0, "there were none"
 
 
 @asynccontextmanager
@@ -261,7 +285,7 @@ CONTRASTS = """() => {
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_all_text_can_be_read_in_both_schemes(browser: Browser, scheme: str) -> None:
     async with small(browser, color_scheme=scheme) as (page, _):
-        await expect(page.locator("#charts canvas, #requests button").first).to_be_visible()
+        await expect(page.locator("#requests button").first).to_be_visible()
         back: str = await page.evaluate("() => getComputedStyle(document.body).backgroundColor")
         assert (back == "rgb(255, 255, 255)") is (scheme == "light")
         found: list[tuple[str, float]] = await page.evaluate(CONTRASTS)
@@ -273,7 +297,7 @@ CUT = """() => {
   const over = (node) => node.getBoundingClientRect().right > innerWidth + 1;
   const hidden = (node) => node.scrollWidth > node.clientWidth + 1 && getComputedStyle(node).display === "block";
   const all = [...document.querySelectorAll("body *")].filter((node) => node.checkVisibility());
-  const ours = all.filter((node) => !node.closest("#charts, thead, select"));
+  const ours = all.filter((node) => !node.closest("thead, select"));
   return ours.filter((node) => over(node) || hidden(node)).map((node) => node.outerHTML.slice(0, 200));
 }"""
 """What has more in it than can be seen, or goes over the edge."""
@@ -379,6 +403,8 @@ async def test_nothing_of_a_thousand_workers_is_cut_on_a_phone(browser: Browser)
     async with of_many(browser, viewport={"width": 390, "height": 844}) as page:
         assert await page.evaluate("() => document.documentElement.scrollWidth") <= 390
         assert await page.evaluate(CUT) == []
+        empty = "() => [...document.querySelectorAll('td:empty')].filter((cell) => cell.checkVisibility()).length"
+        assert await page.evaluate(empty) == 0, "a name without a value"
 
 
 async def test_what_a_client_chose_as_an_id_is_quoted_in_the_command_that_the_page_shows(browser: Browser) -> None:
@@ -392,6 +418,28 @@ async def test_what_a_client_chose_as_an_id_is_quoted_in_the_command_that_the_pa
         await verdict(page, "4 requests")
         await page.locator("#requests button").first.click()
         await expect(page.locator("#story pre")).to_contain_text(f"pdlink explain {shlex.quote(chosen)}  says more")
+
+
+async def test_workers_and_requests_show_model_and_version_where_they_are_not_all_alike(browser: Browser) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    async with fleet(1, 2) as (prefill, decode):
+        for worker in (*prefill, *decode):
+            worker.version, worker.revision = "pdlink 0.1.0", commit
+        async with proxy_of(prefill, decode) as proxy:
+            for _ in range(4):
+                await proxy.stream(prompt="x")
+            async with shown(browser, f"{proxy.url}/pdlink/") as page:
+                await verdict(page, "4 requests")
+                workers, requests = (page.get_by_role("table", name=name) for name in ("Workers", "Requests"))
+                await expect(page.locator("#figures")).to_contain_text("pdlink 0.1.0 · m @ 01234567")
+                assert "version" not in await workers.locator("th").all_text_contents()
+                assert "model" not in await requests.locator("th").all_text_contents()
+                decode[1].version, decode[1].revision = "pdlink 0.2.0", "next"
+                row = workers.locator("tr", has_text="decode-1")
+                await expect(row).to_contain_text("m @ next", timeout=PATIENCE_MS)
+                await expect(row).to_contain_text("pdlink 0.2.0")
+                await expect(page.locator("#figures")).to_contain_text("built-in · 2 models")
+                await expect(requests.locator("tr", has_text="m @ next")).to_have_count(2)
 
 
 async def test_a_request_opens_below_its_row_where_it_is_seen(browser: Browser) -> None:
@@ -494,7 +542,7 @@ async def test_a_screen_reader_finds_its_way_by_names_and_hears_the_sentence_onc
         await expect(page.get_by_role("combobox", name="Show")).to_have_count(1)
         await expect(page.get_by_role("rowheader", name="prefill-0").first).to_be_visible()
         unnamed: int = await page.evaluate(
-            "() => [...document.querySelectorAll('button, select, input, canvas')].filter(each =>"
+            "() => [...document.querySelectorAll('button, select, input, svg')].filter(each =>"
             " !each.closest('[aria-label], label, [role=img]') && !each.textContent.trim()).length"
         )
         assert unnamed == 0

@@ -1,6 +1,7 @@
 // Shows GET state once a second while the page is visible. Every word of others goes into text nodes only.
+import { open as openCharts } from "./charts.js";
 import { el, patch, table } from "./draw.js";
-import { show as showWorkers } from "./workers.js";
+import { model, show as showWorkers } from "./workers.js";
 
 const $ = (id) => document.getElementById(id);
 const GLYPHS = { l: "█", f: "▓", w: "▒", ".": "░" };
@@ -31,7 +32,7 @@ function figures(state) {
   const s = state.summary, answered = sum(Object.values(s.kv)), step = state.history.at(-1);
   const prompts = total(state, "prompt_tokens"), lanes = Object.entries(state.rates?.kv_bytes_per_s ?? {});
   const found = prompts - total(state, "prompt_tokens", "prefill") - total(state, "prompt_tokens", "computed");
-  const models = [...new Set(state.workers.map((w) => w.model).filter((model) => model))];
+  const models = [...new Set(state.workers.filter((w) => w.model).map(model))], versions = [...new Set(state.workers.map((w) => w.version).filter((version) => version))];
   const cards = [
     ["TTFT, p50 · p95", `${ms(s.ttft_p50_ms)} · ${ms(s.ttft_p95_ms)}`], ["ITL, p50", ms(s.per_token_p50_ms)],
     ["requests · failed, a second", step ? `${step.requests_per_s.toFixed(1)} · ${step.failed_per_s.toFixed(1)}` : "–"],
@@ -41,7 +42,7 @@ function figures(state) {
     ["KV transferred", answered ? percent((s.kv.transferred ?? 0) / answered) : "–"],
     ["not hidden by prefill", s.exposed_ms == null ? "–" : `${percent(s.exposed_share)} (${ms(s.exposed_ms)})`],
     ["prompt tokens found", prompts ? percent(found / prompts) : "–"],
-    ["engine · model", `${state.engine} · ${models.length > 1 ? `${models.length} models` : models[0] ?? "–"}`],
+    ["engine · model", `${versions.length === 1 ? versions[0] : state.engine} · ${models.length > 1 ? `${models.length} models` : models[0] ?? "–"}`],
   ];
   patch($("figures"), cards.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
 }
@@ -70,8 +71,13 @@ function waterfall(r, longest) {
     ...PARTS.map((name) => el("span", { class: name, width: `${(100 * r.parts[name] / longest).toFixed(2)}%` })));
 }
 
+function modelOf(state, r) {  // with its revision, which its workers know
+  const at = state.workers.find((w) => w.label === (r.decode ?? r.prefill));
+  return at?.model === r.model ? model(at) : r.model;
+}
+
 function requests(state) {
-  const filter = $("filter").value, several = new Set(state.requests.map((r) => r.model)).size > 1;
+  const filter = $("filter").value, several = new Set(state.requests.map((r) => modelOf(state, r))).size > 1;
   let shown = [...state.requests];
   if (filter === "odd") shown = shown.filter((r) => r.outcome !== "ok" || r.kv.startsWith("recomputed"));
   if (filter === "slow") shown.sort((a, b) => (b.ttft_s ?? b.total_s) - (a.ttft_s ?? a.total_s));
@@ -80,7 +86,7 @@ function requests(state) {
   const longest = Math.max(1e-6, ...shown.map((r) => r.ttft_s ?? r.total_s));
   const rows = shown.flatMap((r) => [[
     { head: true, node: el("button", { class: "id", onclick: () => explain(r), "aria-expanded": String(opened?.request_id === r.request_id) }, short(r.request_id)) },
-    { class: r.outcome === "ok" ? "ok" : "bad", text: r.outcome }, ...(several ? [r.model] : []), { class: r.kv.startsWith("recomputed") ? "warn" : "", text: r.kv },
+    { class: r.outcome === "ok" ? "ok" : "bad", text: r.outcome }, ...(several ? [modelOf(state, r)] : []), { class: r.kv.startsWith("recomputed") ? "warn" : "", text: r.kv },
     { class: "n", text: `${r.estimated ? "≈ " : ""}${r.prompt_tokens}` }, r.prefill ?? "–", r.decode ?? "–", { node: waterfall(r, longest) },
     { class: "n", text: seconds(r.ttft_s) }, { class: "n", text: seconds(r.total_s) }],
   ...(opened?.request_id === r.request_id ? [{ below: el("div", { id: "story" }, ...(story ?? ["…"])) }] : [])]);
@@ -109,7 +115,7 @@ function tale(r, told) {
   const tokens = (source) => [["in its own blocks", source.cached], ...Object.entries(source.places), ["from prefill", source.received], ["computed", source.computed]]
     .filter(([, count]) => count).map(([place, count]) => `${count} ${place}`).join(", ");
   const lines = [
-    `request ${r.request_id}, transfer ${r.transfer_id || "none"}, model ${r.model || "not named"}, engine ${before.engine}`,
+    `request ${r.request_id}, transfer ${r.transfer_id || "none"}, model ${modelOf(before, r) || "not named"}, engine ${before.engine}`,
     `prompt: ${r.estimated ? "about " : ""}${r.prompt_tokens} tokens${r.estimated ? ", an estimate by its text: the answer did not say" : ""}`,
     ...told.sources.map((s) => `${s.worker}: ${s.error ? `does not say where their KV came from: ${s.error}` : tokens(s) || "nothing"}`),
     `TTFT ${seconds(r.ttft_s)}: ${PARTS.map((name) => `${name} ${seconds(r.parts[name])}`).join(", ")}`,
@@ -138,14 +144,11 @@ function tiers(state) {
   return table("Tiers", ["tier", "n:chunks found", "n:read", "n:written", "n:evicted"], [...rows, [{ head: true, text: "in none of them" }, n(chunks("missed")), n(""), n(""), n("")]]);
 }
 
-async function drawCharts(state) {
+function drawCharts(state) {
   if (state.history.length < 2) return;  // no line yet
-  if (charts === null) {
-    charts = false;
-    $("charts").hidden = false;  // its width counts
-    try { charts = (await import("./charts.js")).open($("charts")); } catch { $("charts").hidden = true; }  // tables only
-  }
-  if (charts) charts(state.history, state.happened);
+  charts ??= openCharts($("charts"));
+  $("charts").hidden = false;
+  charts(state.history, state.happened);
 }
 
 function happened(state) {
