@@ -159,8 +159,8 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
         "timeline",
         help="the last requests and transfers as a trace for ui.perfetto.dev",
         description="Fetch what a proxy and all its workers did lately, or what one worker did, and write it as a "
-        "trace: each\nrequest, and for each transfer when a layer was written, waited, moved and was there. Drop the "
-        "file into\nui.perfetto.dev. docs/monitoring.md#timeline says how to read it.",
+        "trace: each\nrequest, and of each transfer when a layer was written, waited, moved and arrived. Open the "
+        "file in\nui.perfetto.dev. docs/monitoring.md#timeline says how to read it.",
         epilog="  pdlink timeline 127.0.0.1:8000                     the last transfers of the whole deployment\n"
         "  pdlink timeline 127.0.0.1:8000 --request req-6a7a    one request, on all its workers\n"
         "  pdlink timeline 127.0.0.1:8100 -o prefill.pftrace   one worker alone\n",
@@ -168,15 +168,17 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
     )
     timeline.add_argument("url", metavar="URL", help="of a proxy, or of one worker; http:// may be left out")
     timeline.add_argument(
-        "--request", metavar="ID", help="of this one alone: the X-Request-Id or X-Pdlink-Transfer of its answer"
+        "--request", metavar="ID", help="only this request: X-Request-Id or X-Pdlink-Transfer of its answer"
     )
     timeline.add_argument(
         "--key-file",
         metavar="FILE",
-        help="with the proxy's API key, where it has several one of admin_key_file; or the worker's "
+        help="file with the proxy's API key (where it has several: one of admin_key_file), or the worker's "
         "security.http_key_file",
     )
-    timeline.add_argument("-o", "--output", default="timeline.pftrace", metavar="FILE", help="where to (%(default)s)")
+    timeline.add_argument(
+        "-o", "--output", default="timeline.pftrace", metavar="FILE", help="file to write (%(default)s)"
+    )
     timeline.set_defaults(run=runs.timeline)
     add_log_behind(timeline)
 
@@ -184,13 +186,13 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
         "explain",
         help="what the proxy did with a request, and why",
         description="Show each decision about one request: workers, their load, waits, failures, the end. The id is "
-        "X-Request-Id of the answer, and stands in error messages.",
+        "X-Request-Id of the answer; error messages have it, too.",
     )
     explain.add_argument("request", metavar="ID", help="X-Request-Id of the answer")
     explain.add_argument(
         "--proxy", default="127.0.0.1:8000", metavar="URL", help="base URL of the proxy (%(default)s)"
     )
-    explain.add_argument("--key-file", metavar="FILE", help="with one of the proxy's api_keys")
+    explain.add_argument("--key-file", metavar="FILE", help="file with one of the proxy's api_keys")
     explain.add_argument("--json", action="store_true", help="print what the proxy answers")
     explain.set_defaults(run=runs.explain)
     add_log_behind(explain)
@@ -209,7 +211,7 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
 
         fill(doctor, doctor_command)
 
-    plan = commands.add_parser("plan", help="how many prefill and decode workers a traffic needs")
+    plan = commands.add_parser("plan", help="how many prefill and decode workers your traffic needs")
     add_log_behind(plan)
     if whole or "plan" in argv:
         from pdlink.commands import plan as plan_command
@@ -221,10 +223,10 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
         "keygen",
         help="a key pair for one worker",
         description="Make DIR/NAME.key, for security.key_file of the worker called NAME, and print the line that "
-        "goes into security.allow_file of every worker it has to do with. An existing key is never overwritten.",
+        "goes into security.allow_file of every worker that it exchanges KV with. A key that exists is kept.",
     )
     keygen.add_argument("name", metavar="NAME", help="the worker's name")
-    where = "where to (.); made if it is not there, for this user only"
+    where = "directory of the key (.); if it is missing it is made, for this user only"
     keygen.add_argument("-d", "--directory", default=".", metavar="DIR", help=where)
     keygen.set_defaults(run=runs.keygen)
     add_log_behind(keygen)
@@ -235,7 +237,7 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
         if whole or title in argv:
             _fill_laboratory(command, title, argv, whole=whole)
 
-    cache = commands.add_parser("cache", help="see and change what a running worker keeps of prompts")
+    cache = commands.add_parser("cache", help="see and change what a running worker or store keeps of prompts")
     add_log_behind(cache)
     if whole or "cache" in argv:
         from pdlink.observe import cache_command
@@ -244,13 +246,13 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
         cache.formatter_class = argparse.RawDescriptionHelpFormatter
         cache.commands = cache_command.add_arguments(cache)
 
-    config = commands.add_parser("config", help="settings of pdlink from those of another system")
+    config = commands.add_parser("config", help="translate another system's settings into settings of pdlink")
     config.set_defaults(run=lambda _: no_command(config))
     add_log_behind(config)
     config.commands = ["from"]
     source = config.add_subparsers(metavar="ACTION").add_parser(
         "from",
-        help="print what becomes of a configuration",
+        help="print settings of pdlink for LMCache's, vLLM's or SGLang's",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if whole or "config" in argv:

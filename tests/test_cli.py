@@ -38,8 +38,8 @@ def exits(words: list[str]) -> int:
     [
         (["prefil"], "no command 'prefil'; did you mean `pdlink prefill`?"),
         (["serve"], "no command 'serve'; "),
-        (["--num-prefill", "2"], "--num-prefill stands behind a command: did you mean `pdlink up --prefill`"),
-        (["--log-level", "debug", "--once"], "--once stands behind a command: did you mean `pdlink top --once`?"),
+        (["--num-prefill", "2"], "--num-prefill goes after a command: did you mean `pdlink up --prefill`"),
+        (["--log-level", "debug", "--once"], "--once goes after a command: did you mean `pdlink top --once`?"),
         (["bench", "transfr"], "no benchmark 'transfr'; did you mean `pdlink bench transfer`?"),
     ],
 )

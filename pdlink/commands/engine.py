@@ -22,7 +22,7 @@ ENGINES = {"vllm": ("vLLM", ("prefill", "decode", "both")), "sglang": ("SGLang",
 
 DESCRIPTION = """\
 Start one {engine} server with everything set for a deployment on several hosts, and print the command of its proxy.
-The process becomes the {engine} server. Flags of {engine} stand after --.
+The process becomes the {engine} server. Flags of {engine} go after --.
 
   openssl rand -hex 32 > token; chmod 600 token                   once; the same file on every host
   pdlink {command} prefill MODEL --listen 10.0.0.1 --token token -- {flags}
@@ -61,7 +61,7 @@ def add_arguments(command: Parser, name: str) -> None:
         command.add_argument("--disk-size", type=float, metavar="GIB", help="disk space to use")
     command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting; repeatable")
     command.add_argument("--print", action="store_true", help="print the command instead of running it")
-    command.hint = f"; flags of {engine} stand after --"
+    command.hint = f"; flags of {engine} go after --"
     command.set_defaults(run=run, engine=name)
 
 

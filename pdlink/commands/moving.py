@@ -136,7 +136,9 @@ SYSTEMS = {
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("system", choices=tuple(SYSTEMS), metavar="SYSTEM", help=", ".join(SYSTEMS))
-    command.add_argument("given", nargs="...", metavar="CONFIGURATION", help="of that system")
+    command.add_argument(
+        "given", nargs="...", metavar="CONFIGURATION", help="its file, JSON or flags, as in the examples"
+    )
     command.set_defaults(run=run)
 
 

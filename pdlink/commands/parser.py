@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
             found = [each.prog for each in commands if near[0] in each._option_string_actions]
             *most, last = [f"`{prog} {near[0]}`" for prog in found]
             meant = f"{', '.join(most)} or {last}" if most else last
-            self.exit(2, f"pdlink: {name} stands behind a command: did you mean {meant}?\n")
+            self.exit(2, f"pdlink: {name} goes after a command: did you mean {meant}?\n")
 
 
 def no_command(parser: argparse.ArgumentParser) -> int:

@@ -9,9 +9,9 @@ from pdlink.commands.parser import positive, positive_float
 from pdlink.config.proxy import DEFAULT_POLICIES
 
 DESCRIPTION = """\
-How many prefill and decode workers a traffic needs, and whether P/D pays for it. Computes the ratio in closed form,
-then simulates splits behind the proxy's own policies: the highest rate at which each keeps the promised TTFT and time
-per token. docs/deploy.md says what is modelled.
+How many prefill and decode workers your traffic needs, and whether P/D pays. Computes the ratio in closed form, then
+simulates splits behind the proxy's own policies: the highest rate at which each keeps the promised TTFT and time per
+token. docs/deploy.md says what is modelled.
 
   pdlink plan trace.jsonl --workers 24 --ttft 2 --per-token 0.02
   pdlink plan trace.csv --curves curves.json --rate 40

@@ -58,20 +58,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> list[str]:
     add("stats", "what lies where, who keeps it, and which tiers answer", _stats)
     add("lookup", "how much of a prompt is kept, and where", _lookup, of_prompt=True)
     add("warm", "bring what is kept of a prompt into memory", _count, of_prompt=True)
-    pin = add("pin", "the same, and keep it there until `unpin`", _count, of_prompt=True)
-    pin.add_argument("--name", required=True, help="of the pin; several prompts may share one")
+    pin = add(
+        "pin", "bring what is kept of a prompt into memory, and keep it there until `unpin`", _count, of_prompt=True
+    )
+    pin.add_argument("--name", required=True, help="name of the pin; several prompts may share one")
     unpin = add("unpin", "take back all pins of a name", _count)
-    unpin.add_argument("--name", required=True, help="that they were pinned as")
-    move = add("move", "put what one place keeps of a prompt into another one", _count, of_prompt=True)
-    move.add_argument("--from", dest="source", required=True, metavar="PLACE", help="`stats` shows the places")
-    move.add_argument("--to", dest="destination", required=True, metavar="PLACE", help="where to: memory, disk, ...")
-    move.add_argument("--keep", action="store_true", help="keep it in the first place, too")
+    unpin.add_argument("--name", required=True, help="name of the pins")
+    move = add("move", "move what one place keeps of a prompt to another place", _count, of_prompt=True)
+    move.add_argument(
+        "--from", dest="source", required=True, metavar="PLACE", help="memory, disk, ...; `stats` shows the places"
+    )
+    move.add_argument("--to", dest="destination", required=True, metavar="PLACE", help="memory, disk, ...")
+    move.add_argument("--keep", action="store_true", help="copy it instead")
     clear = add("clear", "forget a prompt, or everything", _count, of_prompt=True)
-    clear.add_argument("--everything", action="store_true", help="instead of a prompt")
-    clear.add_argument("--place", action="append", metavar="PLACE", help="only there; repeatable")
-    top = add("top", "stats and rates, again and again until Ctrl-C", _top)
-    top.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between looks (2)")
-    top.add_argument("--count", type=int, default=0, metavar="N", help="looks; 0 goes on (0)")
+    clear.add_argument("--everything", action="store_true", help="forget all prompts")
+    clear.add_argument("--place", action="append", metavar="PLACE", help="only in this place; repeatable")
+    top = add("top", "stats and rates, live, until Ctrl-C", _top)
+    top.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between two looks (2)")
+    top.add_argument("--count", type=int, default=0, metavar="N", help="number of looks; 0: until Ctrl-C (0)")
     return list(actions.choices)
 
 

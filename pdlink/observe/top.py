@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from rich.console import JustifyMethod, RenderableType
 
-DESCRIPTION = "Show the workers, transfers and requests behind a proxy, again and again until Ctrl-C."
+DESCRIPTION = "Show the workers, transfers and requests behind a proxy, live, until Ctrl-C."
 EPILOG = """\
 a cell per layer of a transfer:  █ landed   ▓ in flight   ▒ written, waits for the link   ░ not computed yet
 
@@ -46,11 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--key-file",
         metavar="FILE",
-        help="with the proxy's API key; where it has several, with one of admin_key_file",
+        help="file with the proxy's API key; where it has several, with one of admin_key_file",
     )
     parser.add_argument("--once", action="store_true", help="one look; exit status 1 if something is wrong")
     parser.add_argument("--json", action="store_true", help="one look, as the proxy answers it")
-    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between looks (1)")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (1)")
     parser.set_defaults(run=run)
 
 

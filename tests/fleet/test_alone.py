@@ -137,7 +137,7 @@ def test_a_token_that_can_be_guessed_is_refused(capsys: pytest.CaptureFixture[st
 def test_a_flag_of_the_engine_before_the_dashes_is_told_where_it_belongs(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["vllm", "prefill", "M", "--max-model-len", "8192"])
-    assert "flags of vLLM stand after --" in capsys.readouterr().err
+    assert "flags of vLLM go after --" in capsys.readouterr().err
 
 
 def test_the_server_takes_the_place_of_the_command(
