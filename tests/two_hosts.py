@@ -9,6 +9,8 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from .tools import tool
+
 
 class Host:
     def __init__(self, namespace: str, address: str) -> None:
@@ -35,23 +37,12 @@ class Host:
 @contextmanager
 def two_hosts(first: str, second: str) -> Iterator[tuple[Host, Host]]:
     """With these addresses of one /24. Skips the test where there are no namespaces to be had."""
-
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20)
-
+    newcomer = tool("newcomer")
     if os.geteuid() != 0:
         pytest.skip("network namespaces take root")
-    names = [f"pdlink-{number}-{os.getpid()}" for number in (1, 2)]
     with ExitStack() as stack:
         try:
-            for name in names:
-                ip("netns", "add", name)
-                stack.callback(ip, "netns", "del", name)
-            ip("link", "add", "pdl0", "netns", names[0], "type", "veth", "peer", "name", "pdl0", "netns", names[1])
-            for name, address in zip(names, (first, second), strict=True):
-                ip("-n", name, "addr", "add", f"{address}/24", "dev", "pdl0")
-                for device in ("lo", "pdl0"):
-                    ip("-n", name, "link", "set", device, "up")
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', '') or error}")
+            names = stack.enter_context(newcomer.cabled(first, second))
+        except (OSError, newcomer.Failed) as error:
+            pytest.skip(f"no network namespaces here: {error}")
         yield Host(names[0], first), Host(names[1], second)

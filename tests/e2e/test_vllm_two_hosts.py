@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import shlex
 import subprocess
@@ -19,11 +18,11 @@ pytest.importorskip("vllm")
 from pdlink.endpoint.token import http_key_of  # noqa: E402
 from tests.e2e.engine_servers import NUM_LAYERS, prompt_of, save_model, until  # noqa: E402
 from tests.e2e.vllm_servers import Server  # noqa: E402
+from tests.tools import tool  # noqa: E402
 from tests.two_hosts import Host, two_hosts  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).parents[2]
 READY_S = 240.0
 OF_CPUS = ["--skip-tokenizer-init", "--dtype", "float32", "--max-model-len", "2048", "--enforce-eager"]
 """What this machine adds behind `--`: README's lines are for GPUs."""
@@ -31,11 +30,6 @@ NUM_TOKENS = 700
 KV_NBYTES = NUM_TOKENS * NUM_LAYERS * 2 * 4 * 32 * 4
 """K and V of four heads of 32 numbers."""
 ANSWER = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True, "detokenize": False}
-
-
-def lines_of_readme() -> list[str]:
-    [block] = re.findall(r"\*\*vLLM on two servers\.\*\*.*?\n\n((?:    .*\n)+)", (ROOT / "README.md").read_text())
-    return [line.strip() for line in block.replace("\\\n", " ").splitlines()]
 
 
 def curl(host: Host, url: str, body: dict[str, object] | None = None, *more: str) -> str:
@@ -55,7 +49,7 @@ def test_readmes_lines_for_two_servers_answer_as_one_server_does(tmp_path: Path)
     token = tmp_path / "token"
     token.write_text(secrets.token_hex(32))
     token.chmod(0o600)
-    prefill_line, decode_line, proxy_line = lines_of_readme()
+    _, prefill_line, decode_line, proxy_line = tool("newcomer").two_servers_of_readme()
     environment = {**os.environ, **Server("unused", tmp_path / "model", tmp_path / "unused.log", []).settings()}
     prompt = prompt_of(NUM_TOKENS, 1)
     asked: dict[str, object] = {"model": "model", "prompt": prompt, **ANSWER}
