@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.parse
 import urllib.request
@@ -71,7 +73,7 @@ class Prometheus:
             "--enable-feature=exemplar-storage",
         ]
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+            self.process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
 
     def ask(self, path: str, **params: str) -> Any:
         with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(params)}", timeout=30) as said:
@@ -147,3 +149,23 @@ def scraped(folder: Path, proxy: str, workers: Sequence[str], stores: Sequence[s
         yield prometheus
     finally:
         prometheus.close()
+
+
+@contextmanager
+def traffic(ask: Callable[[int], None]) -> Iterator[None]:
+    """Calls it with 0, 1, 2 and so on, one after the other in a thread, until the end."""
+    over = threading.Event()
+
+    def run() -> None:
+        for number in itertools.count():
+            if over.is_set():
+                return
+            ask(number)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(120)

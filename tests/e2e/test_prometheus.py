@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
 import urllib.request
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
 
 from .deployment import prompt_of, until
-from .prometheus_server import ANSWER_S, dashboards, panels_of, scraped, with_prometheus
+from .prometheus_server import ANSWER_S, dashboards, panels_of, scraped, traffic, with_prometheus
 from .test_store import CHUNK, launched
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
-
-    from .deployment import Deployment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240), with_prometheus]
 
 
-@contextmanager
-def traffic(deployment: Deployment) -> Iterator[list[str]]:
-    """Requests one after the other, a stream and an answer in one piece, until the end. Yields their ids."""
-    over, ids = threading.Event(), list[str]()
+def test_every_panel_has_data_and_every_rule_is_evaluated(tmp_path: Path) -> None:
+    panels = panels_of()
+    ours = [expr for queries in panels.values() for expr in queries if not re.search(r'[("](vllm|sglang):', expr)]
+    with launched(tmp_path) as (deployment, _):
+        workers = [deployment.url(name) for name in ("prefill-0", "prefill-1", "decode")]
+        ids: list[str] = []
 
-    def ask() -> None:
-        seed = 0
-        while not over.is_set():
-            prompt = prompt_of(3 * CHUNK, seed)
+        def ask(number: int) -> None:
+            """An answer in one piece, and a stream."""
+            prompt = prompt_of(3 * CHUNK, number)
             whole = deployment.complete(prompt)
             body = {"model": "pdlink-tiny", "prompt": prompt, "max_tokens": 16, "stream": True}
             told = urllib.request.Request(
@@ -43,24 +39,9 @@ def traffic(deployment: Deployment) -> Iterator[list[str]]:
             with urllib.request.urlopen(told, timeout=60) as stream:
                 stream.read()
                 ids.extend((whole.headers["X-Request-Id"], stream.headers["X-Request-Id"]))
-            seed += 1
 
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        yield ids
-    finally:
-        over.set()
-        thread.join(60)
-
-
-def test_every_panel_has_data_and_every_rule_is_evaluated(tmp_path: Path) -> None:
-    panels = panels_of()
-    ours = [expr for queries in panels.values() for expr in queries if not re.search(r'[("](vllm|sglang):', expr)]
-    with launched(tmp_path) as (deployment, _):
-        workers = [deployment.url(name) for name in ("prefill-0", "prefill-1", "decode")]
         with scraped(tmp_path, deployment.url("proxy"), workers, [deployment.url("store")]) as prometheus:
-            with traffic(deployment) as ids:
+            with traffic(ask):
                 prometheus.wait_for_panels(panels)
                 prometheus.wait_for_queries(ours)
                 prometheus.wait_for_rules()

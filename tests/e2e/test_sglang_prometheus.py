@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import threading
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,37 +15,16 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs SGLang", allow_module_level=True)
 
 from tests.e2e.engine_servers import prompt_of  # noqa: E402
-from tests.e2e.prometheus_server import panels_of, scraped, with_prometheus  # noqa: E402
+from tests.e2e.prometheus_server import panels_of, scraped, traffic, with_prometheus  # noqa: E402
 from tests.e2e.sglang_servers import SglangPair, save_checkpoint  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900), with_prometheus]
 
 OF_OTHER_ENGINES = ("Recomputed, by reason", "Endpoint could not run")
 PAGE = 64
-
-
-@contextmanager
-def traffic(pair: SglangPair) -> Iterator[None]:
-    """Prompts that come twice, until the end."""
-    over = threading.Event()
-
-    def ask() -> None:
-        seed = 0
-        while not over.is_set():
-            assert pair.complete(prompt_of(600, seed // 2)).status == 200
-            seed += 1
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join(120)
 
 
 def test_every_panel_has_data_and_every_rule_is_evaluated(tmp_path: Path) -> None:
@@ -65,10 +42,14 @@ def test_every_panel_has_data_and_every_rule_is_evaluated(tmp_path: Path) -> Non
         *("--hicache-storage-backend", "dynamic", "--hicache-write-policy", "write_through"),
         *("--hicache-storage-backend-extra-config", json.dumps({**backend, "interface_v1": 1, "tiers": tiers})),
     ]
+
+    def ask_twice(number: int) -> None:
+        assert pair.complete(prompt_of(600, number // 2)).status == 200
+
     pair = SglangPair.of(tmp_path, ["--page-size", str(PAGE), "--enable-metrics"], prefill=kept)
     try:
         with scraped(tmp_path, pair.url, [server.url for server in pair.servers]) as prometheus:
-            with traffic(pair):
+            with traffic(ask_twice):
                 prometheus.wait_for_panels(panels_of(*OF_OTHER_ENGINES))
                 prometheus.wait_for_rules()
             assert prometheus.values("sum(up)") == [3.0]

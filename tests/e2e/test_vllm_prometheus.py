@@ -5,8 +5,6 @@ Run with `make test-vllm`.
 
 from __future__ import annotations
 
-import threading
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,39 +13,15 @@ pytest.importorskip("vllm")
 
 from pdlink.api.openai import COMPLETIONS  # noqa: E402
 from tests.e2e.deployment import request  # noqa: E402
-from tests.e2e.prometheus_server import panels_of, scraped, with_prometheus  # noqa: E402
-from tests.e2e.proxied_vllm import Pair, proxied  # noqa: E402
+from tests.e2e.prometheus_server import panels_of, scraped, traffic, with_prometheus  # noqa: E402
+from tests.e2e.proxied_vllm import proxied  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.timeout(600), with_prometheus]
 
 OF_OUR_ENGINE = ("Endpoint could not run",)
-
-
-@contextmanager
-def traffic(pair: Pair) -> Iterator[None]:
-    """Prompts that come twice, until the end."""
-    over = threading.Event()
-
-    def ask() -> None:
-        seed = 0
-        while not over.is_set():
-            prompt = [(seed // 2 * 31 + at * 7) % 200 + 20 for at in range(600)]
-            answer = pair.ask("proxy", COMPLETIONS, {"prompt": prompt, "max_tokens": 8, "ignore_eos": True})
-            assert answer.status == 200
-            assert pair.events("proxy", COMPLETIONS, {"prompt": prompt[:300], "max_tokens": 4})
-            seed += 1
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join(120)
 
 
 def test_every_panel_has_data_and_every_rule_is_evaluated(tmp_path: Path) -> None:
@@ -61,7 +35,14 @@ def test_every_panel_has_data_and_every_rule_is_evaluated(tmp_path: Path) -> Non
         proxied(tmp_path, "pdlink", "--no-enable-prefix-caching", tiers=tiers) as pair,
         scraped(tmp_path, pair.url("proxy"), [pair.url("prefill"), pair.url("decode")]) as prometheus,
     ):
-        with traffic(pair):
+
+        def ask_twice(number: int) -> None:
+            prompt = [(number // 2 * 31 + at * 7) % 200 + 20 for at in range(600)]
+            answer = pair.ask("proxy", COMPLETIONS, {"prompt": prompt, "max_tokens": 8, "ignore_eos": True})
+            assert answer.status == 200
+            assert pair.events("proxy", COMPLETIONS, {"prompt": prompt[:300], "max_tokens": 4})
+
+        with traffic(ask_twice):
             prometheus.wait_for_panels(panels_of(*OF_OUR_ENGINE))
             prometheus.wait_for_rules()
             state = request(pair.url("proxy") + "/pdlink/state").body
