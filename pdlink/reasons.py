@@ -112,7 +112,7 @@ class Reason(msgspec.Struct, frozen=True, gc=False):
     @property
     def sentence(self) -> str:
         """For a log: what happened, and the code if there is one."""
-        words = self.words or self.code.meaning
+        words = self.words or self.code.meaning.replace("FACTOR", self.factor.replace("_", " ") or "something")
         return words if self.code is Code.OTHER else f"{words} ({self.label})"
 
     def __str__(self) -> str:

@@ -50,6 +50,8 @@ def test_a_log_has_the_words_and_the_code() -> None:
     assert Reason(Code.PEER_LOST, "silent for 3 s").sentence == "silent for 3 s (peer_lost)"
     assert Reason(Code.NO_REQUEST).sentence == f"{Code.NO_REQUEST.meaning} (no_request)"
     assert Reason.of("short_prompt").sentence == "short_prompt"
+    differs = Reason.of("refused:parts_per_layer").sentence
+    assert differs.startswith("the two workers differ in parts per layer; ")
 
 
 @pytest.mark.parametrize(
