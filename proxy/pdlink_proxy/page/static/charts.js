@@ -11,7 +11,7 @@ const CHARTS = [
   ["requests a second", { ended: (s) => s.requests_per_s, failed: (s) => s.failed_per_s }],
   ["requests now", { running: (s) => s.running, queued: (s) => s.queued }],
   ["KV, GB/s over all lanes", { "GB/s": (s) => (s.kv_bytes_per_s == null ? null : s.kv_bytes_per_s / 1e9) }],
-  ["prompt tokens found, a second", { "in memory": (s) => found(s, "device", "host"), "in tiers below": below }],
+  ["prompt tokens found, a second", { memory: (s) => found(s, "device", "host"), tiers: below }],
 ];
 
 function svg(tag, props, ...children) {

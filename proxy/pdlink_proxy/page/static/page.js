@@ -32,7 +32,7 @@ function figures(state) {
   const s = state.summary, answered = sum(Object.values(s.kv)), step = state.history.at(-1);
   const prompts = total(state, "prompt_tokens"), lanes = Object.entries(state.rates?.kv_bytes_per_s ?? {});
   const found = prompts - total(state, "prompt_tokens", "prefill") - total(state, "prompt_tokens", "computed");
-  const models = [...new Set(state.workers.filter((w) => w.model).map(model))], versions = [...new Set(state.workers.map((w) => w.version).filter((version) => version))];
+  const served = state.workers.filter((w) => w.model), models = [...new Set(served.map(model))], versions = [...new Set(state.workers.map((w) => w.version).filter((version) => version))];
   const cards = [
     ["TTFT, p50 · p95", `${ms(s.ttft_p50_ms)} · ${ms(s.ttft_p95_ms)}`], ["ITL, p50", ms(s.per_token_p50_ms)],
     ["requests · failed, a second", step ? `${step.requests_per_s.toFixed(1)} · ${step.failed_per_s.toFixed(1)}` : "–"],
@@ -42,7 +42,7 @@ function figures(state) {
     ["KV transferred", answered ? percent((s.kv.transferred ?? 0) / answered) : "–"],
     ["not hidden by prefill", s.exposed_ms == null ? "–" : `${percent(s.exposed_share)} (${ms(s.exposed_ms)})`],
     ["prompt tokens found", prompts ? percent(found / prompts) : "–"],
-    ["engine · model", `${versions.length === 1 ? versions[0] : state.engine} · ${models.length > 1 ? `${models.length} models` : models[0] ?? "–"}`],
+    ["engine · model", `${versions.length === 1 ? versions[0] : state.engine} · ${models.length > 1 ? `${models.length} models` : served[0]?.model ?? "–"}`],
   ];
   patch($("figures"), cards.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
 }
