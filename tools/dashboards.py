@@ -175,7 +175,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             (_rate("pdlink_proxy_leg_failures_total", "leg, reason"),),
         ),
         Panel(
-            "Second ways",
+            "Retries and fallbacks",
             "reqps",
             "Retries, decode alone, streams that went on elsewhere.",
             (_rate("pdlink_proxy_fallbacks_total", "kind"),),

@@ -29,7 +29,7 @@ ANSWER_S = 120.0
 """Until a query answers. A few scrapes are enough, but the machine may have other things to do."""
 MAY_BE_ZERO = frozenset(
     {
-        *("Queued requests, open streams", "Lost legs, by reason", "Second ways", "Legs by worker"),
+        *("Queued requests, open streams", "Lost legs, by reason", "Retries and fallbacks", "Legs by worker"),
         *("Bytes waiting and in flight", "Transfers failed, by reason", "Recomputed, by reason", "Live transfers"),
         *("Requests in engines", "Blocks held"),
     }
