@@ -91,27 +91,6 @@ class SlotPlan:
     page_slots: Numbers
     record_slots: Numbers
 
-    @classmethod
-    def of(
-        cls, template: Template, slots: Sequence[tuple[Slot, int, int]], blocks: Blocks, pages: KVLayout
-    ) -> SlotPlan:
-        """slots: and the tokens [first, last) that are copied of each. pages: the other side of `template`.
-
-        Raises ValueError for blocks that do not exist.
-        """
-        record = template.dst if pages is template.src else template.src
-        tokens = np.concatenate([np.arange(first, last) for _, first, last in slots])
-        begins = np.concatenate([np.full(last - first, slot.offset) for slot, first, last in slots])
-        numbers = np.array(blocks.numbers, np.int64)
-        index = tokens // pages.block_tokens - blocks.begin // pages.block_tokens
-        if index.max() >= len(numbers) or numbers.min() < 0 or numbers.max() >= pages.num_blocks:
-            raise ValueError(f"blocks {blocks} do not hold tokens up to {tokens.max()}: there are {pages.num_blocks}")
-        return cls(
-            template,
-            numbers[index] * pages.block_tokens + tokens % pages.block_tokens,
-            begins // ALIGNMENT_NBYTES * record.block_tokens + tokens % record.block_tokens,
-        )
-
 
 AnyPlan: TypeAlias = "RecordPlan | SlotPlan"
 
@@ -190,9 +169,21 @@ class RecordGroup:
         return RecordPlan(plan, self.shape, np.array([slot.offset for _, slot in slots]), ends)
 
     def slot_plan(self, slots: Chunks, blocks: Blocks, begin: int, end: int, *, loading: bool) -> SlotPlan:
-        """The same by slots of tokens."""
+        """The same by slots of tokens. Raises ValueError for blocks that do not exist."""
+        template, pages = self.template(loading=loading), self.layout
+        record_tokens = (template.src if loading else template.dst).block_tokens
         spans = [(slot, *self.part_of(chunk, begin, end)) for chunk, slot in slots]
-        return SlotPlan.of(self.template(loading=loading), spans, blocks, self.layout)
+        tokens = np.concatenate([np.arange(first, last) for _, first, last in spans])
+        begins = np.concatenate([np.full(last - first, slot.offset) for slot, first, last in spans])
+        numbers = np.array(blocks.numbers, np.int64)
+        index = tokens // pages.block_tokens - blocks.begin // pages.block_tokens
+        if index.max() >= len(numbers) or numbers.min() < 0 or numbers.max() >= pages.num_blocks:
+            raise ValueError(f"blocks {blocks} do not hold tokens up to {tokens.max()}: there are {pages.num_blocks}")
+        return SlotPlan(
+            template,
+            numbers[index] * pages.block_tokens + tokens % pages.block_tokens,
+            begins // ALIGNMENT_NBYTES * record_tokens + tokens % record_tokens,
+        )
 
 
 def _share(layout: KVLayout, heads: range | None, num_heads: int | None) -> Share:

@@ -142,10 +142,6 @@ class RecordDeadlines:
         self.entries: list[tuple[float, Serial, bytes]] = []
         """A heap. Some may be of records that are gone."""
 
-    def __len__(self) -> int:
-        """Entries, also of records that are gone."""
-        return len(self.entries)
-
     def add(self, at_s: float, record: Record) -> None:
         """Have `due` give the record from then on, if it is there."""
         heappush(self.entries, (at_s, record.slot.serial, record.slot.key))

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _CLOSE_S = 10.0
+_LOOKUP_TIMEOUT_S = 1.0
+"""For the tiers' answers."""
 _LOOK_S = 0.25
 """A GPU that has failed says nothing of copies under way."""
 LOST = "the GPU has failed with copies under way; end this process, which may still write to these blocks"
@@ -82,14 +84,12 @@ class Source:
         buffers: Sequence[AnyBuffer],
         pool: BlockHolds,
         *,
-        lookup_timeout_s: float = 1.0,
         own_places: Sequence[str] = (),
         released: Callable[[], None] = lambda: None,
         gpu: GpuPages | None = None,
     ) -> None:
         """buffers: of the engine's cache, by region index of the groups' layouts.
 
-        lookup_timeout_s: for the tiers' answers.
         own_places: of the store, where nobody but this engine keeps anything.
         released: told, in any thread, that blocks were given back to `pool`.
         gpu: copies for `buffers` that are a GPU's; closed here. None where they are the host's.
@@ -101,7 +101,7 @@ class Source:
         """Whether any part of a prefix is of use."""
         self.parts_chunks = not any(group.layout.state or group.layout.position_tokens > 1 for group in groups)
         """Whether a part of a chunk is of use: not of a state, which is the one after all of its tokens."""
-        self.lookup_timeout_s = lookup_timeout_s
+        self.lookup_timeout_s = _LOOKUP_TIMEOUT_S
         self.copier = Line("pdlink-store-copy")
         self.speeds: defaultdict[int, Speed] = defaultdict(partial(Speed, HALF_LIFE_S))
         """Seconds for bytes, by place. Measured by the copier."""

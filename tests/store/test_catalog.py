@@ -284,4 +284,4 @@ def test_deadlines_of_records_that_are_gone_are_sorted_out() -> None:
     made = catalog(4)
     for index in range(1000):
         store(made, [b"%d" % index], now_s=float(index), ttl_s=1e6)
-    assert len(made._deadlines) < 100
+    assert len(made._deadlines.entries) < 100

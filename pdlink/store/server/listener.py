@@ -289,7 +289,9 @@ class _Session(threading.Thread):
                 elif len(self._askers) < _MAX_BACKLOG:
                     self._askers.put(partial(self._ask, client.desk, message))
                 else:
-                    raise ProtocolError(f"calls: {_MAX_BACKLOG} wait already, the limit; wait for answers")
+                    raise ProtocolError(
+                        f"calls: got {_MAX_BACKLOG + 1} at a time; expected at most {_MAX_BACKLOG}; wait for answers"
+                    )
             ready = [descriptor for descriptor, _ in poller.poll()]
             if ready != [self.link.fileno()]:
                 return
