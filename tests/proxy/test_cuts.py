@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdlink._http import END, Answers
+from pdlink._http import Exchange
 from pdlink.api.openai import LAST_EVENTS, parse
 from pdlink_proxy.dialects import DIALECTS
 from pdlink_proxy.flow import Flow, Limits
+from pdlink_proxy.http_connection import AnswerListener
 from pdlink_proxy.steps import Answered, Chunk, Ended, EndStream, Forward, Leg, Outcome, Placed
 from tests.proxy.test_joining import _INPUTS, events_of, path_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from pdlink._http import Headers
 
 HEAD = b"HTTP/1.1 200 OK\r\nserver: uvicorn\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 PREFILLED = b'{"choices":[],"meta_info":{},"usage":{"prompt_tokens_details":{"cached_tokens":3}}}'
@@ -47,7 +50,14 @@ def chunked(events: Iterable[bytes]) -> bytes:
     return HEAD + b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in events) + b"0\r\n\r\n"
 
 
-class Client:
+class _Unsent(Exchange):
+    """A connection to no worker: what comes is fed."""
+
+    def send_rest(self, data: bytes) -> None:
+        pass
+
+
+class Client(AnswerListener):
     """What a client gets of decode's answer, by the native reader and the flow, as a request runs them."""
 
     def __init__(self, dialect: str, path: str) -> None:
@@ -63,20 +73,30 @@ class Client:
         self.flow.on(Placed("p", "d"), 0.0)
         self.flow.on(Answered(1, Leg.PREFILL, 200, PREFILLED), 0.0)
         self.data, self.passed = b"", 0
-        self._answers = Answers()
+        self.status, self.free = 0, False
 
     def hears(self, pieces: Sequence[bytes]) -> None:
+        exchange = _Unsent()
+        exchange.ask(b"", b"", b"", self, self)
         for piece in pieces:
-            fed = self._answers.feed(piece)
-            assert fed is not None
-            _, body, where = fed
-            if body and self.data and self.flow.passes(1, Leg.DECODE, body, 1.0):
-                self.passed += 1
-                self.data += body
-            elif body:
-                self._tell(Chunk(1, Leg.DECODE, body))
-            if where & END:
-                self._tell(Ended(1, Leg.DECODE))
+            exchange.feed(piece)
+        assert (self.status, self.free) == (200, True)
+
+    def on_head(self, status: int, _headers: Headers) -> None:
+        self.status = status
+
+    def on_data(self, data: bytes) -> None:
+        if self.data and self.flow.passes(1, Leg.DECODE, data, 1.0):
+            self.passed += 1
+            self.data += data
+        else:
+            self._tell(Chunk(1, Leg.DECODE, data))
+
+    def freed(self, _exchange: Exchange) -> None:
+        self.free = True
+
+    def on_end(self) -> None:
+        self._tell(Ended(1, Leg.DECODE))
 
     def _tell(self, event: Chunk | Ended) -> None:
         for action in self.flow.on(event, 1.0):
