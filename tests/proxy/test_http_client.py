@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import ssl
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,16 +25,18 @@ from pdlink_proxy.http_connection import (
 )
 from pdlink_proxy.polling import polling
 from pdlink_proxy.upstream import answer_of
+from tests.certificates import make_certificate
 from tests.proxy.fakes import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
 
     Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 @contextlib.asynccontextmanager
-async def server(talk: Talk) -> AsyncIterator[str]:
+async def server(talk: Talk, tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
     """Runs `talk` for each connection; its base URL."""
 
     running: set[asyncio.Task[None]] = set()
@@ -46,9 +49,10 @@ async def server(talk: Talk) -> AsyncIterator[str]:
             writer.close()
             await writer.wait_closed()
 
-    listening = await asyncio.start_server(run, "127.0.0.1", 0)
+    listening = await asyncio.start_server(run, "127.0.0.1", 0, ssl=tls)
     async with listening:
-        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        scheme = "http" if tls is None else "https"
+        yield f"{scheme}://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
     await asyncio.gather(*running)
 
 
@@ -391,3 +395,33 @@ async def test_a_large_body_arrives_whole(unused_tcp_port: int) -> None:
             assert await ask(http, url, "POST", body).ended() == body
     finally:
         await runner.cleanup()
+
+
+async def test_a_connection_with_tls_tells_the_same_and_is_used_again(tmp_path: Path) -> None:
+    """asyncio reads it, and sends what is asked."""
+    cert, key = make_certificate(tmp_path)
+    serves, trusts = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context(cafile=cert)
+    serves.load_cert_chain(cert, key)
+    body = random.Random(7).randbytes(1 << 20)
+    goes_on = asyncio.Event()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(2):
+            await reader.readuntil(b"\r\n\r\n")
+            assert await reader.readexactly(len(body)) == body
+            writer.write(CHUNKED + b"3\r\none\r\n")
+            await goes_on.wait()
+            writer.write(b"3\r\ntwo\r\n0\r\n\r\n")
+
+    async with server(talk, serves) as url, client(tls=trusts) as http:
+        for number in range(2):
+            heard = ask(http, url + "/", "POST", body)
+            await heard.until(lambda heard: heard.parts)
+            assert heard.request is not None
+            heard.request.pause()
+            goes_on.set()
+            heard.request.resume()
+            assert await heard.ended() == b"onetwo"
+            assert heard.connection is not None
+            assert heard.connection.reused == (number > 0)
+            assert not heard.connection.is_open
