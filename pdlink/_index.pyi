@@ -1,11 +1,18 @@
-"""Who has the KV of which prefix, from published events (`csrc/index`)."""
+"""Who has the KV of which prefix, from published events or by guess, and whom a request suits best (`csrc/index`)."""
+
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
+
+_Column: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
+_Numbers: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint32]]
+_Mask: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 class Prefixes:
     """Of one model and one number of tokens per block. Not thread-safe.
 
-    A holder is a number that the caller chooses, small ones without gaps: it costs memory by the largest. A root is a
+    A holder is a number that the caller chooses, as small as may be: it costs memory by the largest. A root is a
     non-zero number for everything besides the tokens that the KV depends on. 16 bytes per block and holder and 16 per
     prefix, by a fill of 3/8 to 3/4.
     """
@@ -39,6 +46,113 @@ class Prefixes:
     def num_blocks(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+
+class HeldKV:
+    """What workers say that they have of one prompt."""
+
+    def __init__(self, shares: Sequence[tuple[int, float, float]]) -> None:
+        """Of each worker its number, tokens of the prompt, and what bringing their KV to its device costs, in tokens
+        computed."""
+
+    def tokens_of(self, worker: int) -> int:
+        """0 of one that has nothing, or does not say."""
+
+    @property
+    def most(self) -> int:
+        """Tokens that one worker has."""
+    @property
+    def shares(self) -> list[tuple[int, int, float]]:
+        """By worker."""
+
+    def __bool__(self) -> bool:
+        """Somebody has something."""
+
+class Publishers:
+    """Whose blocks each holder of `Prefixes` tells: those of one worker, or of several that share a store. Not
+    thread-safe."""
+
+    def __init__(self, loading: tuple[float, float, float, float]) -> None:
+        """By medium, what bringing a token's KV to the device costs, in tokens computed."""
+
+    def of(self, publisher: int, workers: Sequence[int], shared: bool) -> None:
+        """The blocks of this holder are of these workers. shared: of a store, so they cost each of them as much as
+        from the last medium at least."""
+
+    def held(
+        self, by_size: Sequence[Prefixes], root: int, tokens: np.ndarray[tuple[int], np.dtype[np.uint32]]
+    ) -> HeldKV:
+        """What each worker has by all that is told, in blocks of these sizes."""
+
+class Guesses:
+    """Which worker was sent which beginnings of prompts. Not thread-safe.
+
+    A worker is a number that the caller chooses, as small as may be: it costs 16 bytes by the largest. A beginning is
+    any number of 64 bits. A worker forgets the least recent first, and those that follow before those that they
+    follow: who has a key has all before it.
+    """
+
+    def __init__(self, max_keys: int) -> None:
+        """max_keys: of all workers together; beyond it the one that has most keeps half of its own."""
+
+    def note(self, worker: int, keys: Sequence[int], most: int) -> int:
+        """The worker is sent a prompt with these keys, the shortest beginning first, and keeps `most` keys. Returns
+        how many of these it had."""
+
+    def forget(self, worker: int) -> None:
+        """The worker has nothing."""
+
+    @property
+    def num_keys(self) -> int:
+        """Of all workers."""
+    @property
+    def nbytes(self) -> int: ...
+
+class Columns:
+    """The workers of a table, judged in one pass: a thousand in microseconds."""
+
+    def __init__(
+        self, load: _Column, slowness: _Column, taken: _Column, numbers: _Numbers, rows: dict[str, int]
+    ) -> None:
+        """By row: tokens to do; time for a token, relative to the mean; KV computed of late (`cheapest`); number at
+        `Guesses`. rows: by key of a worker. All are read anew with each call. fit, everywhere: marks the rows that
+        may be chosen, at least one; None: all."""
+
+    def least(self, fit: _Mask | None, turn: int) -> int:
+        """The row with the least to do; equal ones take turns."""
+
+    def lowest(self, fit: _Mask | None, most: int) -> list[tuple[int, float]]:
+        """At most so many of those with the least to do, the lowest first: rows and tokens."""
+
+    def held(self, held: HeldKV) -> list[float]:
+        """By row, tokens of the prompt that the worker says it has."""
+
+    def cached(
+        self, guesses: Guesses, keys: Sequence[int], key_tokens: int, num_tokens: int, held: HeldKV | None
+    ) -> list[float]:
+        """By row, tokens of the prompt that the worker may hold, by what it says or what it was sent. keys: of the
+        prompt, each for `key_tokens` more."""
+
+    def cheapest(
+        self,
+        guesses: Guesses,
+        keys: Sequence[int],
+        key_tokens: int,
+        num_tokens: int,
+        held: HeldKV | None,
+        behind: dict[str, float] | None,
+        unit: float,
+        fit: _Mask | None,
+        turn: int,
+        num_scores: int,
+    ) -> tuple[int, int, list[tuple[int, float]]]:
+        """The row from which the first token is expected soonest, unless one that computed less of late costs little
+        more; tokens of the prompt that it may hold; and so many of the lowest costs, in tokens of a mean worker.
+        Further to `cached`: behind: by key of a worker, what comes to its costs for each token of the prompt. unit:
+        of `taken`."""
+
+def keys_of(seed: int, data: bytes, piece_nbytes: int) -> list[int]:
+    """Names of the beginnings of `data`, each a piece longer than the one before; equal in every process. Other
+    threads run meanwhile where that is long. piece_nbytes: a multiple of 4, or it raises ValueError."""
 
 def words_of_json(json: bytes) -> bytes:
     """The token ids of a JSON list, as native uint32. Raises ValueError for anything else."""

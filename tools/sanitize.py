@@ -31,7 +31,10 @@ ATTACKS = ("tcp", "tcp_blocks", "mapped", "control", "values", "descriptors", "e
 GROUPS = {
     "conformance": ["tests/conformance/transports"],
     "transports": ["tests/transport", "tests/native"],
-    "index": ["tests/proxy/test_kv_index.py"],
+    "index": [
+        "tests/proxy/test_kv_index.py",
+        *(f"tests/proxy/policies/test_{name}.py" for name in ("guesses", "columns", "each")),
+    ],
     "http": ["tests/proxy/test_http_client.py", "tests/proxy/test_http_fuzz.py", "tests/proxy/test_front.py"],
     "cuda": ["tests/cuda", "--ignore=tests/cuda/test_build.py"],
     "endpoints": ["tests/endpoint/test_transfer.py", "tests/endpoint/test_absence.py", "tests/endpoint/test_lost.py"],

@@ -109,9 +109,7 @@ std::vector<Prefixes::Found> Prefixes::lookup(Key root, std::span<const std::uin
                 keys[next - block] = key = follow(key, tokens.subspan(next * block_tokens_, block_tokens_));
                 prefixes_.prefetch(key);
             }
-        const Holding* of = prefixes_.find(keys[block % kBatch]);
-        std::span<const Holding> have;
-        if (of) have = of->media ? std::span(of, 1) : std::span<const Holding>(shared_[of->holder]);
+        const std::span<const Holding> have = prefixes_.of(keys[block % kBatch]);
         if (block == 0)
             for (const Holding& each : have) active.push_back({each.holder, {}});
         // Both are by holder, ascending: the holders of this block, too, stay.
@@ -136,43 +134,17 @@ std::vector<Prefixes::Found> Prefixes::lookup(Key root, std::span<const std::uin
 std::size_t Prefixes::nbytes() const {
     std::size_t sum = prefixes_.nbytes();
     for (const Held& held : held_) sum += held.blocks.nbytes() + held.more.nbytes();
-    for (const std::vector<Holding>& list : shared_) sum += sizeof list + list.capacity() * sizeof(Holding);
     return sum;
-}
-
-// What `holder` has of the prefix; null if it has nothing.
-Prefixes::Holding* Prefixes::holding(Key key, Holder holder) {
-    Holding* const of = prefixes_.find(key);
-    if (!of) return nullptr;
-    if (of->media) return of->holder == holder ? of : nullptr;
-    std::vector<Holding>& list = shared_[of->holder];
-    const auto at = std::ranges::lower_bound(list, holder, {}, &Holding::holder);
-    return at != list.end() && at->holder == holder ? &*at : nullptr;
 }
 
 // Another block of the holder is this prefix.
 void Prefixes::add(Key key, Holder holder, Key medium) {
-    if (Holding* const mine = holding(key, holder)) {
+    if (Holding* const mine = prefixes_.find(key, holder)) {
         if (mine->media & medium) ++*held_[holder].more.put(blocks_of(key, medium), 0).first;
         mine->media |= medium;
-        return;
+    } else {
+        prefixes_.add(key, {holder, static_cast<std::uint8_t>(medium)});
     }
-    const Holding fresh{holder, static_cast<std::uint8_t>(medium)};
-    const auto [of, alone] = prefixes_.put(key, fresh);
-    if (alone) return;
-    if (of->media) {
-        Holder list = static_cast<Holder>(shared_.size());
-        if (spare_.empty()) {
-            shared_.emplace_back();
-        } else {
-            list = spare_.back();
-            spare_.pop_back();
-        }
-        shared_[list] = {*of};
-        *of = {list, 0};
-    }
-    std::vector<Holding>& list = shared_[of->holder];
-    list.insert(std::ranges::lower_bound(list, holder, {}, &Holding::holder), fresh);
 }
 
 // A block of the holder is not this prefix any more, in these media. Others of it may be.
@@ -183,20 +155,14 @@ void Prefixes::drop(Key key, Holder holder, Key media) {
 
 // The holder has the prefix in these media no more.
 void Prefixes::leave(Key key, Holder holder, Key media) {
-    Holding* const mine = holding(key, holder);
-    if (!mine || (mine->media &= ~media)) return;
-    Holding* const of = prefixes_.find(key);
-    if (of == mine) {
-        prefixes_.erase(key);
-        return;
+    Holding* const mine = prefixes_.find(key, holder);
+    if (!mine) return;
+    const std::uint8_t left = mine->media & ~static_cast<std::uint8_t>(media);
+    if (left) {
+        mine->media = left;
+    } else {
+        prefixes_.remove(key, holder);
     }
-    const Holder number = of->holder;
-    std::vector<Holding>& list = shared_[number];
-    list.erase(list.begin() + (mine - list.data()));
-    if (list.size() > 1) return;
-    *of = list.front();
-    list = {};
-    spare_.push_back(number);
 }
 
 }  // namespace pdlink::index

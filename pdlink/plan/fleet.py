@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from time import process_time, thread_time
 from typing import TYPE_CHECKING
 
+from pdlink._index import HeldKV
 from pdlink_proxy.fleet import PlacementRequest
 from pdlink_proxy.placement import Pair
 from pdlink_proxy.queue import Waiting
@@ -247,21 +248,24 @@ class Simulation:
 
     def _place(self, router: SimulatedRouter, job: _Job) -> bool:
         wanted, now = job.wanted, self._now
-        keys: Sequence[int] = wanted.keys  # type: ignore[assignment]
+        keys: Sequence[int] = wanted.keys
         if self._publish:
-            wanted.held = {
-                key: tokens
-                for of_leg, caches in zip(self._keys, self._caches, strict=True)
-                for key, cache in zip(of_leg, caches, strict=True)
-                if (tokens := cache.cached(keys, wanted.num_tokens))
-            }
+            wanted.held = HeldKV(
+                [
+                    (router.worker(leg, number).work.number, tokens, 0.0)
+                    for leg, caches in zip(Leg, self._caches, strict=True)
+                    for number, cache in enumerate(caches)
+                    if (tokens := cache.cached(keys, wanted.num_tokens))
+                ]
+            )
         self._num_places += 1
         timed = self._num_places % TIMED == 1
         started_s = thread_time() if timed else 0.0
         placed = router.placer.place(wanted, router.fleet(now))
         if isinstance(placed, Pair) and placed.prefill is not None:
-            router.placer.sent(wanted, "prefill", placed.prefill)
-            router.placer.sent(wanted, "decode", placed.decode)
+            for leg, work in (("prefill", placed.prefill), ("decode", placed.decode)):
+                if (policy := router.placer.noting.get(leg)) is not None:
+                    policy.placed(wanted, work)
         if timed:
             self._place_s += thread_time() - started_s
         if not isinstance(placed, Pair) or placed.prefill is None:

@@ -11,7 +11,7 @@ from pdlink.api import kv_path
 from pdlink.events import FallbackUsed, emit
 from pdlink.reasons import Reason
 
-from .decisions import Decision, shown
+from .decisions import Decision
 from .placement import ProxyBarred, Queued
 from .queue import Waiting
 from .steps import Event, Leg, Place, Placed, Unplaced, Waits, Why
@@ -200,7 +200,7 @@ class Admission:
             prefill_load=prefill.work.load if prefill is not None else None,
             decode_load=decode.work.load,
             cached_tokens=choice.cached_tokens if prefill is not None else 0,
-            considered=shown(wanted.considered) if wanted.considered else {},
+            considered=wanted.considered or {},
         )
         shared.decisions.append(said)
         return Placed(None if prefill is None else prefill.work.key, decode.work.key)

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from operator import itemgetter
-from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 from pdlink.observe.sources import Sourced  # noqa: TC001  (msgspec reads the annotation at run time)
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from .table import Column, Workers
-
 MAX_DECISIONS = 4000
-
-
-MAX_CONSIDERED = 8
-_score = itemgetter(1)
 
 
 class Considered(msgspec.Struct, frozen=True):
@@ -85,20 +73,3 @@ class Decisions(deque[Decision]):
     def of(self, request_id: str | None) -> list[Decision]:
         """Those about one request, or all; oldest first."""
         return [each for each in self if request_id in (None, each.request_id)]
-
-
-def shown(chosen_from: Mapping[str, tuple[str, Workers, Sequence[float] | Column]]) -> dict[str, Considered]:
-    """As it is kept, by leg, what its policy chose from (`PlacementRequest.considered`)."""
-    found = {}
-    for leg, (policy, workers, scores) in chosen_from.items():
-        if workers.few:
-            scored = sorted(zip(workers.table.labels, scores, strict=True), key=_score)[:MAX_CONSIDERED]
-        else:
-            column, rows = np.asarray(scores, np.float64), workers.rows
-            if workers.num > MAX_CONSIDERED:
-                best = np.argpartition(column, MAX_CONSIDERED)[:MAX_CONSIDERED]
-                column, rows = column[best], rows[best]
-            labels = map(workers.table.labels.__getitem__, rows)
-            scored = sorted(zip(labels, column.tolist(), strict=True), key=_score)
-        found[leg] = Considered(policy, scored, workers.num)
-    return found

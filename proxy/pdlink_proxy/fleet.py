@@ -5,24 +5,24 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from functools import lru_cache
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import numpy as np
-from xxhash import xxh3_64_intdigest as hashed
 
-from pdlink._index import words_of_json
+from pdlink._index import keys_of, words_of_json
 from pdlink.api.openai import BYTES_PER_TOKEN
 from pdlink.kv.hashing import Origin, namespace
-from pdlink.kv.hashing import chain as chained
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
+    from pdlink._index import HeldKV
     from pdlink.api.openai import Call
 
-    from .table import Column, Workers, WorkerState
+    from .decisions import Considered
+    from .pair_times import Behind
+    from .table import Workers, WorkerState
 
     Tokens: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
@@ -32,6 +32,7 @@ UNKNOWN_ANSWER_TOKENS = 256
 """Of a request without a limit."""
 
 _KEY_NBYTES = BYTES_PER_TOKEN * KEY_TOKENS
+"""Of a text's JSON, and of token ids in 32 bits."""
 
 
 class PlacementRequest:
@@ -44,20 +45,18 @@ class PlacementRequest:
     avoid: frozenset[str] = frozenset()
     """Keys of workers that are taken only where there is no other."""
     key_tokens = KEY_TOKENS
-    chain: Sequence[int | bytes] | None = None
+    chain: Sequence[int] | None = None
     """`keys`, once they are known."""
-    considered: dict[str, tuple[str, Workers, Sequence[float] | Column]] | None = None
-    """Set it to a mapping to learn, by leg, the policy, the workers it chose from, and their scores."""
+    considered: dict[str, Considered] | None = None
+    """Set it to a mapping to learn, by leg, the policy and what it chose from."""
     known_ids: Tokens | None = None
     """Of a text, its first token ids, as far as they are known; see `Tokenizing`."""
-    held: Mapping[str, int] = MappingProxyType({})
-    """By key of a worker that `publishes`, tokens of the prompt whose KV it says it has."""
-    loading: Mapping[str, float] = MappingProxyType({})
-    """Of the same workers, what bringing that KV to the device costs, in tokens computed."""
+    held: HeldKV | None = None
+    """What workers that publish their KV say that they have of the prompt, by `WorkerState.number`."""
     _ids: Tokens | None = None
     _read = False
     """`_ids` is what the prompt has."""
-    behind: Mapping[str, float] | None = None
+    behind: dict[str, float] | None = None
     """Of decode's worker, once it is chosen: see `pair_times.Behind`."""
 
     def __init__(
@@ -82,14 +81,13 @@ class PlacementRequest:
             setattr(self, name, value)
 
     @property
-    def keys(self) -> Sequence[int | bytes]:
+    def keys(self) -> Sequence[int]:
         """Names of the prompt's prefixes, shortest first, each `key_tokens` longer than the one before: equal keys
-        mean equal beginnings. Of token ids the keys of `pdlink.kv.hashing`; otherwise of the prompt's JSON."""
-        if self.chain is None and self.num_tokens < KEY_TOKENS and len(self.prompt) < _KEY_NBYTES:
-            self.chain = ()
-        elif self.chain is None:
-            seed, ids = _seed(self.model, self.salt), self.ids if self.prompt[:1] == b"[" else None
-            self.chain = _text_keys(seed, self.prompt) if ids is None else chained(seed, ids, KEY_TOKENS)
+        mean equal beginnings. Of token ids, otherwise of the prompt's JSON."""
+        if self.chain is None:
+            ids = self.ids if self.prompt[:1] == b"[" else None
+            data = self.prompt if ids is None else ids.tobytes()
+            self.chain = keys_of(_seed(self.model, self.salt), data, _KEY_NBYTES)
         return self.chain
 
     @property
@@ -115,18 +113,10 @@ class PlacementRequest:
 _FURTHER = frozenset(name for name in vars(PlacementRequest) if not name.startswith("_"))
 
 
-def _text_keys(parent: bytes, prompt: bytes) -> list[int]:
-    """Each the hash of all before it: the same in every router, so without a secret. A quick one: XXH3 takes 2 us for
-    16 KB, keyed BLAKE3 18. Unequal texts of equal keys, which a stranger may look for, send a prompt where it has no
-    KV, or count its tokens wrongly; no answer depends on them."""
-    key, text = hashed(parent), memoryview(prompt)
-    ends = range(_KEY_NBYTES, len(text) + 1, _KEY_NBYTES)
-    return [key := hashed(text[end - _KEY_NBYTES : end], key) for end in ends]
-
-
 @lru_cache(maxsize=256)
-def _seed(model: str, salt: str) -> bytes:
-    return namespace(Origin(model, revision="", dtype="", chunk_tokens=KEY_TOKENS, salt=salt))
+def _seed(model: str, salt: str) -> int:
+    origin = Origin(model, revision="", dtype="", chunk_tokens=KEY_TOKENS, salt=salt)
+    return int.from_bytes(namespace(origin)[:8])
 
 
 _IDS = re.compile(rb"\[\s*[0-9]")
@@ -147,7 +137,7 @@ def count_tokens(prompt: bytes) -> int:
 def wanted(call: Call, session: str | None) -> PlacementRequest:
     """What placement must know of a request. session: the client's header; otherwise its `user` counts."""
     prompt, said, most = call.prompt, call.said, call.max_tokens
-    return PlacementRequest(
+    request = PlacementRequest(
         call.model,
         count_tokens(prompt),
         answer_tokens=UNKNOWN_ANSWER_TOKENS if most is None else most,
@@ -156,6 +146,9 @@ def wanted(call: Call, session: str | None) -> PlacementRequest:
         session=session or said.user or "",
         priority=said.priority or 0,
     )
+    if len(prompt) < _KEY_NBYTES and request.num_tokens < KEY_TOKENS:
+        request.chain = ()
+    return request
 
 
 class Fleet(msgspec.Struct, frozen=True):
@@ -173,7 +166,7 @@ class Fleet(msgspec.Struct, frozen=True):
     """Workers that serve requests by themselves."""
     grouped: bool = False
     """Its workers are of several groups (`WorkerState.group`)."""
-    behind: Mapping[str, Mapping[str, float]] = {}
+    behind: Behind = {}
     """What its pairs differ by: see `pair_times.Behind`."""
 
 

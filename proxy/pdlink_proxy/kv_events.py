@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import operator
 import re
 import time
 from dataclasses import dataclass
@@ -25,11 +24,13 @@ import zmq.asyncio
 from pdlink.errors import ConfigError
 from pdlink.zmq_context import take_ipv6
 
-from .kv_index import SHARED, KVIndex, Publisher, events_in
+from .kv_index import KVIndex, Publisher, events_in
 from .upstream import printable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+
+    from pdlink._index import HeldKV
 
     from .fleet import PlacementRequest
     from .table import WorkerState
@@ -41,10 +42,6 @@ MAX_WAITING = 1000
 """Batches that wait to be read; further ones are missed, and asked for again."""
 REPLAY_S = 5.0
 """Longest silence of a publisher that was asked for old batches."""
-LOADING = (0.0, 0.1, 0.5, 0.3)
-"""By medium, from DEVICE to SHARED: time to bring a token's KV to the device, relative to computing the token.
-Source: an 8B model with 128 KB of KV a token that computes 20,000 tokens a second (2.6 GB/s of KV), beside 25 GB/s
-from host memory, 5 from an NVMe disk and 8 over a network."""
 SILENT_S = 10.0
 """A worker that computes prompts and publishes nothing for so long is told of."""
 TURN_S = 0.002
@@ -90,7 +87,8 @@ def _reached(endpoint: str, url: str) -> str:
 class _Told:
     """Where one worker says that its KV is told."""
 
-    work: WorkerState
+    works: list[WorkerState]
+    """Of this incarnation: one, or one of each side."""
     said: tuple[str, ...]
     listeners: tuple[tuple[EventSource, str], ...]
     """Of `KVEvents._listening`."""
@@ -120,21 +118,26 @@ class KVEvents:
         """By URL."""
         self._listening: dict[tuple[EventSource, str], _Listening] = {}
         """By source and model."""
-        self._of: dict[Publisher, _Listening] = {}
         self._numbers = itertools.count(1)
 
     def heard(self, url: str, work: WorkerState, model: str, said: Sequence[str]) -> None:
         """A worker is well; listen to this incarnation from now on. said: where it says that it publishes."""
         said = tuple(self.sources.get(url) or said)
         told = self._told.get(url)
-        if told is None or (told.work.key, told.said) != (work.key, said):
-            if told is not None and told.work.key != work.key:  # what its former life had counts no more
-                self._end(url)
-            told = _Told(work, said, _listeners(url, model, said))
+        if told is not None and told.works[0].key != work.key:  # what its former life had counts no more
+            self._end(url)
+            told = None
+        if told is None or told.said != said:
+            works = told.works if told is not None else [work]
+            told = _Told(works, said, _listeners(url, model, said))
             self._end(url, but=told.listeners)
             for each in told.listeners:
                 self._begin(*each).workers.add(url)
             self._told[url] = told
+            self._assign(told.listeners)
+        if work not in told.works:
+            told.works = [*(each for each in told.works if each.table is not None), work]
+            self._assign(told.listeners)
         work.silence = told.silence
         work.publishes = not told.silence and any(self._listening[each].listener.speaks for each in told.listeners)
 
@@ -148,11 +151,12 @@ class KVEvents:
         """Tell of workers that publish nothing although they should."""
         for url, told in self._told.items():
             late = told.owes_s is not None and now_s - told.owes_s >= SILENT_S
-            if not late or told.silence or told.work.requests:
+            if not late or told.silence or any(work.requests for work in told.works):
                 continue
             places = ", ".join(where.endpoint for where, _ in told.listeners)
-            told.silence = told.work.silence = f"it computed prompts, and no KV events came from {places}"
-            told.work.publishes = False
+            told.silence = f"it computed prompts, and no KV events came from {places}"
+            for work in told.works:
+                work.silence, work.publishes = told.silence, False
             for each in told.listeners:
                 if len(self._listening[each].workers) == 1:
                     self._listening[each].listener.begin_anew()
@@ -162,9 +166,11 @@ class KVEvents:
         """A batch has come."""
         for url in listening.workers:
             told = self._told[url]
-            told.work.publishes, told.owes_s = True, None
+            told.owes_s = None
+            for work in told.works:
+                work.silence, work.publishes = "", True
             if told.silence:
-                told.silence = told.work.silence = ""
+                told.silence = ""
                 log.warning("%s: its KV events come", url)
 
     def _begin(self, where: EventSource, model: str) -> _Listening:
@@ -174,36 +180,27 @@ class KVEvents:
             listener = EventListener(self.index, publisher, replay=where.replay, scope=where.scope)
             listening = _Listening(listener, asyncio.create_task(listener.listen(model)), set())
             listener.spoke = partial(self._spoke, listening)
-            self._listening[where, model] = self._of[publisher] = listening
+            self._listening[where, model] = listening
         return listening
 
-    def held(self, request: PlacementRequest, model: str) -> tuple[dict[str, int], dict[str, float]]:
-        """By key of a worker, tokens of the prompt whose KV it says it has, and what bringing them to its device
-        costs, in tokens computed. model: the workers', of which `request.model` may be a LoRA or another name."""
-        found: dict[str, int] = {}
-        loading: dict[str, float] = {}
+    def held(self, request: PlacementRequest, model: str) -> HeldKV | None:
+        """What the workers say that they have of the prompt; None if its tokens are not known. model: the workers',
+        of which `request.model` may be a LoRA or another name."""
         ids = request.known_ids if request.ids is None else request.ids
         if ids is None:
-            return found, loading
+            return None
         salt = (request.salt,) if request.salt else ()
-        for extra in [salt] if request.model == model else [(request.model, *salt), salt]:
-            told = self.index.lookup(model, extra, ids)
-            for publisher in sorted(told, key=lambda each: sum(told[each])):
-                listening, by_medium = self._of.get(publisher), told[publisher]
-                if listening is None:
-                    continue
-                tokens = sum(by_medium)
-                cost = sum(map(operator.mul, by_medium, LOADING))
-                if len(listening.workers) > 1:  # a store's: it is near none of them
-                    cost = max(cost, tokens * LOADING[SHARED])
-                for url in listening.workers:
-                    key = self._told[url].work.key
-                    beyond = tokens - found.get(key, 0)  # of what it has from this publisher only
-                    loading[key] = min(cost, loading.get(key, 0.0) + beyond * cost / tokens)
-                    found[key] = tokens
-            if found:
-                break
-        return found, loading
+        if request.model != model and (found := self.index.held(model, (request.model, *salt), ids)):
+            return found
+        return self.index.held(model, salt, ids)
+
+    def _assign(self, listeners: Collection[tuple[EventSource, str]]) -> None:
+        """Tell the index whose KV these publish."""
+        for each in listeners:
+            listening = self._listening[each]
+            works = itertools.chain.from_iterable(self._told[url].works for url in listening.workers)
+            numbers, shared = [work.number for work in works], len(listening.workers) > 1
+            self.index.assign(listening.listener.publisher, numbers, shared=shared)
 
     def follow(self, sources: Mapping[str, Sequence[str]]) -> None:
         """These are the workers: `sources`."""
@@ -223,8 +220,9 @@ class KVEvents:
                 continue
             listening = self._listening[each]
             listening.workers.discard(url)
+            self._assign([each])
             if not listening.workers:
-                del self._listening[each], self._of[listening.listener.publisher]
+                del self._listening[each]
                 listening.task.cancel()
 
 

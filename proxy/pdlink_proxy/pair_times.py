@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
-Behind: TypeAlias = Mapping[str, Mapping[str, float]]
+Behind: TypeAlias = Mapping[str, dict[str, float]]
 """By the keys of decode and prefill, how much longer a request waits for each token's KV than from the best prefill
 worker: in tokens that a mean prefill worker computes meanwhile. Pairs that do not differ are not there."""
 

@@ -10,9 +10,11 @@ import math
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
 
+from .decisions import Considered
 from .fleet import fitting
-from .policies.base import Pick
+from .policies.base import MAX_SCORES, Pick
 from .policies.candidates import Candidates
 from .policies.registry import make_policy
 from .table import Workers
@@ -65,7 +67,7 @@ class Alone(NamedTuple):
 
     def reason(self, request: PlacementRequest, decode: WorkerState) -> str:
         """As a code; empty if a prefill worker computes the prompt."""
-        missing = request.num_tokens - (request.held.get(decode.key, 0) if request.held else 0)
+        missing = request.num_tokens - (request.held.tokens_of(decode.number) if request.held else 0)
         if missing <= self.tokens:
             return "short_prompt" if request.num_tokens <= self.tokens else "cached_prompt"
         return "decode_idle" if missing <= self.idle_tokens and not decode.load else ""
@@ -81,11 +83,9 @@ class Placer:
         """prefill, decode: the policy of each leg, by name. routers: before the same workers; each of them needs
         another salt then. Raises ConfigError."""
         self.prefill, self.decode = make_policy(prefill), make_policy(decode)
-        self.noting = {
-            leg: policy if policy.notes else None
-            for leg, policy in (("prefill", self.prefill), ("decode", self.decode))
-        }
-        """By leg, the policy if it is to be told where requests go (`Policy.placed`)."""
+        legs = {"prefill": self.prefill, "decode": self.decode}
+        self.noting = {leg: policy for leg, policy in legs.items() if policy.notes}
+        """By leg, policies that are to be told where requests go (`Policy.placed`)."""
         self._names = {self.prefill: ("prefill", prefill), self.decode: ("decode", decode)}
         self._candidates = {
             policy: Candidates(salt + number, affine=policy.affine)
@@ -186,30 +186,23 @@ class Placer:
         return self._pick(self.decode, request, workers, self._turn).worker
 
     def _pick(self, policy: Policy, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
-        if self._candidates and (candidates := self._candidates.get(policy)) is not None:
-            workers = candidates.of(request, workers, turn)
         found = workers if isinstance(workers, Workers) else Workers.of(workers)
+        if self._candidates and (candidates := self._candidates.get(policy)) is not None:
+            found = candidates.of(request, found, turn)
         if found.num == 1:
             return Pick(found[0])
         pick = policy.pick(request, found, turn)
         if request.considered is not None:
-            leg, name = self._names[policy]
-            scores: Sequence[float] | Column = pick.scores
-            if not len(scores):
-                scores = found.table.load.tolist() if found.few else [worker.load for worker in found]
-            request.considered[leg] = name, found, scores
+            (leg, name), table = self._names[policy], found.table
+            scores = pick.scores or table.columns.lowest(found.fit, MAX_SCORES)
+            labels = [(table.labels[row], score) for row, score in scores]
+            request.considered[leg] = Considered(name, labels, found.num)
         return pick
 
-    def sent(self, request: PlacementRequest, leg: str, worker: WorkerState) -> int:
-        """A leg of the request leaves for the worker. Returns how many tokens of the prompt that one lacks; 0 if
-        nobody knows."""
-        policy = self.noting[leg]
-        return policy.placed(request, worker) if policy is not None else 0
-
-    def forget(self, key: str) -> None:
+    def forget(self, worker: WorkerState) -> None:
         """The process of this worker is gone."""
-        self.prefill.forget(key)
-        self.decode.forget(key)
+        self.prefill.forget(worker)
+        self.decode.forget(worker)
 
 
 def _others(workers: Workers, avoid: Set[str]) -> Workers:
@@ -217,10 +210,7 @@ def _others(workers: Workers, avoid: Set[str]) -> Workers:
 
 
 def _with_room(workers: Workers, need: int) -> Workers:
-    room = workers.table.room
-    if workers.few and min(room.tolist()) >= need:
-        return workers
-    return workers.only(room >= need)
+    return workers.only(workers.table.room >= need)
 
 
 def _not_refused(decodes: Workers, prefills: Workers, refused: Set[tuple[str, str]]) -> Workers:
@@ -235,7 +225,6 @@ def _ahead(request: PlacementRequest, workers: Workers) -> Column:
     """What each computes until it has this prompt, in tokens of a mean worker."""
     table = workers.table
     ahead = (table.load + request.num_tokens) * table.slowness
-    for key, tokens in request.held.items():
-        if (row := table.rows.get(key)) is not None:
-            ahead[row] -= tokens * table.slowness[row]
+    if request.held:
+        ahead -= np.array(table.columns.held(request.held)) * table.slowness
     return ahead

@@ -54,9 +54,10 @@ class Pools:
         self._fleets: dict[tuple[str, bool], _Known] = {}
         """By model, and whether decode must not compute prompts: as long as it is settled."""
         self._sides = {side: Side(self._fleets.clear) for side in Leg}
+        self._paces: dict[str, float | None] = {}
+        """`prefill_pace` by model."""
         self._placer = placer
-        self._noting = frozenset(leg for leg in Leg if placer.noting[leg.value] is not None)
-        """Legs whose policy is told where requests go."""
+        self._noting = {Leg(leg): policy for leg, policy in placer.noting.items()}
         self._labels = {side: itertools.count() for side in Leg}
         self._both = itertools.count()
         self.kv_events = KVEvents()
@@ -149,6 +150,12 @@ class Pools:
         """Workers that may get requests, for one model or any."""
         return self._sides[side].usable_workers(model, time.monotonic())
 
+    def prefill_pace(self, model: str) -> float | None:
+        """Tokens a second of a mean prefill worker of late; None if that was not measured."""
+        if model not in self._paces:
+            self._paces[model] = mean_speed(worker.work for worker in self.usable(Leg.PREFILL, model)) or None
+        return self._paces[model]
+
     @property
     def lists_plain(self) -> bool:
         """Whether there are plain servers, perhaps none that can be used now."""
@@ -205,12 +212,13 @@ class Pools:
             worker.work = work = WorkerState(worker.key, worker.label, allowed=worker.side is Leg.DECODE)
             if table is not None:
                 table.put(row, work)
-        self._fleets.clear()
+            self._fleets.clear()
         if said is None:
             return
         work.grouped((worker.cell, said.fingerprint))
-        if not worker.plain:
+        if not worker.plain and work.group not in self._groups:
             self._groups.add(work.group)
+            self._fleets.clear()
         work.pool_tokens = said.num_blocks * said.block_tokens if said.num_blocks and said.block_tokens else None
         self._weigh(work, said)
         self._compare_now_and_then()
@@ -226,6 +234,7 @@ class Pools:
         if time.monotonic() - self._compared_s > _COMPARE_S:
             self._compared_s = time.monotonic()
             self._fleets.clear()
+            self._paces.clear()
             self._groups = {each.work.group for each in self.all if each.health and not each.plain}
             self._look_for_mismatches()
             self.kv_events.look(self._compared_s)
@@ -247,7 +256,7 @@ class Pools:
         self._pair_times.compare(mean_speed(each.work for each in self.workers[Leg.PREFILL]), now)
 
     def _forget(self, work: WorkerState) -> None:
-        self._placer.forget(work.key)
+        self._placer.forget(work)
         self._pair_times.forget(work.key)
 
     def _look_for_mismatches(self) -> None:
@@ -279,7 +288,7 @@ class Pools:
             known = self._known(request.model, needs_prefill=needs_prefill)
         fleet, sides = known.fleet, self._sides
         if known.model is not None and (request.known_ids is not None or request.prompt[:1] == b"["):
-            request.held, request.loading = self.kv_events.held(request, known.model)
+            request.held = self.kv_events.held(request, known.model)
         placed = self._placer.place(request, fleet, full=full)
         if not isinstance(placed, Pair):
             return placed
@@ -339,8 +348,8 @@ class Pools:
     def sent(self, request: PlacementRequest, worker: Worker, tokens: int, now: float) -> WorkerState:
         """A leg with so many tokens to do leaves for the worker; the caller says when it is `finished`."""
         work = worker.work
-        if worker.side in self._noting:
-            lacking = self._placer.sent(request, worker.side.value, work)
+        if (policy := self._noting.get(worker.side)) is not None:
+            lacking = policy.placed(request, work)
             if lacking >= KEY_TOKENS:  # a block at least, whatever its size
                 self.kv_events.sent(worker.id, time.monotonic())
         work.sent(tokens, now)

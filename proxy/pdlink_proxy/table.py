@@ -7,12 +7,15 @@ request. What a policy computes, it computes for whole columns, and then takes t
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, overload
 
 import numpy as np
+
+from pdlink._index import Columns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -23,9 +26,6 @@ if TYPE_CHECKING:
     Names: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint64]]
 
 Group: TypeAlias = tuple[str, str]
-
-FEW = 64
-"""Workers that a loop looks through sooner than numpy."""
 
 _DECAY = 0.97
 _MOST_OF_MEAN = 4
@@ -76,6 +76,8 @@ class WorkerState:
     table: Table | None = None
     """Where `row` is kept up to date."""
     row: int = 0
+    number: int = field(default_factory=itertools.count().__next__)
+    """Names it where numbers are quicker than `key`; never given twice, so nothing of a former life is its own."""
     _mean_tokens: float = 0.0
     _most_counted: float = math.inf
     """As so many tokens a request counts at most, in means and paces."""
@@ -186,6 +188,8 @@ class Table:
         self.slowness: Column = np.ones(num)
         self.taken: Column = np.zeros(num)
         """`WorkerState.taken`."""
+        self._numbers = np.zeros(num, np.uint32)
+        """`WorkerState.number`."""
         self.room: Column = np.zeros(num)
         """Tokens that fit in; infinite where nobody knows, and into an idle worker: what does not fit into that will
         never fit, and the worker says so."""
@@ -193,12 +197,14 @@ class Table:
         """For every request: no worker has told its room."""
         self.rows: dict[str, int] = {}
         """By the key of a worker."""
+        self.columns = Columns(self.load, self.slowness, self.taken, self._numbers, self.rows)
+        """Judges all rows in one call."""
         self._names: Names | None = None
         self._groups: dict[Group, int] = {}
         self._group: Rows = np.zeros(num, np.intp)
         """By row, the number of its group."""
         for row, state in enumerate(self.states):
-            self.rows[state.key] = row
+            self.rows[state.key], self._numbers[row] = row, state.number
             self.tell(state, row)
             self.tell_group(state, row)
 
@@ -214,6 +220,7 @@ class Table:
         if self.rows.get(old.key) == row:
             del self.rows[old.key]
         self.states[row], self.labels[row], self.rows[state.key] = state, state.label, row
+        self._numbers[row] = state.number
         state.table, state.row = self, row
         self.tell(state, row)
         self.tell_group(state, row)
@@ -255,14 +262,12 @@ class Table:
 class Workers(Sequence[WorkerState]):
     """The workers of a table that `fit`, in its order; all, if `fit` is None."""
 
-    __slots__ = ("_rows", "few", "fit", "num", "table")
+    __slots__ = ("_rows", "fit", "num", "table")
 
     def __init__(self, table: Table, fit: Mask | None = None) -> None:
         self.table, self.fit = table, fit
         self.num = len(table.states) if fit is None else int(np.count_nonzero(fit))
         """The same as `len`, which costs a call."""
-        self.few = fit is None and self.num <= FEW
-        """All of a small table: lists of its columns are quicker than they are."""
         self._rows: Rows | None = None
 
     @classmethod
@@ -315,16 +320,6 @@ class Workers(Sequence[WorkerState]):
         """Of a column, their own part."""
         return column if self.fit is None else column[self.fit]
 
-    def least(self, column: Column, turn: int) -> int:
-        """The row of the one with the smallest value. Equal ones take turns: else the first gets all requests of an
-        idle pool."""
-        if self.few:
-            return least_of(column.tolist(), turn)
-        if self.fit is not None:
-            column = np.where(self.fit, column, math.inf)
-        equal = np.flatnonzero(column == column.min())
-        return int(equal[turn % len(equal)])
-
 
 def mean_speed(workers: Iterable[WorkerState]) -> float:
     """Tokens per second of those of which it is measured; 0 if there are none."""
@@ -338,15 +333,6 @@ def compare(workers: Sequence[WorkerState]) -> None:
     for worker in workers:
         ratio = mean / worker.tokens_per_s if worker.tokens_per_s else 1.0
         worker.compared(ratio if ratio > _NOISE or ratio * _NOISE < 1 else 1.0)
-
-
-def least_of(values: list[float], turn: int) -> int:
-    """The place of the smallest. Equal ones take turns."""
-    least = min(values)
-    at = values.index(least)
-    for _ in range(turn % values.count(least)):
-        at = values.index(least, at + 1)
-    return at
 
 
 def _fit(one: Group, other: Group) -> bool:

@@ -26,7 +26,6 @@ from pdlink._index import words_of_json
 from .http_connection import HttpError
 from .known_tokens import CHUNK_NBYTES, ENOUGH, KnownTokens, Worth, text_of
 from .steps import Leg
-from .table import mean_speed
 from .upstream import answer_of
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ class Tokenizing:
     def placed(self, request: PlacementRequest) -> None:
         """By now it is known what the workers have of it."""
         if request.known_ids is not None:
-            self.worth.found(max(request.held.values(), default=0) / request.num_tokens)
+            self.worth.found((request.held.most if request.held else 0) / request.num_tokens)
 
     async def close(self) -> None:
         for task in self._asked.values():
@@ -120,7 +119,8 @@ class Tokenizing:
         name = text.keys[-1], len(request.prompt)
         if (asked := self._asked.get(name)) is not None:
             return asked
-        if len(self._asked) >= MAX_ASKED or not self.worth.pays(len(request.prompt), self._pace(request.model)):
+        pace = self._pools.prefill_pace(request.model)
+        if len(self._asked) >= MAX_ASKED or not self.worth.pays(len(request.prompt), pace):
             return None
         worker = self._worker(request.model)
         if worker is None:
@@ -159,10 +159,6 @@ class Tokenizing:
             if found := [worker for worker in self._pools.usable(side, model) if PATH not in worker.lacks]:
                 return found[next(self._turn) % len(found)]
         return None
-
-    def _pace(self, model: str) -> float | None:
-        """Tokens a second of a prefill worker; None if that was not measured."""
-        return mean_speed(worker.work for worker in self._pools.usable(Leg.PREFILL, model)) or None
 
 
 def _ids(tokens: bytes) -> Tokens:

@@ -239,8 +239,9 @@ def test_no_number_in_a_kv_event_spoils_what_others_have_said() -> None:
                     with contextlib.suppress(ValueError):
                         index.apply(liar, "m", msgspec.Raw(packed({**value, name: edge})))
     index.forget(liar)
-    found = index.lookup("m", (), tokens)
-    assert {publisher: sum(by_medium) for publisher, by_medium in found.items()} == {honest: 16}
+    for publisher in (honest, liar):
+        index.assign(publisher, [publisher.number], shared=False)
+    assert index.held("m", (), tokens).shares == [(honest.number, 16, 0.0)]
 
 
 def test_no_number_in_a_leg_of_vllm_is_more_than_a_wrong_parameter() -> None:

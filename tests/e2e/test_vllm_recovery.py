@@ -126,10 +126,10 @@ def test_the_tokens_of_a_text_are_those_whose_blocks_vllm_publishes(fleet: Fleet
         asked, events = PlacementRequest("m", num_tokens, known_ids=np.array(told["tokens"], np.uint32)), KVEvents()
         events.heard(url, WorkerState("prefill"), "m", [",".join(fleet.events)])
         async with asyncio.timeout(60):
-            while not (found := events.held(asked, "m")[0]):  # noqa: ASYNC110
+            while not (found := events.held(asked, "m")):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         events.close()
-        return found["prefill"]
+        return found.most
 
     assert asyncio.run(held()) == num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
 

@@ -161,11 +161,11 @@ def test_our_router_finds_a_prompt_under_its_salt_only() -> None:
     assert events[0].extra_keys == [("tenant",), None, None]
     hear(events)
     prompt = np.arange(12, dtype=np.uint32)
-    assert tokens_in(index, "m", ("tenant",), prompt) == {publisher: 12}
+    assert tokens_in(index, "m", ("tenant",), prompt) == {1: 12}
     assert tokens_in(index, "m", (), prompt) == {}
     ledger.removed(POOL, key(1))
     hear(events_of(ledger.take(9)))
-    assert tokens_in(index, "m", ("tenant",), prompt) == {publisher: 4}
+    assert tokens_in(index, "m", ("tenant",), prompt) == {1: 4}
 
 
 def test_a_block_is_told_again_after_the_one_before_it_whichever_came_first() -> None:

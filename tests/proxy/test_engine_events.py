@@ -19,6 +19,7 @@ from pdlink_proxy.kv_index import KVIndex, Publisher, events_in
 from pdlink_proxy.table import WorkerState
 from tests.proxy.events.frames import OTHER, PROMPT
 from tests.proxy.fakes import until
+from tests.proxy.test_kv_events import shares
 from tests.proxy.test_kv_index import tokens_in
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def index_of(engine: str, what: str) -> KVIndex:
 
 
 def held(index: KVIndex, tokens: list[int], *extra: str, model: str = "m") -> int:
-    return tokens_in(index, model, extra, np.array(tokens, np.uint32)).get(WORKER, 0)
+    return tokens_in(index, model, extra, np.array(tokens, np.uint32)).get(WORKER.number, 0)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +84,8 @@ def test_workers_with_blocks_of_other_sizes_are_compared_by_one_prompt() -> None
     for publisher, what in ((WORKER, "names of 32 bytes"), (other, "blocks of 32")):
         for event in events_in(frames("vllm", what)[0][-1]):
             index.apply(publisher, "m", event)
-    assert tokens_in(index, "m", (), np.array(PROMPT[:50], np.uint32)) == {WORKER: 32, other: 32}
-    assert tokens_in(index, "m", (), np.array(PROMPT, np.uint32)) == {WORKER: 32, other: 64}
+    assert tokens_in(index, "m", (), np.array(PROMPT[:50], np.uint32)) == {1: 32, 2: 32}
+    assert tokens_in(index, "m", (), np.array(PROMPT, np.uint32)) == {1: 32, 2: 64}
 
 
 def test_a_chain_whose_parent_was_missed_is_not_believed() -> None:
@@ -140,7 +141,7 @@ async def engine_of(engine: str, what: str) -> AsyncIterator[Engine]:
 
 async def knows(events: KVEvents, tokens: int) -> None:
     request = PlacementRequest("m", len(PROMPT), prompt=json.dumps(PROMPT).encode())
-    await until(lambda: sum(events.held(request, "m")[0].values()) == tokens, f"{tokens} tokens")
+    await until(lambda: sum(held for _, held, _ in shares(events, request)) == tokens, f"{tokens} tokens")
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

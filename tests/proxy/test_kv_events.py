@@ -15,8 +15,8 @@ from pdlink.kv.hashing import Preimage
 from pdlink.observe.kv_ledger import BlockPlace
 from pdlink.observe.kv_publisher import KVPublisher
 from pdlink_proxy.fleet import PlacementRequest
-from pdlink_proxy.kv_events import LOADING, SILENT_S, KVEvents, _Awaited
-from pdlink_proxy.kv_index import events_in
+from pdlink_proxy.kv_events import SILENT_S, KVEvents, _Awaited
+from pdlink_proxy.kv_index import LOADING, events_in
 from pdlink_proxy.table import WorkerState
 from tests.proxy.fakes import until
 from tests.proxy.test_kv_index import batch, stored
@@ -73,6 +73,12 @@ async def publisher() -> AsyncIterator[FakePublisher]:
     made.close()
 
 
+def shares(events: KVEvents, request: PlacementRequest) -> list[tuple[int, int, float]]:
+    """By number of a worker, tokens and what they cost."""
+    held = events.held(request, "m")
+    return held.shares if held is not None else []
+
+
 async def has(events: KVEvents, tokens: int) -> None:
     """Wait until the worker is known to have so much of the prompt 1 2 3 4."""
     request, index, changed = PlacementRequest("m", 4, prompt=b"[1,2,3,4]"), events.index, asyncio.Event()
@@ -86,7 +92,7 @@ async def has(events: KVEvents, tokens: int) -> None:
 
     with mock.patch.multiple(index, apply=then_set(index.apply), forget=then_set(index.forget)):
         async with asyncio.timeout(10):
-            while sum(events.held(request, "m")[0].values()) != tokens:
+            while sum(held for _, held, _ in shares(events, request)) != tokens:
                 changed.clear()
                 await changed.wait()
 
@@ -295,23 +301,22 @@ async def test_kv_below_the_device_costs_what_bringing_it_up_does(publisher: Fak
     own, other = WorkerState("http://w#1"), WorkerState("http://v#1")
     events.heard("http://w", own, "m", [publisher.endpoint, "tcp://127.0.0.1:1"])
     events.heard("http://v", other, "m", ["tcp://127.0.0.1:1"])
-    of_own, of_store = events._of
+    of_own, of_store = (each.listener.publisher for each in events._listening.values())
     index = events.index
     chain = stored([1], None, [1, 2]), stored([2], 1, [3, 4], medium="CPU"), stored([3], 2, [5, 6], medium="STORAGE")
     for event in events_in(batch(*chain)):
         index.apply(of_own, "m", event)
     device, host, disk, shared = LOADING
     assert device < host < shared < disk < 1
-    held, loading = events.held(prompt, "m")
-    assert held == {own.key: 6}
-    assert loading[own.key] == pytest.approx(2 * host + 2 * disk)
+    ((number, tokens, loading),) = shares(events, prompt)
+    assert (number, tokens) == (own.number, 6)
+    assert loading == pytest.approx(2 * host + 2 * disk)
     whole = stored([1, 2, 3, 4], None, [1, 2, 3, 4, 5, 6, 7, 8], medium="CPU")
     for event in events_in(batch(whole)):
         index.apply(of_store, "m", event)
-    held, loading = events.held(prompt, "m")
-    assert held == {own.key: 8, other.key: 8}
-    assert loading[other.key] == pytest.approx(8 * shared)
-    assert loading[own.key] == pytest.approx(2 * host + 2 * disk + 2 * shared)
+    of_both = shares(events, prompt)
+    assert [(number, tokens) for number, tokens, _ in of_both] == [(own.number, 8), (other.number, 8)]
+    assert [loading for *_, loading in of_both] == pytest.approx([2 * host + 2 * disk + 2 * shared, 8 * shared])
     events.close()
 
 

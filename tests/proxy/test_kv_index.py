@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pdlink._index import Prefixes, words_of_json
-from pdlink_proxy.kv_index import MAX_SIZES, KVIndex, Publisher, events_in
+from pdlink_proxy.kv_index import MAX_SIZES, KVIndex, Publisher, _known_root, events_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,23 +54,25 @@ def ids(*tokens: int) -> Tokens:
     return np.array(tokens, np.uint32)
 
 
-def tokens_in(index: KVIndex, model: str, extra: Sequence[str], tokens: Tokens) -> dict[Publisher, int]:
-    """Leading tokens by publisher, whatever the medium."""
-    return {publisher: sum(by_medium) for publisher, by_medium in index.lookup(model, extra, tokens).items()}
+def tokens_in(index: KVIndex, model: str, extra: Sequence[str], tokens: Tokens) -> dict[int, int]:
+    """Leading tokens by number of the publisher, whatever the medium."""
+    for number in range(9):
+        index.assign(Publisher("", number), [number], shared=False)
+    return {number: num for number, num, _ in index.held(model, extra, tokens).shares}
 
 
 def test_a_prefix_is_found_at_each_worker_as_far_as_it_has_it() -> None:
     index = KVIndex()
     apply(index, ONE, "m", batch(stored([10, 11], None, [1, 2, 3, 4]), stored([12], 11, [5, 6])))
     apply(index, TWO, "m", batch(stored([b"x" * 32], None, [1, 2])))
-    assert tokens_in(index, "m", (), ids(1, 2, 3, 4, 5, 6, 7)) == {ONE: 6, TWO: 2}
-    assert tokens_in(index, "m", (), ids(1, 2, 9, 9)) == {ONE: 2, TWO: 2}
+    assert tokens_in(index, "m", (), ids(1, 2, 3, 4, 5, 6, 7)) == {1: 6, 2: 2}
+    assert tokens_in(index, "m", (), ids(1, 2, 9, 9)) == {1: 2, 2: 2}
     assert tokens_in(index, "m", (), ids(9, 2, 3, 4)) == {}
     assert tokens_in(index, "other", (), ids(1, 2, 3, 4)) == {}
     apply(index, ONE, "m", batch(removed(11)))
-    assert tokens_in(index, "m", (), ids(1, 2, 3, 4, 5, 6)) == {ONE: 2, TWO: 2}
+    assert tokens_in(index, "m", (), ids(1, 2, 3, 4, 5, 6)) == {1: 2, 2: 2}
     index.forget(ONE)
-    assert tokens_in(index, "m", (), ids(1, 2, 3, 4)) == {TWO: 2}
+    assert tokens_in(index, "m", (), ids(1, 2, 3, 4)) == {2: 2}
     apply(index, TWO, "m", batch({"type": "AllBlocksCleared"}))
     assert len(index) == 0
 
@@ -88,8 +90,8 @@ def test_of_a_publisher_with_several_models_only_blocks_of_this_one_are_taken() 
     for event in events_in(both):
         index.apply(ONE, "m", event, "a")
         index.apply(TWO, "m", event)  # nobody said what it calls the model: its name tells
-    assert tokens_in(index, "m", (), ids(1, 2, 3, 4)) == {ONE: 4, TWO: 4}
-    assert tokens_in(index, "m", (), ids(5, 6, 7, 8)) == {TWO: 4}
+    assert tokens_in(index, "m", (), ids(1, 2, 3, 4)) == {1: 4, 2: 4}
+    assert tokens_in(index, "m", (), ids(5, 6, 7, 8)) == {2: 4}
     apply(index, TWO, "n", batch(stored([9], None, [9, 9], **mine)))
     assert tokens_in(index, "n", (), ids(9, 9)) == {}
 
@@ -98,15 +100,15 @@ def test_blocks_of_other_sizes_are_compared_with_one_prompt() -> None:
     index = KVIndex()
     apply(index, ONE, "m", batch(stored([1], None, [1, 2, 3])))
     apply(index, TWO, "m", batch(stored([1, 2], None, [1, 2, 3, 4])))
-    assert tokens_in(index, "m", (), ids(1, 2, 3, 4)) == {ONE: 3, TWO: 4}
+    assert tokens_in(index, "m", (), ids(1, 2, 3, 4)) == {1: 3, 2: 4}
 
 
 def test_events_of_older_sglang_are_arrays() -> None:
     index = KVIndex()
     apply(index, ONE, "m", batch(["BlockStored", [7, -9], None, [1, 2, 3, 4], 2, None, "GPU"]))
-    assert tokens_in(index, "m", (), ids(1, 2, 3, 4)) == {ONE: 4}
+    assert tokens_in(index, "m", (), ids(1, 2, 3, 4)) == {1: 4}
     apply(index, ONE, "m", batch(["BlockRemoved", [-9], "GPU"]))
-    assert tokens_in(index, "m", (), ids(1, 2, 3, 4)) == {ONE: 2}
+    assert tokens_in(index, "m", (), ids(1, 2, 3, 4)) == {1: 2}
     apply(index, ONE, "m", batch(["AllBlocksCleared"]))
     assert len(index) == 0
 
@@ -114,7 +116,7 @@ def test_events_of_older_sglang_are_arrays() -> None:
 def test_a_block_in_two_media_is_there_until_both_have_dropped_it() -> None:
     index = KVIndex()
     apply(index, ONE, "m", batch(stored([1], None, [1, 2]), stored([1], None, [1, 2], medium="CPU"), removed(1)))
-    assert tokens_in(index, "m", (), ids(1, 2)) == {ONE: 2}
+    assert tokens_in(index, "m", (), ids(1, 2)) == {1: 2}
     apply(index, ONE, "m", batch(removed(1, medium="CPU")))
     assert tokens_in(index, "m", (), ids(1, 2)) == {}
 
@@ -124,16 +126,16 @@ def test_a_block_counts_until_its_last_copy_goes() -> None:
     index = KVIndex()
     chain = stored([1, 2], None, [1, 2, 3, 4]), stored([2], 1, [3, 4])
     apply(index, ONE, "m", batch(*chain, stored([3], 2, [5, 6]), removed(2)))
-    assert tokens_in(index, "m", (), ids(1, 2, 3, 4, 5, 6)) == {ONE: 6}
+    assert tokens_in(index, "m", (), ids(1, 2, 3, 4, 5, 6)) == {1: 6}
     apply(index, ONE, "m", batch(removed(2)))
-    assert tokens_in(index, "m", (), ids(1, 2, 3, 4, 5, 6)) == {ONE: 2}
+    assert tokens_in(index, "m", (), ids(1, 2, 3, 4, 5, 6)) == {1: 2}
 
 
 def test_hits_that_vllm_tells_again_add_no_copy() -> None:
     """As it does for requests with kv_cache_report_mode "full": always from the prompt's first block on."""
     index = KVIndex()
     apply(index, ONE, "m", batch(*[stored([1, 2], None, [1, 2, 3, 4])] * 3, removed(2)))
-    assert tokens_in(index, "m", (), ids(1, 2, 3, 4)) == {ONE: 2}
+    assert tokens_in(index, "m", (), ids(1, 2, 3, 4)) == {1: 2}
     apply(index, ONE, "m", batch(removed(1)))
     assert len(index) == 0
 
@@ -141,9 +143,9 @@ def test_hits_that_vllm_tells_again_add_no_copy() -> None:
 def test_a_prefix_that_two_names_mean_is_there_until_both_have_gone() -> None:
     index = KVIndex()
     apply(index, ONE, "m", batch(stored([1], None, [1, 2]), stored([2], None, [1, 2]), removed(1)))
-    assert tokens_in(index, "m", (), ids(1, 2)) == {ONE: 2}
+    assert tokens_in(index, "m", (), ids(1, 2)) == {1: 2}
     apply(index, ONE, "m", batch(removed(2)))
-    assert index.lookup("m", (), ids(1, 2)) == {}
+    assert tokens_in(index, "m", (), ids(1, 2)) == {}
     assert len(index) == 0
 
 
@@ -155,18 +157,9 @@ def test_each_token_counts_in_its_quickest_medium() -> None:
     for at, more in enumerate(media):
         apply(index, ONE, "m", batch(stored([at + 1], at or None, [at, at], **more)))
     prompt = ids(*[at for at in range(len(media)) for _ in range(2)])
-    assert index.lookup("m", (), prompt) == {ONE: [2, 4, 4, 4]}
+    assert index._by_size[2].lookup(_known_root("m", ()), prompt) == [(1, [2, 4, 4, 4])]
     apply(index, ONE, "m", batch(stored([4], 3, [3, 3]), stored([1], None, [0, 0], medium="CPU"), removed(1)))
-    assert index.lookup("m", (), prompt) == {ONE: [2, 6, 2, 4]}
-
-
-def test_a_publisher_that_comes_gets_no_number_of_one_that_stays() -> None:
-    index, three = KVIndex(), Publisher("tcp://three:1", 3)
-    for publisher, token in ((ONE, 1), (TWO, 2)):
-        apply(index, publisher, "m", batch(stored([token], None, [token])))
-    index.forget(ONE)
-    apply(index, three, "m", batch(stored([3], None, [3])))
-    assert [tokens_in(index, "m", (), ids(token)) for token in (1, 2, 3)] == [{}, {TWO: 1}, {three: 1}]
+    assert index._by_size[2].lookup(_known_root("m", ()), prompt) == [(1, [2, 6, 2, 4])]
 
 
 def test_blocks_after_an_unknown_one_are_not_noted() -> None:
@@ -181,14 +174,14 @@ def test_salts_and_adapters_share_no_prefix_with_others() -> None:
     adapted = {"lora_name": "a", "extra_keys": [["a"], ["a"]]}
     apply(index, TWO, "m", batch(stored([1, 2], None, [1, 2, 3, 4], **adapted), stored([3], 2, [5, 6], **adapted)))
     assert tokens_in(index, "m", (), ids(1, 2, 3, 4)) == {}
-    assert tokens_in(index, "m", ("salt",), ids(1, 2, 3, 4)) == {ONE: 4}
-    assert tokens_in(index, "m", ("a",), ids(1, 2, 3, 4)) == {TWO: 4}
+    assert tokens_in(index, "m", ("salt",), ids(1, 2, 3, 4)) == {1: 4}
+    assert tokens_in(index, "m", ("a",), ids(1, 2, 3, 4)) == {2: 4}
 
 
 def test_blocks_with_images_are_not_noted() -> None:
     index = KVIndex()
     apply(index, ONE, "m", batch(stored([1], None, [1, 2]), stored([2], 1, [3, 4], extra_keys=[[["image", 0]]])))
-    assert tokens_in(index, "m", (), ids(1, 2, 3, 4)) == {ONE: 2}
+    assert tokens_in(index, "m", (), ids(1, 2, 3, 4)) == {1: 2}
 
 
 def test_of_several_groups_of_layers_the_first_with_whole_prefixes_counts() -> None:
@@ -196,7 +189,7 @@ def test_of_several_groups_of_layers_the_first_with_whole_prefixes_counts() -> N
     window = stored([1], None, [9, 9], group_idx=0, kv_cache_spec_kind="sliding_window")
     whole = stored([1], None, [1, 2], group_idx=1, kv_cache_spec_kind="full_attention")
     apply(index, ONE, "m", batch(window, whole, removed(1) | {"group_idx": 0}))
-    assert tokens_in(index, "m", (), ids(1, 2)) == {ONE: 2}
+    assert tokens_in(index, "m", (), ids(1, 2)) == {1: 2}
     assert tokens_in(index, "m", (), ids(9, 9)) == {}
 
 
@@ -223,7 +216,7 @@ def test_other_bytes_are_refused(data: bytes) -> None:
 def test_more_blocks_than_the_limit_are_not_noted() -> None:
     index = KVIndex(max_blocks=2)
     apply(index, ONE, "m", batch(stored([1, 2, 3], None, [1, 2, 3])))
-    assert tokens_in(index, "m", (), ids(1, 2, 3)) == {ONE: 2}
+    assert tokens_in(index, "m", (), ids(1, 2, 3)) == {1: 2}
 
 
 def test_ids_are_read_from_json_as_a_parser_would() -> None:
@@ -336,4 +329,4 @@ def test_block_sizes_of_workers_that_are_gone_leave_room_for_others() -> None:
     index.forget(ONE)
     assert index.nbytes == 0
     apply(index, TWO, "m", batch(stored([1], None, [7] * (MAX_SIZES + 1))))
-    assert tokens_in(index, "m", (), ids(*[7] * 20)) == {TWO: MAX_SIZES + 1}
+    assert tokens_in(index, "m", (), ids(*[7] * 20)) == {2: MAX_SIZES + 1}

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from pdlink._index import HeldKV
 from pdlink_proxy.fleet import Fleet, PlacementRequest
 from pdlink_proxy.placement import Alone, Pair, Placer, ProxyBarred, Queued
 from tests.proxy.policies.fleets import pool, request, worker
@@ -125,7 +126,7 @@ def test_room_follows_what_is_sent_and_finished_between_reports() -> None:
 def test_decode_computes_what_it_lacks_little_of(missing: int, held: int, load: int, reason: str) -> None:
     decode = worker("d", load)
     placer = Placer("round_robin", "round_robin", Alone(tokens=100, idle_tokens=200))
-    asked = PlacementRequest("m", missing + held, held={"d": held})
+    asked = PlacementRequest("m", missing + held, held=HeldKV([(decode.number, held, 0.0)]))
     fleet = Fleet(pool(0), [decode])
     placed = placer.place(asked, fleet)
     assert isinstance(placed, Pair)

@@ -275,13 +275,14 @@ async def test_what_a_worker_has_to_do_is_known_while_it_does_it(prefill: FakeWo
 async def test_what_a_life_that_is_over_was_sent_is_forgotten(prefills: list[FakeWorker], decode: FakeWorker) -> None:
     async with proxy_of(prefills, [decode], policy="prefix") as proxy:
         pools = proxy.router.services.pools
-        index = pools._placer.prefill.index  # type: ignore[attr-defined]
+        sent_to = pools._placer.prefill.sent_to  # type: ignore[attr-defined]
         await proxy.stream(prompt="x" * 5000)
-        (old,) = index._of
+        assert sent_to.num_keys == 2
+        old = {each.work.key for each in pools.workers[Leg.PREFILL]}
         for each in prefills:
             each.epoch = "another"
-        await until(lambda: all(each.work.key != old for each in pools.workers[Leg.PREFILL]), "the next life")
-        assert not index._of
+        await until(lambda: all(each.work.key not in old for each in pools.workers[Leg.PREFILL]), "the next life")
+        assert sent_to.num_keys == 0
 
 
 def test_a_policy_that_nobody_has_is_refused_at_start() -> None:

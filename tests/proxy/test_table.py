@@ -136,7 +136,8 @@ def calls_of_a_decision(policy: str, num: int) -> int:
             sys.setprofile(None)
         assert isinstance(placed, Pair)
         assert placed.prefill is not None
-        placer.sent(request, "prefill", placed.prefill)
+        if (noting := placer.noting.get("prefill")) is not None:
+            noting.placed(request, placed.prefill)
         placed.prefill.sent(2048, 0.0)
         placed.decode.sent(2148, 0.0)
     return calls

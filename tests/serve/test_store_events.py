@@ -65,8 +65,8 @@ class Index:
             model = said.model
             self._events.heard(f"http://{name}", self._states[name], model, said.kv_events)
         request = PlacementRequest(model, len(prompt), prompt=str(list(prompt)).encode())
-        held, _ = self._events.held(request, model)
-        return {key.removeprefix("http://").removesuffix("#1"): tokens for key, tokens in held.items()}
+        held, names = self._events.held(request, model), {each.number: name for name, each in self._states.items()}
+        return {names[number]: tokens for number, tokens, _ in (held.shares if held else ())}
 
     def until(self, prompt: tuple[int, ...], held: dict[str, int]) -> None:
         for _ in range(500):

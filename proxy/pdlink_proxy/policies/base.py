@@ -10,15 +10,19 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..fleet import PlacementRequest
-    from ..table import Column, Names, Workers, WorkerState
+    from ..table import Names, Workers, WorkerState
+
+MAX_SCORES = 8
+"""Of a decision, that are kept."""
 
 
 class Pick(NamedTuple):
     worker: WorkerState
     cached_tokens: int = 0
     """Tokens of the prompt whose KV the policy expects there."""
-    scores: Sequence[float] | Column = ()
-    """Of each candidate, lower is better; without them the policy goes by their loads."""
+    scores: Sequence[tuple[int, float]] = ()
+    """Of the best candidates, the lowest first: the row of each and what the policy weighs; without them the policy
+    goes by their loads."""
 
 
 class Policy:
@@ -42,13 +46,13 @@ class Policy:
         prompt the worker lacks; 0 from a policy that does not know."""
         return 0
 
-    def forget(self, key: str) -> None:
-        """What the worker of this key held is gone with its process."""
+    def forget(self, worker: WorkerState) -> None:
+        """What the worker held is gone with its process."""
 
 
 def least(workers: Workers, turn: int) -> WorkerState:
     """The one with the smallest load; equal ones take turns."""
-    return workers.table.states[workers.least(workers.table.load, turn)]
+    return workers.table.states[workers.table.columns.least(workers.fit, turn)]
 
 
 def within(workers: Workers, factor: float, tokens: int) -> Workers:

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..table import Workers
 from .base import mixed
 from .consistent_hash import rendezvous
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ..fleet import PlacementRequest
-    from ..table import WorkerState
 
 NUM_BY_CHANCE = 2
 NUM_KEYS = (1, 4, 16)
@@ -33,27 +32,24 @@ class Candidates:
         beginning of the prompt draws."""
         self._salt, self._affine = mixed(salt + 1), affine
 
-    def of(self, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Sequence[WorkerState]:
+    def of(self, request: PlacementRequest, workers: Workers, turn: int) -> Workers:
         """What the policy may choose from; never empty."""
-        num = len(workers)
+        num, table = workers.num, workers.table
         if num <= NUM_BY_CHANCE:
             return workers
         number = mixed(self._salt ^ turn)
         first = number % num
-        other = (first + 1 + (number >> 32) % (num - 1)) % num
-        found = [workers[first], workers[other]]
+        rows = [int(workers.rows[first]), int(workers.rows[(first + 1 + (number >> 32) % (num - 1)) % num])]
         if self._affine:
-            all_ = Workers.of(workers)
-            drawn = [rendezvous(name, all_) for name in _names(request)]
-            found += [worker for worker in dict.fromkeys(drawn) if worker not in found]
+            rows += [rendezvous(name, workers) for name in _names(request)]
             if request.held:
-                rows, fit = all_.table.rows, all_.fit
-                there = [rows[key] for key in request.held if key in rows and (fit is None or fit[rows[key]])]
-                most = max(
-                    map(all_.table.states.__getitem__, there), key=lambda one: request.held[one.key], default=None
-                )
-                found += [most] if most is not None and most not in found else []
-        return found
+                said = np.array(table.columns.held(request.held))
+                if workers.fit is not None:
+                    said[~workers.fit] = 0
+                rows += [int(said.argmax())] if said.any() else []
+        mask = np.zeros(len(table.states), np.bool_)
+        mask[rows] = True
+        return Workers(table, mask)
 
 
 def _names(request: PlacementRequest) -> list[bytes]:

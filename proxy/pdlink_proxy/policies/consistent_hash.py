@@ -29,15 +29,16 @@ class ConsistentHash(Policy):
     notes = False
 
     def pick(self, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
-        return Pick(rendezvous(_name(request), within(Workers.of(workers), BOUND, request.num_tokens)))
+        found = Workers.of(workers)
+        return Pick(found.table.states[rendezvous(_name(request), within(found, BOUND, request.num_tokens))])
 
 
-def rendezvous(name: bytes, workers: Workers) -> WorkerState:
-    """The worker that this name draws."""
+def rendezvous(name: bytes, workers: Workers) -> int:
+    """The row of the worker that this name draws."""
     drawn = all_mixed(workers.table.names ^ np.uint64(number_of(name)))
     if workers.fit is not None:
         drawn[~workers.fit] = 0
-    return workers.table.states[int(drawn.argmax())]
+    return int(drawn.argmax())
 
 
 def _name(request: PlacementRequest) -> bytes:

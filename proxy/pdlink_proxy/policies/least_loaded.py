@@ -19,4 +19,4 @@ class LeastLoaded(Policy):
 
     def pick(self, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
         found = workers if isinstance(workers, Workers) else Workers.of(workers)
-        return Pick(found.table.states[found.least(found.table.load, turn)])
+        return Pick(found.table.states[found.table.columns.least(found.fit, turn)])

@@ -1,12 +1,18 @@
-"""The worker that has the most of the prompt, as long as it is not overloaded."""
+"""The worker that has the most of the prompt, as long as it is not overloaded.
+
+Where the KV of prompts lies is what workers say, or else where prompts were sent: an approximation.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from pdlink._index import Guesses
+
 from ..table import Workers
 from .base import Pick, Policy, least, within
-from .prefix_index import PrefixIndex
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,26 +24,43 @@ BOUND = 1.25
 """Times the mean load."""
 WORTH = 0.5
 """Share of the prompt that must be there; for less, as a system prompt that everybody has, nobody waits."""
+MAX_KEYS = 500_000
+"""Of all workers: 44 MB if no two workers share one (measured)."""
+MAX_WORKER_KEYS = 8192
+"""Of one: 4 million tokens."""
+MAX_UNHEARD_KEYS = 256
+"""Of one that publishes what it has: what was sent to it, and has not been computed yet."""
 
 
 class Prefix(Policy):
     herds = affine = True
 
     def __init__(self) -> None:
-        self.index = PrefixIndex()
+        self.sent_to = Guesses(MAX_KEYS)
 
     def pick(self, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
-        allowed = within(Workers.of(workers), BOUND, request.num_tokens)
-        cached = self.index.cached_tokens(request, allowed)
+        found = Workers.of(workers)
+        allowed = within(found, BOUND, request.num_tokens)
+        cached = np.array(
+            found.table.columns.cached(
+                self.sent_to, request.keys, request.key_tokens, request.num_tokens, request.held
+            )
+        )
         most = int(allowed.among(cached).max())
         if most < WORTH * request.num_tokens:
-            return Pick(least(Workers.of(workers), turn))
+            return Pick(least(found, turn))
         return Pick(least(allowed.only(cached == most), turn), most)
 
     def placed(self, request: PlacementRequest, worker: WorkerState) -> int:
-        if request.chain is None:  # it was never looked up
+        if (keys := request.chain) is None:  # it was never looked up
             return 0
-        return request.num_tokens - self.index.note(request, worker)
+        num_tokens, key_tokens = request.num_tokens, request.key_tokens
+        most = MAX_UNHEARD_KEYS if worker.publishes else MAX_WORKER_KEYS
+        if worker.pool_tokens is not None:  # it has forgotten what does not fit
+            most = min(most, worker.pool_tokens // key_tokens)
+        had = min(self.sent_to.note(worker.number, keys, most) * key_tokens, num_tokens)
+        said = request.held.tokens_of(worker.number) if request.held else 0
+        return num_tokens - max(had, said)
 
-    def forget(self, key: str) -> None:
-        self.index.forget(key)
+    def forget(self, worker: WorkerState) -> None:
+        self.sent_to.forget(worker.number)

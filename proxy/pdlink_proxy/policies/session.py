@@ -25,4 +25,5 @@ class Session(Policy):
         found = Workers.of(workers)
         if not request.session:
             return Pick(least(found, turn))
-        return Pick(rendezvous(request.session.encode(), within(found, BOUND, request.num_tokens)))
+        row = rendezvous(request.session.encode(), within(found, BOUND, request.num_tokens))
+        return Pick(found.table.states[row])

@@ -316,7 +316,7 @@ def test_the_router_reads_the_events_of_this_block_pool(tmp_path: Path) -> None:
         for batch in batches:
             for event in events_in(batch):
                 index.apply(worker, "m", event)
-        assert tokens_in(index, "m", (), np.array(PROMPT, np.uint32)) == {worker: 96}
+        assert tokens_in(index, "m", (), np.array(PROMPT, np.uint32)) == {worker.number: 96}
 
 
 @pytest.mark.parametrize("kind", ["completion.protocol:CompletionStreamResponse"])

@@ -6,12 +6,14 @@ from collections import Counter
 
 import pytest
 
+from pdlink._index import HeldKV
 from pdlink_proxy.fleet import Fleet, PlacementRequest
 from pdlink_proxy.placement import Pair, Placer
 from pdlink_proxy.policies.candidates import Candidates
-from pdlink_proxy.table import WorkerState
+from pdlink_proxy.table import Workers, WorkerState
 
-WORKERS = [WorkerState(f"http://w{number}:1#e") for number in range(50)]
+STATES = [WorkerState(f"http://w{number}:1#e") for number in range(50)]
+WORKERS = Workers.of(STATES)
 
 
 def request(number: int = 0) -> PlacementRequest:
@@ -41,7 +43,7 @@ def test_every_router_looks_at_the_workers_that_a_prompt_draws() -> None:
     drawn = []
     for salt in range(16):
         candidates = Candidates(salt, affine=True)
-        drawn.append({worker.key for turn in range(3) for worker in candidates.of(request(5), WORKERS, turn)[2:]})
+        drawn.append({worker.key for turn in range(3) for worker in candidates.of(request(5), WORKERS, turn)})
     common = set.intersection(*drawn)
     assert common
     longer = PlacementRequest("m", 9000, chain=(*request(5).keys, *range(90_000, 90_010)))
@@ -51,15 +53,15 @@ def test_every_router_looks_at_the_workers_that_a_prompt_draws() -> None:
 
 def test_the_worker_that_says_it_has_most_of_a_prompt_is_looked_at() -> None:
     asked = request()
-    asked.held = {WORKERS[31].key: 4096, WORKERS[30].key: 512}
+    asked.held = HeldKV([(STATES[31].number, 4096, 0.0), (STATES[30].number, 512, 0.0)])
     for turn in range(20):
-        assert WORKERS[31] in Candidates(3, affine=True).of(asked, WORKERS, turn)
+        assert STATES[31] in Candidates(3, affine=True).of(asked, WORKERS, turn)
 
 
 def test_candidates_are_of_the_workers_each_once_and_a_few() -> None:
     for num in (1, 2, 3, 50):
         for turn in range(50):
-            found = Candidates(turn, affine=True).of(request(turn), WORKERS[:num], turn)
+            found = Candidates(turn, affine=True).of(request(turn), Workers.of(STATES[:num]), turn)
             assert 1 <= len(found) <= min(num, 6)
             assert len({worker.key for worker in found}) == len(found)
-            assert all(worker in WORKERS[:num] for worker in found)
+            assert all(worker in STATES[:num] for worker in found)

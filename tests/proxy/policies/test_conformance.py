@@ -41,7 +41,7 @@ def played(policy: Policy, seed: int) -> list[str]:
             worker.finished(tokens, turn + 0.5, served=True)
         if rng.random() < 0.05:
             gone = workers.pop(rng.randrange(len(workers)))
-            policy.forget(gone.key)
+            policy.forget(gone)
             workers.append(WorkerState(f"http://new{turn}#e1"))
     return picked
 
@@ -65,7 +65,7 @@ def test_a_forgotten_worker_holds_nothing(policy: Policy) -> None:
     workers, wanted = pool(0, 0), request(1, 2, 3)
     for worker in workers:
         policy.placed(wanted, worker)
-        policy.forget(worker.key)
+        policy.forget(worker)
     assert policy.pick(wanted, workers, 0).cached_tokens == 0
 
 

@@ -1,0 +1,72 @@
+#include "index/columns.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace pdlink::index {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+// What it is worth, in tokens computed, to compute a token where nothing was computed of late, and not where a whole
+// pool was: the session that loses its KV computes it again, and pushes out the next one's, with each of its turns.
+constexpr double kSpared = 16;
+constexpr double kMargin = 0.25;  // shares of a pool by which workers may differ: less is chance
+
+// Of the rows that `among`, the one with the smallest value; equal ones take turns.
+template <class Among>
+std::size_t least_of(std::span<const double> values, std::size_t turn, Among&& among) {
+    double smallest = kInfinity;
+    std::size_t first = 0, equal = 0;
+    for (std::size_t row = 0; row < values.size(); ++row) {
+        if (!among(row) || values[row] > smallest) continue;
+        if (values[row] < smallest || !equal) {
+            smallest = values[row];
+            first = row;
+            equal = 0;
+        }
+        ++equal;
+    }
+    if (equal < 2) return first;
+    for (std::size_t row = first, left = turn % equal;; ++row) {
+        if (!among(row) || values[row] != smallest) continue;
+        if (!left--) return row;
+    }
+}
+
+bool fits(Fit fit, std::size_t row) { return fit.empty() || fit[row]; }
+
+}  // namespace
+
+std::size_t least(std::span<const double> values, Fit fit, std::size_t turn) {
+    return least_of(values, turn, [&](std::size_t row) { return fits(fit, row); });
+}
+
+Scored lowest(std::span<const double> values, Fit fit, std::size_t most) {
+    Scored found;
+    for (std::size_t row = 0; row < values.size(); ++row)
+        if (fits(fit, row)) found.emplace_back(row, values[row]);
+    const auto end = found.begin() + static_cast<std::ptrdiff_t>(std::min(most, found.size()));
+    std::partial_sort(found.begin(), end, found.end(), [](const auto& one, const auto& other) {
+        return std::pair(one.second, one.first) < std::pair(other.second, other.first);
+    });
+    found.erase(end, found.end());
+    return found;
+}
+
+std::size_t cheapest(const Columns& of, std::span<const double> costs, std::span<const double> cached,
+                     double num_tokens, double unit, Fit fit, std::size_t turn) {
+    double smallest = kInfinity;
+    for (std::size_t row = 0; row < costs.size(); ++row)
+        if (fits(fit, row)) smallest = std::min(smallest, costs[row]);
+    const std::size_t row =
+        least_of(of.taken, turn, [&](std::size_t each) { return fits(fit, each) && costs[each] == smallest; });
+    if (of.taken[row] <= 0) return row;
+    const double busy = of.load[row] * of.slowness[row];
+    const std::size_t other = least_of(
+        of.taken, 0, [&](std::size_t each) { return fits(fit, each) && of.load[each] * of.slowness[each] <= busy; });
+    const double more = (of.taken[row] - of.taken[other]) / unit;
+    const bool spares = costs[other] - costs[row] <= kSpared * (num_tokens - cached[row]) * (more - kMargin);
+    return spares ? other : row;
+}
+
+}  // namespace pdlink::index

@@ -1,0 +1,97 @@
+"""The native index of where prompts were sent, beside one that is written as it reads (`csrc/index/guesses.h`)."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+
+from pdlink._index import Columns, Guesses, keys_of
+
+NUM = 20
+
+
+class Plain:
+    """The same with a dictionary for each worker."""
+
+    def __init__(self, max_keys: int) -> None:
+        self._max_keys = max_keys
+        self.of: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(NUM)]
+
+    def note(self, worker: int, keys: list[int], most: int) -> int:
+        held, had = self.of[worker], 0
+        for key in reversed(keys):
+            had += key in held
+            held[key] = None
+            held.move_to_end(key)
+        while len(held) > most:
+            held.popitem(last=False)
+        while self.num_keys > self._max_keys:
+            longest = max(self.of, key=len)
+            for _ in range((len(longest) + 1) // 2):
+                longest.popitem(last=False)
+        return had
+
+    def leading(self, worker: int, keys: list[int]) -> int:
+        return next((at for at, key in enumerate(keys) if key not in self.of[worker]), len(keys))
+
+    @property
+    def num_keys(self) -> int:
+        return sum(map(len, self.of))
+
+
+def columns(numbers: list[int]) -> Columns:
+    """Of workers of these numbers, row by row."""
+    num = len(numbers)
+    zeros, rows = np.zeros(num), {f"w{number}": row for row, number in enumerate(numbers)}
+    return Columns(zeros, np.ones(num), zeros, np.array(numbers, np.uint32), rows)
+
+
+@pytest.mark.parametrize(("max_keys", "most"), [(200, 100), (10_000, 100), (10_000, 12)])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_worker_is_found_with_the_longest_beginning_that_it_was_sent(
+    max_keys: int, most: int, seed: int
+) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    guesses, plain = Guesses(max_keys), Plain(max_keys)
+    for _ in range(600):
+        first = rng.choice((0, 0, 0, 2**64 - 40, 1000, 2000))
+        keys = [first + at for at in range(rng.randrange(40))]
+        worker = rng.randrange(NUM)
+        if rng.random() < 0.05:
+            guesses.forget(worker)
+            plain.of[worker].clear()
+        else:
+            assert guesses.note(worker, keys, most) == plain.note(worker, keys, most)
+        assert guesses.num_keys == plain.num_keys <= max_keys
+        numbers = rng.sample(range(NUM), rng.randrange(1, NUM + 1))
+        found = columns(numbers).cached(guesses, keys, 100, 3000, None)
+        assert found == [min(3000, 100 * plain.leading(number, keys)) for number in numbers]
+
+
+def test_a_worker_that_was_forgotten_or_never_sent_anything_has_nothing() -> None:
+    guesses = Guesses(100)
+    guesses.note(3, [1, 2], 10)
+    guesses.forget(3)
+    guesses.forget(1000)
+    assert columns([0, 3, 1000]).cached(guesses, [1, 2], 100, 200, None) == [0, 0, 0]
+    assert guesses.num_keys == 0
+
+
+def test_keys_are_the_same_for_the_same_beginning_only() -> None:
+    data = bytes(range(256)) * 40
+    keys = keys_of(1, data, 1024)
+    assert len(keys) == len(set(keys)) == 10
+    assert keys_of(1, data[:-1], 1024) == keys[:9]
+    other = keys_of(1, data[:5000] + b"x" + data[5001:], 1024)
+    assert other[:4] == keys[:4]
+    assert not set(other[4:]) & set(keys)
+    assert not set(keys_of(2, data, 1024)) & set(keys)
+    assert keys_of(1, data * 100, 1024)[:10] == keys, "long data are read while other threads run"
+    assert keys_of(1, b"", 1024) == keys_of(1, b"x" * 1023, 1024) == []
+    for nbytes in (0, 6):
+        with pytest.raises(ValueError, match="piece_nbytes: expected a multiple of 4"):
+            keys_of(1, data, nbytes)
