@@ -8,6 +8,9 @@ import msgspec
 
 from pdlink.api.fields import Count  # noqa: TC001  (msgspec reads the annotation at run time)
 
+UNTOLD = "the reason is shown with the key only"
+"""Stands for the reasons in `Health.problems`, which may name paths and hosts."""
+
 
 class WorkerRefusal(msgspec.Struct, frozen=True):
     """A worker of the other side that this worker reports as refused."""
@@ -52,7 +55,7 @@ class Health(msgspec.Struct, frozen=True):
     link: dict[str, Any] = {}
     """What its dialect must know to reach its KV: names and ports, by the engine's own words."""
     problems: dict[str, str] = {}
-    """By place (`memory`, a tier): why it keeps less KV than its settings say."""
+    """By place (`memory`, a tier): why it keeps less KV than its settings say; in full for holders of a key."""
     reason: str = ""
     """Why it takes no new request; empty while it does."""
     version: str = ""

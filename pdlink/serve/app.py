@@ -36,6 +36,7 @@ from pdlink.serve.http import (
     json_response,
     metrics_response,
     no_foreign_pages,
+    shown_problems,
 )
 from pdlink.serve.openai import (
     AnswerWriter,
@@ -97,8 +98,11 @@ def build_app(worker: Worker, http_key: str | None = None) -> web.Application:
         check_model(request.match_info["id"], worker.model.name)
         return json_response(card)
 
-    async def health_of(_: web.Request) -> web.Response:
+    async def health_of(request: web.Request) -> web.Response:
         body = health.health(worker)
+        if body.problems and worker.source is not None:
+            problems = shown_problems(request, http_key, worker.source.store)
+            body = msgspec.structs.replace(body, problems=problems)
         return json_response(body, status=200 if body.status == "ok" else 503)
 
     async def live(_: web.Request) -> web.Response:

@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 
 from pdlink.api.errors import refusal_of, refused
+from pdlink.api.health import UNTOLD
 from pdlink.api.keys import KEY_HEADER, is_one_of
 from pdlink.api.pages import refused_page
 from pdlink.errors import InvalidApiKey, InvalidRequest, PdlinkError
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Middleware
 
     from pdlink.observe.series import Registry
+    from pdlink.store.interface import AnyStore
 
 _OPEN_TO_ALL = frozenset({("GET", path) for path in ("/health", "/livez", "/readyz", "/metrics")})
 
@@ -65,6 +67,16 @@ def callers_with(http_key: str) -> Middleware:
         return await handler(request)
 
     return check
+
+
+def shown_problems(request: web.Request, http_key: str | None, store: AnyStore) -> dict[str, str]:
+    """Of the places of a store that keep less KV than its settings say, for GET /health, which is open to all: why,
+    for who sends the key; for the others only whether the place answers."""
+    found = {place: why for place, why in store.problems().items() if why}
+    if not found or http_key is None or is_one_of(request.headers.get(KEY_HEADER, ""), (http_key.encode(),)):
+        return found
+    answers = store.health()
+    return {place: UNTOLD if answers.get(place, True) else "it does not answer" for place in found}
 
 
 def no_foreign_pages(*, loopback: bool, setting: str) -> Middleware:

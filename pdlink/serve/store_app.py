@@ -9,7 +9,14 @@ from aiohttp import web
 from pdlink.events import listen
 from pdlink.observe.metrics import StoreProcessMetrics
 from pdlink.serve.cache_routes import CacheDesk, add_cache_routes
-from pdlink.serve.http import callers_with, errors_as_json, json_response, metrics_response, no_foreign_pages
+from pdlink.serve.http import (
+    callers_with,
+    errors_as_json,
+    json_response,
+    metrics_response,
+    no_foreign_pages,
+    shown_problems,
+)
 
 if TYPE_CHECKING:
     from pdlink.store.server.listener import Listener
@@ -38,7 +45,7 @@ def build_app(
     metrics.before_reading(update)
     stop = listen(metrics.counting)
 
-    async def health(_: web.Request) -> web.Response:
+    async def health(request: web.Request) -> web.Response:
         places = store.health()
         ok = places["memory"]  # a tier that does not answer is a miss, not an end
         body = {
@@ -47,7 +54,7 @@ def build_app(
             "role": "store",
             "listen": str(listener.path),
             "places": places,
-            "problems": {place: why for place, why in store.problems().items() if why},
+            "problems": shown_problems(request, http_key, store),
             "kv_events": [listener.events] if listener.events else [],
             "clients": listener.clients(),
         }

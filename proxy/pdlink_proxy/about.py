@@ -21,6 +21,7 @@ from .decisions import Decision, Told
 from .findings import find
 from .http_connection import HttpError
 from .page.view import recent_of, summary_of
+from .records import MAX_RECORDS
 from .steps import Leg
 from .upstream import Asking, describe
 
@@ -92,11 +93,11 @@ class About:
         if not self._services.entry.may_look(request):
             return _json(http_status, {"status": status})
         sees_all = self._services.entry.sees_only(request) is None  # findings name requests, of any key
-        beside = await self._services.beside(records=sees_all)
+        beside = await self._services.beside(self._services.record_share if sees_all else 0)
         running, _ = self._services.num_doing(beside)
         body: dict[str, Any] = {"status": status, "reason": reason, "active_requests": running}
         for side in Leg:
-            body[side.value] = self._services.described(side, beside)
+            body[side.value] = self._services.described(side, beside, in_full=sees_all)
         if self._services.discovery.sources:
             body["sources"] = self._services.discovery.describe()
         body["refused_pairs"] = [pair.describe() for pair in self._services.pools.refusals]
@@ -152,7 +153,7 @@ class About:
     async def _course(self, request_id: str) -> dict[str, Any]:
         """How long a request that has ended took for what, among the last ones, and its transfers as far as workers
         still know them."""
-        records = self._services.recorded(await self._services.beside(records=True))
+        records = self._services.recorded(await self._services.beside(MAX_RECORDS))
         record = next((each for each in reversed(records) if each.request_id == request_id), None)
         if record is None:
             return {"record": None, "slower_than": None, "transfers": []}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from pdlink.api.health import UNTOLD
 from pdlink.config import ProxyConfig
 from pdlink.extras import needed
 from pdlink.observe.otlp import SpanSender
@@ -27,7 +28,7 @@ from .metrics import Metrics
 from .page.memory import PageMemory
 from .placement import Alone, Placer
 from .pools import Pools
-from .records import Records
+from .records import MAX_RECORDS, Records
 from .siblings import Doing
 from .steps import Leg
 from .upstream import Asking
@@ -176,11 +177,16 @@ class Services:
             return "degraded", f"degraded: {'; '.join(map(str, stranded[:8]))}"
         return "ok", "no healthy prefill worker: decode computes prompts itself" if alone else ""
 
-    async def beside(self, *, records: bool = False) -> dict[int, Doing]:
-        """By number, what the other processes of this proxy do now that answer."""
+    @property
+    def record_share(self) -> int:
+        """Records of one process, where those of all are to be as many as one process keeps."""
+        return MAX_RECORDS // (self.siblings.processes if self.siblings is not None else 1)
+
+    async def beside(self, num_records: int = 0) -> dict[int, Doing]:
+        """By number, what the other processes of this proxy do now that answer, each with its newest records."""
         if self.siblings is None:
             return {}
-        found = await self.siblings.ask_all("doing", records)
+        found = await self.siblings.ask_all("doing", num_records)
         return {number: msgspec.convert(each, Doing) for number, each in found.items()}
 
     def num_doing(self, beside: Mapping[int, Doing]) -> tuple[int, int]:
@@ -207,11 +213,14 @@ class Services:
             found |= set((await self.siblings.ask_all("owns", [key, request_id])).values())
         return True in found and False not in found
 
-    def described(self, side: Leg, beside: Mapping[int, Doing]) -> list[dict[str, Any]]:
-        """The workers of one side, with the legs of all processes."""
+    def described(self, side: Leg, beside: Mapping[int, Doing], *, in_full: bool = True) -> list[dict[str, Any]]:
+        """The workers of one side, with the legs of all processes. in_full: with why their tiers fail, which may name
+        paths and hosts."""
         found = []
         for worker in self.pools.workers[side]:
             said = worker.describe()
+            if not in_full and said["health"] is not None:
+                said["health"]["problems"] = dict.fromkeys(said["health"]["problems"], UNTOLD)
             said["in_flight"] += sum(each.in_flight.get(f"{side.value} {worker.id}", 0) for each in beside.values())
             found.append(said)
         return found
@@ -236,9 +245,9 @@ class Services:
     def answers(self, adopt: Callable[[ProxyConfig], None]) -> dict[str, Answer]:
         """By question, what answers it. adopt: takes new settings."""
 
-        def doing(records: Any) -> object:
+        def doing(num_records: Any) -> object:
             in_flight = {f"{worker.side.value} {worker.id}": worker.in_flight for worker in self.pools.all}
-            kept = list(self.records) if records else []
+            kept = list(self.records)[-num_records:] if num_records else []
             return Doing(
                 self.num_running, self.num_queued, in_flight=in_flight, records=kept, num_ended=self.records.num_ended
             )

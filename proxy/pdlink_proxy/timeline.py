@@ -43,7 +43,7 @@ def add_timeline(app: web.Application, services: Services) -> None:
         asked, key = request.query.get("request"), entry.sees_only(request)
         if key is not None and (asked is None or not await services.owns(key, asked)):
             return entry.operators_only()
-        kept = services.recorded(await services.beside(records=True))
+        kept = services.recorded(await services.beside(MAX_RECORDS))
         records = [each for each in kept if asked is None or asked in (each.request_id, *_transfers(each))]
         only = None if asked is None else {asked, *(name for each in records for name in _transfers(each))}
         both_sides = {worker.url: worker for worker in services.pools.all if worker.state is not State.UNREACHABLE}

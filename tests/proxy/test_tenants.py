@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pdlink.api.health import UNTOLD
 from pdlink.api.pages import refused_page
 from pdlink_proxy.app import build_app
 from pdlink_proxy.siblings import SiblingPlace, Siblings
@@ -69,6 +70,39 @@ async def test_health_names_no_request_of_others(prefill: FakeWorker, decode: Fa
         assert "id-of-b" not in str(of_a)
         assert of_a["prefill"]
         assert "id-of-b" in str(of_boss["findings"])
+
+
+async def test_why_a_tier_of_a_worker_fails_is_told_to_operators_alone(
+    prefill: FakeWorker, decode: FakeWorker, tmp_path: Path
+) -> None:
+    decode.problems = {"disk": "cannot write /mnt/kv: No space left on device"}
+    more: dict[str, Any] = {"api_keys": ["a", "b"], "admin_key_file": str(write_private(tmp_path / "admin", "boss"))}
+    async with proxy_of([prefill], [decode], **more) as proxy:
+        for key, why in (("a", UNTOLD), ("boss", decode.problems["disk"])):
+            _, said = await asked(proxy, "GET", "/health", key)
+            assert said["decode"][0]["health"]["problems"] == {"disk": why}
+            assert [each["text"] for each in said["findings"] if each["kind"] == "place"] == [
+                f"its disk keeps less KV than the settings say: {why}"
+            ]
+
+
+async def test_processes_together_tell_of_as_many_requests_as_one_alone(
+    prefill: FakeWorker, decode: FakeWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdlink_proxy.services.MAX_RECORDS", 6)
+    places = [Siblings(SiblingPlace(str(tmp_path), number, 2)) for number in range(2)]
+    async with (
+        proxy_of([prefill], [decode], siblings=places[0]) as first,
+        proxy_of([prefill], [decode], siblings=places[1]) as second,
+    ):
+        body = {"model": "m", "prompt": "x"}
+        for number in range(5):
+            await asked(second, "POST", "/v1/completions", "", body, X_Request_Id=f"id-{number}")
+        _, said = await asked(first, "GET", "/pdlink/state", "")
+        assert [each["request_id"] for each in said["requests"]] == ["id-4", "id-3", "id-2"]
+        assert said["summary"]["requests"] == 3
+        oldest = (await asked(first, "GET", "/decisions?request=id-0", ""))[1]["record"]
+        assert oldest["request_id"] == "id-0", "one that is asked for is looked for among all"
 
 
 async def test_who_names_his_request_as_another_ones_does_not_see_it(prefill: FakeWorker, decode: FakeWorker) -> None:

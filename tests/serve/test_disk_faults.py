@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 
+from pdlink.api.health import UNTOLD
+from pdlink.api.keys import KEY_HEADER
+from pdlink.serve.app import build_app
 from pdlink.serve.health import health, metrics_of
 
 from .tiered import CHUNK, WAIT_S, Computed, answers, computed_here, opened, prompt_of, store_of
@@ -53,6 +58,28 @@ class Broken:
             raise OSError(self.number, os.strerror(self.number))
 
         return call
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, UNTOLD), (errno.EIO, "it does not answer")])
+async def test_why_a_disk_fails_is_told_to_holders_of_the_key_alone(
+    number: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(below=on_disk(tmp_path)) as worker:
+        Broken(monkeypatch, number, "pwrite", "posix_fallocate")
+        await asyncio.to_thread(answers, worker, PROMPTS, at_once=True)
+        assert not await asyncio.to_thread(store_of(worker).flush, WAIT_S)
+        why = store_of(worker).problems()["disk"]
+        for http_key, sent, told in (
+            ("secret", {}, kind),
+            ("secret", {KEY_HEADER: "wrong"}, kind),
+            ("secret", {KEY_HEADER: "secret"}, why),
+            (None, {}, why),
+        ):
+            async with (
+                TestClient(TestServer(build_app(worker, http_key))) as client,
+                client.get("/health", headers=sent) as response,
+            ):
+                assert (await response.json())["problems"] == {"disk": told}
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO], ids=["ENOSPC", "EROFS", "EIO"])

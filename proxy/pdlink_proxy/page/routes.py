@@ -81,7 +81,7 @@ async def state_of(services: Services) -> dict[str, object]:
     """See `view`."""
     status, reason = services.standing()
     reports = await services.reports.now()
-    pools, beside = services.pools, await services.beside(records=True)
+    pools, beside = services.pools, await services.beside(services.record_share)
     now_s, (running, queued) = time.time(), services.num_doing(beside)
     remembered = services.memory.said(now_s)
     shown = view(
@@ -123,7 +123,7 @@ async def remember(services: Services) -> None:
         stack.callback(listen(heard))
         while True:
             await asyncio.sleep(STEP_S)
-            beside = await services.beside(records=True)
+            beside = await services.beside(services.record_share)
             reports = await services.reports.now() if len(pools.all) <= _MAX_ASKED else {}
             healths = [(worker.label, worker.health) for worker in pools.all if worker.health is not None]
             refused = [pair.describe() for pair in itertools.islice(pools.refusals, _MAX_MISFITS)]
