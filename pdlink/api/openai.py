@@ -13,6 +13,7 @@ import msgspec
 from xxhash import xxh3_128
 
 from pdlink.api.fields import BadField, Int32, Int64, NumAnswers, Tokens, decoded
+from pdlink.api.session import SessionId, TimeToLive  # noqa: TC001  (msgspec reads annotations at run time)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -75,6 +76,9 @@ class CommonFields(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     cache_salt: str | list[str] | None = None
     """Requests with different ones share no KV. A list of SGLang's, for a batch, is the engine's to judge."""
     user: str | None = None
+    session_id: SessionId | None = None
+    """Of an agent, whose KV is kept between its turns."""
+    session_ttl_s: TimeToLive | None = None
 
 
 _SAID = frozenset(CommonFields.__struct_fields__)

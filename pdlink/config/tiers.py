@@ -36,6 +36,9 @@ class TiersConfig(Section):
     choice."""
     max_pinned_size: float | None = Field(default=None, ge=0)
     """What operators may pin of it, in GiB; None is a quarter of it."""
+    session_quota: float | None = Field(default=None, gt=0)
+    """What the sessions of agents (`session_id`) with one `cache_salt` keep together, in GiB. All of them keep a
+    quarter of the disk at most, or of memory without one; None allows that. Turns beyond it are served."""
     local_disk: str | tuple[str, ...] | None = None
     """Directory for a tier on this machine's disk, which one worker has at a time; {name} in it is the worker's name.
     Of several, one for each device, each has an equal part of the records. What is there is found again after a

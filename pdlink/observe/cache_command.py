@@ -164,6 +164,12 @@ def _tables(state: Mapping[str, Any]) -> list[RenderableType]:
         for one in state[kind]:
             times = ["" if one[name] is None else f"{one[name]:.1f}" for name in ("age_s", "ends_in_s")]
             add_row(kept, kind[:-1], one["holder"], one["request"], str(one["records"]), _mib(one["nbytes"]), *times)
+    sessions = Table(title="kept by sessions", title_justify="left")
+    for column in ("session", "records", "of", "MiB", "waits", "ends in s"):
+        sessions.add_column(column, justify="left" if column == "session" else "right")
+    for one in state["sessions"]:
+        told = str(one["records"]), str(one["asked"]), _mib(one["nbytes"]), "yes" if one["waits"] else ""
+        add_row(sessions, one["name"], *told, f"{one['ends_in_s']:.0f}")
     size = (
         f", {state['chunk_tokens']} tokens and {_mib(state['record_nbytes'])} MiB each"
         if "chunk_tokens" in state
@@ -171,9 +177,10 @@ def _tables(state: Mapping[str, Any]) -> list[RenderableType]:
     )
     line = plain(
         f"pinned {_mib(state['pinned_nbytes'])} of {_mib(state['pin_quota_nbytes'])} MiB; "
+        f"kept by sessions {_mib(state['sessions_nbytes'])} MiB; "
         f"{state['writing']} records are being written{size}{'; frozen' if state['frozen'] else ''}"
     )
-    return [places, line, *([kept] if kept.row_count else [])]
+    return [places, line, *(table for table in (kept, sessions) if table.row_count)]
 
 
 def _rates(rates: Mapping[str, float]) -> RenderableType:

@@ -20,6 +20,7 @@ from pdlink.api.errors import stream_error
 from pdlink.api.fields import decoder
 from pdlink.api.legs import MAX_ID_CHARS
 from pdlink.api.openai import CHAT, COMPLETIONS
+from pdlink.api.session import KEPT_HEADER, asked_session
 from pdlink.config import is_loopback
 from pdlink.errors import DeadlineExceeded, InvalidRequest, PdlinkError
 from pdlink.events import listen
@@ -49,6 +50,7 @@ from pdlink.serve.openai import (
 )
 from pdlink.serve.resumed import finish_of, rest_of
 from pdlink.serve.state import state
+from pdlink.serve.tiers import KeptTurn
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
@@ -205,6 +207,8 @@ async def _generate(
             answer.end(finished)
             return web.Response(body=answer.last_events(), content_type="text/event-stream")
         sampling = rest_of(sampling, answered)
+    asked = asked_session(request.session_id, request.session_ttl_s, http.headers)
+    turn = KeptTurn(asked.id, asked.ttl_s) if asked is not None else None
     leg, caller_id = params.leg if params else "", http.headers.get("X-Request-Id", "")
     timeline.named(request_id, caller_id, leg)
     stream = worker.start(
@@ -215,6 +219,7 @@ async def _generate(
         num_answered=len(answered),
         salt=request.cache_salt or "",
         retention=request.retention(worker.config.tiers.priority_limit),
+        turn=turn,
     )
     response: web.StreamResponse | None = None
     headers: dict[str, str] = {}
@@ -223,6 +228,8 @@ async def _generate(
             answer.add(token)
             if stream.kv_path:  # known from the first token on
                 headers[kv_path.HEADER] = stream.kv_path
+            if turn is not None and turn.kept_tokens is not None:
+                headers[KEPT_HEADER] = f"kept={turn.kept_tokens} of={len(prompt)}"
             if request.stream:
                 if response is None:
                     response = web.StreamResponse(
@@ -233,7 +240,7 @@ async def _generate(
                 if params is not None and params.leg == "prefill":
                     return response  # a prefill leg has one event; its transfer goes on without the client
             elif params is not None and params.leg == "prefill":
-                return json_response(answer.whole())
+                return json_response(answer.whole(), headers=headers)
         if response is None:
             return json_response(answer.whole(), headers=headers)
         await response.write(answer.last_events())

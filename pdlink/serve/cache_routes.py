@@ -15,9 +15,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from pdlink.api.fields import decoded
+from pdlink.api.session import SessionId  # noqa: TC001  (msgspec reads annotations at run time)
 from pdlink.errors import InvalidRequest, Overloaded
 from pdlink.serve.http import body_of, json_response
 from pdlink.serve.openai import ChatRequest, CompletionRequest
+from pdlink.store.slots import tenant_of
 from pdlink.store.store import Store
 
 if TYPE_CHECKING:
@@ -58,6 +60,11 @@ class PinRequest(NamedPrompt, frozen=True, kw_only=True):
 
 class UnpinRequest(Struct, frozen=True, forbid_unknown_fields=True):
     name: _Name
+
+
+class EndSessionRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    session_id: SessionId
+    cache_salt: str = ""
 
 
 class MoveRequest(NamedPrompt, frozen=True, kw_only=True):
@@ -136,6 +143,10 @@ class CacheDesk:
     def unpin(self, asked: UnpinRequest) -> dict[str, int]:
         return {"records": self._store.unpin(asked.name)}
 
+    def end_session(self, asked: EndSessionRequest) -> dict[str, bool]:
+        """Whether it was known. Its records are as others from now on."""
+        return {"ended": self._store.end_session(asked.session_id, tenant_of(asked.cache_salt))}
+
     def move(self, asked: MoveRequest) -> dict[str, int]:
         self._check_places([asked.source, asked.destination])
         if asked.source == asked.destination:
@@ -205,6 +216,7 @@ def add_cache_routes(app: web.Application, desk: CacheDesk) -> None:
         (NamedPrompt, desk.warm),
         (PinRequest, desk.pin),
         (UnpinRequest, desk.unpin),
+        (EndSessionRequest, desk.end_session),
         (MoveRequest, desk.move),
         (ClearRequest, desk.clear),
     ):

@@ -37,16 +37,29 @@ _CLOSE_S = 2.0
 
 
 @dataclass(eq=False, slots=True)
+class KeptTurn:
+    """The turn of an agent's session that a request is."""
+
+    session_id: str
+    ttl_s: float
+    kept_tokens: int | None = None
+    """Of the prompt, that the session keeps, once that is known; None where this worker keeps nothing of it."""
+
+
+@dataclass(eq=False, slots=True)
 class _Request:
     request_id: str
     tokens: tuple[int, ...]
     salt: str
     retention: Retention | None
     """None: its KV is not kept."""
+    turn: KeptTurn | None
     not_loaded: Reason
     """Why nothing of it is loaded, without a `prompt`."""
     prompt: Prompt | None = None
     """Set when it is looked up, before the engine admits the request."""
+    stored: Prompt | None = None
+    """What is kept here of its prompt, perhaps with the answer; a prompt that is received is not."""
     blocks: Sequence[int] = ()
     """Another object after each admission."""
     load: Load | None = None
@@ -84,7 +97,14 @@ class Tiered:
 
     # --- The thread that starts requests
 
-    def begin(self, request_id: str, tokens: tuple[int, ...], salt: str, retention: Retention | None) -> bool:
+    def begin(
+        self,
+        request_id: str,
+        tokens: tuple[int, ...],
+        salt: str,
+        retention: Retention | None,
+        turn: KeptTurn | None = None,
+    ) -> bool:
         """The engine is about to get this request, which ends with `ended`. Whether it waits for a look-up.
 
         A prompt shorter than a chunk has nothing in the store, nor is it kept.
@@ -95,7 +115,7 @@ class Tiered:
             why = "no_tiers"
         elif len(tokens) < source.chunk_tokens:
             why = "not_found"
-        self._requests[request_id] = _Request(request_id, tokens, salt, retention, why)
+        self._requests[request_id] = _Request(request_id, tokens, salt, retention, turn, why)
         return why == "look_up_failed"
 
     def look(self, request_id: str, chain: Chain, *, receives: bool) -> None:
@@ -110,13 +130,16 @@ class Tiered:
         if self._load_if_faster:
             other = self._receiving if receives else self._computing
             timeout_s = longest_look_s(timeout_s, other, len(request.tokens), now_s)
-        self._lookers.put(partial(self._look, source, request, chain, now_s + timeout_s))
+        self._lookers.put(partial(self._look, source, request, chain, now_s + timeout_s, receives=receives))
 
-    def _look(self, source: Source, request: _Request, chain: Chain, deadline_s: float) -> None:
-        """In a looker's thread. Holds nothing."""
+    def _look(self, source: Source, request: _Request, chain: Chain, deadline_s: float, *, receives: bool) -> None:
+        """In a looker's thread. Holds nothing but what the request's session keeps."""
         try:
             keys = source.keys(request.tokens, request.salt, chain=chain)
             prompt = source.prompt(request.request_id, keys, request.retention)
+            if not receives:
+                request.stored = prompt
+                _hold(request, waits=False)
             request.found = prompt.lookup(timeout_s=max(0.0, deadline_s - time.monotonic()))
             request.prompt = prompt
         finally:
@@ -136,6 +159,8 @@ class Tiered:
                 request.load.cancel()
             if request.prompt is not None:
                 request.prompt.close(forget=forget)
+            if request.turn is not None and self._source is not None and not forget:
+                self._source.copier.put(partial(_hold, request, waits=True))
 
     def admitted(self, request_id: str, blocks: Sequence[int], num_cached_tokens: int, external_tokens: int) -> None:
         request = self._requests.get(request_id)
@@ -237,7 +262,7 @@ class Tiered:
         request = self._requests.get(request_id)
         if request is not None and self._source is not None:
             keys = self._source.keys(tokens, request.salt, chain=chain)
-            prompt = self._source.prompt(request_id, keys, request.retention)
+            prompt = request.stored = self._source.prompt(request_id, keys, request.retention)
             for layer in range(self._num_layers):
                 prompt.store(0, len(tokens), blocks, layer)
             prompt.close()
@@ -307,3 +332,13 @@ class Tiered:
         if self._source is not None:
             self._source.close()
             self._source.store.close()
+
+
+def _hold(request: _Request, *, waits: bool) -> None:
+    """Have the request's session keep what is stored of it. waits: the turn has ended. In a looker's or the copier's
+    thread: a store in another process may not answer."""
+    turn, prompt = request.turn, request.stored
+    if turn is not None and prompt is not None and request.retention is not None:
+        kept = prompt.hold(turn.session_id, turn.ttl_s, waits=waits)
+        if not waits:
+            turn.kept_tokens = kept

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from pdlink.engine.forward import LoadedModel
     from pdlink.engine.request import SamplingParams, TokenOutput
     from pdlink.protocol.auth import AllowList, Credentials
+    from pdlink.serve.tiers import KeptTurn
     from pdlink.store.slots import Retention
     from pdlink.store.source import Source
 
@@ -180,11 +181,12 @@ class Worker:
         num_answered: int = 0,
         salt: str = "",
         retention: Retention | None = USUAL,
+        turn: KeptTurn | None = None,
     ) -> Stream:
         """Begin a request, alone or as one leg of a transfer; its tokens come through the stream.
 
         num_answered: last tokens of the prompt that are the answer's first ones (`GenerationRequest`).
-        retention: of its KV in the tiers; None keeps none there.
+        retention: of its KV in the tiers; None keeps none there. turn: of an agent's session, which keeps it there.
 
         Raises what the engine's `submit` raises, InvalidRequest for a leg this role does not serve or a transfer id
         used before, TransferFailed if the other leg has failed already and the setting is to fail.
@@ -200,7 +202,7 @@ class Worker:
         try:
             leg = self._leg(stream, params) if params is not None else None
             is_prefill = isinstance(leg, PrefillLeg)
-            looks = self.tiers.begin(request_id, prompt, salt, retention)
+            looks = self.tiers.begin(request_id, prompt, salt, retention, turn)
             chain = self.engine.submit(
                 GenerationRequest(
                     request_id,

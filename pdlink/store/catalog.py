@@ -9,6 +9,7 @@ committed. Its slot is used again when it is gone and nobody can touch it any mo
   `release` afterwards whether the lease stood, and drops what it read if not.
 - A pin keeps a record from eviction, without deadline but within a quota, until it is taken back or the life of its
   holder ends.
+- A session keeps records from eviction until a tier has them (`SessionHolds`).
 
 Nothing here waits. What does not fit is left out, so that those who want more while they hold some cannot block each
 other: they get a shorter prefix. There is no clock, lock or memory in it either; the caller brings the time.
@@ -24,7 +25,19 @@ from typing import TYPE_CHECKING
 from pdlink.store.eviction import Turns
 from pdlink.store.extents import ALIGNMENT_NBYTES, Extents
 from pdlink.store.kept import Emptied, Hold, Pins, Record, RecordDeadlines, Writing, check
-from pdlink.store.slots import DEFAULT_PRIORITY, LIFE_BITS, USUAL, WHOLE, Change, Retention, Slot, SlotLease
+from pdlink.store.sessions import SessionHolds
+from pdlink.store.slots import (
+    DEFAULT_PRIORITY,
+    FIRST,
+    KEPT,
+    LIFE_BITS,
+    USUAL,
+    WHOLE,
+    Change,
+    Retention,
+    Slot,
+    SlotLease,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -36,17 +49,26 @@ _MOST_DUE = 512
 """Records whose time is over, dropped at once: some milliseconds."""
 _MAX_WASTE = 4
 """Eviction for one record stops after that many times its bytes: records not in turn keep the free ones apart."""
+_KEPT_SHARE = 2
+"""Of the arena, how small a part sessions may keep from eviction, where tiers do not take their records."""
 
 
 class Catalog:
     """Of one arena. Not thread-safe."""
 
     def __init__(
-        self, policy: EvictionPolicy, *, pin_quota_nbytes: int = 0, tenant_quota_nbytes: int = 0, life: int = 0
+        self,
+        policy: EvictionPolicy,
+        *,
+        pin_quota_nbytes: int = 0,
+        tenant_quota_nbytes: int = 0,
+        sessions: SessionHolds | None = None,
+        life: int = 0,
     ) -> None:
         """Begins with no room: see `resize`. pin_quota_nbytes: most bytes that pins may keep together.
 
         tenant_quota_nbytes: most bytes of each tenant that has a name; 0 sets no limit.
+        sessions: whose records are kept; see `rank`. None keeps none.
         life: a number below `MAX_LIFE`, which its serials name.
         """
         self.life = life
@@ -59,6 +81,10 @@ class Catalog:
         """All reservations, also of keys that were removed meanwhile."""
         self._leases: dict[Serial, Hold] = {}
         self._pins = Pins(pin_quota_nbytes)
+        self.sessions = SessionHolds(0, 0) if sessions is None else sessions
+        """Who changes them calls `rank` afterwards."""
+        self._kept_nbytes = 0
+        """Of records with the rank `KEPT`."""
         self._serials = count((life << LIFE_BITS) + 1)
         self.changes: list[Change] = []
         """What came and went, in order. Who hears of it empties it."""
@@ -174,6 +200,8 @@ class Catalog:
                 if record.expires_s < inf:
                     self._deadlines.add(record.expires_s, record)
                 self._raise(record, retention, now_s)
+                if self.sessions.place(key, is_below=False):
+                    self.rank([key])
             elif share.total == record.total and not parts & ~record.free:
                 slot = record.slot._replace(serial=next(self._serials))
             else:
@@ -206,7 +234,7 @@ class Catalog:
     def _place(self, record: Record) -> None:
         if record.listed and not record.resident:
             record.resident = True
-            self._turns.insert(record.slot.key, record.slot.nbytes, record.retention)
+            self._insert(record)
 
     def commit(self, slots: Sequence[Slot], expires_s: float = float("inf")) -> list[bytes]:
         """The slots, in the order of the prompt, hold their shares for good; returns the keys that are readable now.
@@ -286,16 +314,19 @@ class Catalog:
         hold = self._leases.pop(lease.serial, None)
         if hold is not None:
             for record in reversed(hold.records.values()) if used else ():
-                if record.listed:
+                if record.listed and record.rank == FIRST:  # somebody has begun to use it again
+                    self._set_rank(record, None)
+                elif record.listed:
                     self._turns.touch(record.slot.key)
             self._let_go(hold)
         return hold is not None
 
     def expire(self, now_s: float) -> int:
-        """End the leases whose deadline is over; how many. Forget records, and priorities, whose time is over.
+        """End the leases whose deadline is over; how many. Forget records, priorities, sessions, whose time is over.
 
-        `_MOST_DUE` records at most: see `is_due`.
+        `_MOST_DUE` records and one session at most: see `is_due`.
         """
+        self.rank(self.sessions.expire(now_s))
         for record in islice(self._deadlines.due(now_s), _MOST_DUE):
             if record.expires_s <= now_s:
                 self._forget(record)
@@ -304,8 +335,8 @@ class Catalog:
         return self._end_leases([serial for serial, hold in self._leases.items() if hold.deadline_s <= now_s])
 
     def is_due(self, now_s: float) -> bool:
-        """Whether the time of some record is over, which `expire` is to forget."""
-        return self._deadlines.next_s <= now_s
+        """Whether the time of some record or session is over, which `expire` is to forget."""
+        return self._deadlines.next_s <= now_s or self.sessions.is_due(now_s)
 
     def holder_gone(self, holder: str) -> None:
         """The holder has ended and touches nothing any more. So its reservations, leases and pins end."""
@@ -325,6 +356,28 @@ class Catalog:
     def unpin(self, name: str) -> int:
         """Take back all pins of that name; of how many records."""
         return self._pins.end(name=name)
+
+    def rank(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Have records go in the turn that the sessions give them now; keys of those that only memory has, and that
+        can be read: tiers are to get them next."""
+        owed = []
+        for key in keys:
+            record = self._records.get(key)
+            if record is None:
+                continue
+            rank = self.sessions.rank(key)
+            if rank == KEPT and not record.missing:
+                owed.append(key)
+            more_nbytes = record.slot.nbytes if record.rank != KEPT else 0
+            if rank == KEPT and self._kept_nbytes + more_nbytes > self.capacity_nbytes // _KEPT_SHARE:
+                rank = None
+            self._set_rank(record, rank)
+        return owed
+
+    def is_below(self, key: bytes) -> None:
+        """A tier has this record, too."""
+        if self.sessions.place(key, is_below=True):
+            self.rank([key])
 
     def remove(self, keys: Iterable[bytes]) -> int:
         """Forget these keys, pinned ones included; how many were known. Readers and writers finish first."""
@@ -346,7 +399,7 @@ class Catalog:
         for record in held.values():
             record.listed = False
             record.pins = 0
-        self._records, self._num_readable = {}, 0
+        self._records, self._num_readable, self._kept_nbytes = {}, 0, 0
         self._deadlines = RecordDeadlines(self._records)
         self._pins.clear()
         self._extents = self._extents.only(record.slot.offset for record in held.values())
@@ -369,6 +422,9 @@ class Catalog:
         assert used == self._turns.used_nbytes
         check(list(records.values()), leased, list(self._writing.values()))
         self._pins.check(records.values())
+        self.sessions.check()
+        kept = [record.slot.nbytes for record in self._records.values() if record.rank == KEPT]
+        assert self._kept_nbytes == sum(kept) <= self.capacity_nbytes
 
     def _take(self, nbytes: int, tenant: str) -> int | None:
         """Bytes of the arena, if need be those of records that may go; of the tenant's own where its quota ends."""
@@ -405,9 +461,24 @@ class Catalog:
     def _set_priority(self, record: Record, priority: int) -> None:
         if priority != record.retention.priority:
             record.retention = record.retention._replace(priority=priority)
-            if record.resident:
-                self._turns.remove(record.slot.key)
-                self._turns.insert(record.slot.key, record.slot.nbytes, record.retention)
+            self._insert_again(record)
+
+    def _set_rank(self, record: Record, rank: int | None) -> None:
+        if rank != record.rank:
+            self._kept_nbytes += record.slot.nbytes * ((rank == KEPT) - (record.rank == KEPT))
+            record.rank = rank
+            self._insert_again(record)
+
+    def _insert_again(self, record: Record) -> None:
+        if record.resident:
+            self._turns.remove(record.slot.key)
+            self._insert(record)
+
+    def _insert(self, record: Record) -> None:
+        retention = record.retention
+        if record.rank is not None:
+            retention = retention._replace(priority=record.rank)
+        self._turns.insert(record.slot.key, record.slot.nbytes, retention)
 
     def _may_evict(self, key: bytes) -> bool:
         record = self._records[key]
@@ -427,6 +498,7 @@ class Catalog:
             record.listed = False
             self._num_readable -= not record.missing
             del self._records[record.slot.key]
+            self._kept_nbytes -= record.slot.nbytes * (record.rank == KEPT)
         self._pins.drop(record)
 
     def _end_leases(self, serials: Sequence[Serial]) -> int:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from pdlink.store.interface import RecordChange
     from pdlink.store.link import Answer
     from pdlink.store.record import RecordShape
+    from pdlink.store.sessions import SessionTerms
     from pdlink.store.slots import Retention, Share
 
 log = logging.getLogger(__name__)
@@ -236,6 +237,14 @@ class RemoteStore(AnyStore):
 
     def unpin(self, name: str) -> int:
         return self._count(lambda call: wire.Unpin(call, name)) if len(name) <= wire.MAX_TEXT else 0
+
+    def hold(self, session: SessionTerms, keys: Sequence[bytes], sizes: Sequence[int], *, waits: bool) -> int:
+        """Of the keys of one message at most."""
+        kept, told = tuple(keys[: wire.MAX_KEYS]), tuple(sizes)
+        return self._count(lambda call: wire.HoldSession(call, session, kept, told, waits))
+
+    def end_session(self, name: str, tenant: str) -> bool:
+        return bool(self._count(lambda call: wire.EndSession(call, name, tenant)))
 
     def clear(
         self, keys: Sequence[bytes] | None = None, places: Sequence[str] | None = None, *, ending: bytes = b""

@@ -16,7 +16,7 @@ from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from zlib import crc32
 
-from pdlink.store.slots import DEFAULT_PRIORITY
+from pdlink.store.slots import DEFAULT_PRIORITY, KEPT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -407,7 +407,8 @@ class Turns:
     def evict(self, may_evict: Callable[[Key], bool], tenant: str | None = None) -> Key | None:
         """As `EvictionPolicy.evict`. tenant: only of that one. Costs a look at each class."""
         for kind in sorted(self._policies, key=lambda kind: (kind.priority, -self.used_nbytes[kind.tenant])):
-            key = self._policies[kind].evict(may_evict) if tenant in (None, kind.tenant) else None
+            may_go = kind.priority != KEPT and tenant in (None, kind.tenant)
+            key = self._policies[kind].evict(may_evict) if may_go else None
             if key is not None:
                 del self._class_of[key]
                 self._drop_if_empty(kind)

@@ -50,6 +50,7 @@ class Wanted(NamedTuple):
 class Brought(NamedTuple):
     """A record that a tier had."""
 
+    tier: str
     expires_at_s: float
     summed: bool
     """Whether its header has sums."""
@@ -356,7 +357,7 @@ class Fetching:
             if miss is None and (expires_at_s := expiry(record)) > time.time():
                 if self._below.hashed and not is_hashed(record):  # put when there were other tiers
                     seal(record, key, shape, expires_at_s)
-                return Brought(expires_at_s, summed=is_hashed(record), checked=tier.verifies or checks)
+                return Brought(tier.name, expires_at_s, summed=is_hashed(record), checked=tier.verifies or checks)
             if miss is not None:
                 log.warning("tier %s: record %s is none: %s", tier.name, key.hex()[:16], miss.reason)
             tier.writers.put(partial(tier.remove, key), alone=True)
@@ -376,6 +377,8 @@ class Fetching:
                     expires_at_s=brought.expires_at_s,
                 )
                 whole = bool(readable)
+                if whole:
+                    self._writing.brought(key, brought.tier)
             else:
                 books.catalog.abandon([arrival.slot])
             self._arrivals.pop(key, None)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pdlink.kv.hashing import Preimage
     from pdlink.memory.buffers import Bytes
     from pdlink.store.record import RecordShape
+    from pdlink.store.sessions import SessionTerms
     from pdlink.store.slots import Share, Slot
 
 MEMORY = "memory"
@@ -83,6 +84,21 @@ class Kept(msgspec.Struct, frozen=True):
     ends_in_s: float | None
 
 
+class SessionState(msgspec.Struct, frozen=True):
+    """What one session keeps."""
+
+    name: str
+    tenant: str
+    """Empty for requests without a `cache_salt`."""
+    records: int
+    asked: int
+    """Records of its last turn: more than `records` if the quota ended there."""
+    nbytes: int
+    waits: bool
+    """Whether no turn of it runs."""
+    ends_in_s: float
+
+
 class StoreState(msgspec.Struct, frozen=True):
     """For operators."""
 
@@ -94,6 +110,11 @@ class StoreState(msgspec.Struct, frozen=True):
     frozen: bool
     leases: list[Kept]
     pins: list[Kept]
+    sessions: list[SessionState]
+    sessions_nbytes: int
+    """Of records that sessions keep; those of several count once."""
+    session_quota_nbytes: int
+    """Of those with one `cache_salt`."""
 
 
 class AnyFetch(Protocol):
@@ -238,6 +259,19 @@ class AnyStore(ABC):
 
     @abstractmethod
     def unpin(self, name: str) -> int: ...
+
+    @abstractmethod
+    def hold(self, session: SessionTerms, keys: Sequence[bytes], sizes: Sequence[int], *, waits: bool) -> int:
+        """Keep the records of these keys, and no others, for a session: those that are here and those that come, in
+        memory until a tier has them, and there. How many leading ones the quota allows.
+
+        sizes: bytes of a record, in turns. waits: the session's turn has ended, so its records leave memory first.
+        Costs some milliseconds for ten thousand keys that it did not keep.
+        """
+
+    @abstractmethod
+    def end_session(self, name: str, tenant: str) -> bool:
+        """It keeps nothing any more; whether it was known."""
 
     @abstractmethod
     def clear(

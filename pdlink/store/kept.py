@@ -44,6 +44,8 @@ class Record:
     """Whether the policy knows it: from the first commit on, so that one that nobody completes goes in its turn."""
     leases: int = 0
     pins: int = 0
+    rank: int | None = None
+    """Instead of its priority, while sessions keep it."""
 
 
 class Writing(NamedTuple):

@@ -130,6 +130,7 @@ def make_store(
             _tiers(config, name, namespace, peers, record_nbytes, opened),
             ingestion=config.ingestion,
             pin_quota_nbytes=nbytes // 4 if config.max_pinned_size is None else int(config.max_pinned_size * _GIB),
+            session_quota_nbytes=None if config.session_quota is None else int(config.session_quota * _GIB),
             codec=config.codec,
             cleared=places_of(next(iter(_directories(config, name)), None), state_directory(config.state_dir)),
             verify=config.verify,

@@ -18,6 +18,7 @@ from pdlink.store.interface import Found
 from pdlink.store.loading import GroupLoad, Load, when_all
 from pdlink.store.reach import part_of, reach
 from pdlink.store.save import Save
+from pdlink.store.sessions import SessionTerms
 from pdlink.store.worth import Choice, choose, choose_all
 
 if TYPE_CHECKING:
@@ -197,6 +198,14 @@ class Prompt:
             unit = layout.position_tokens
             save.begin(first // unit, end // unit, Blocks(tuple(table), 0))
         save.layer(layer)
+
+    def hold(self, name: str, ttl_s: float, *, waits: bool) -> int:
+        """The session of that name keeps its records, and no others; how many leading tokens its quota allows. As
+        `AnyStore.hold`."""
+        session = SessionTerms(name, self._retention.tenant, ttl_s)
+        keys = [key for chunk in zip(*self.keys.by_group, strict=True) for key in chunk]
+        sizes = [group.shape.nbytes for group in self.source.groups]
+        return self.source.store.hold(session, keys, sizes, waits=waits) // len(sizes) * self.source.chunk_tokens
 
     def close(self, *, forget: bool = False) -> None:
         """The request has ended: nothing more is stored, and chunks that are not complete are dropped.

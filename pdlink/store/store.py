@@ -33,11 +33,12 @@ from pdlink.store.cleared import Cleared
 from pdlink.store.codec import make_codec
 from pdlink.store.extents import whole_pages
 from pdlink.store.fetching import Fetching, Wanted
-from pdlink.store.interface import MEMORY, AnyStore, Forgotten, Found, Kept, PlaceState, StoreState
+from pdlink.store.interface import MEMORY, AnyStore, Forgotten, Found, Kept, PlaceState, SessionState, StoreState
 from pdlink.store.keeper import Keeper
 from pdlink.store.record import seal
+from pdlink.store.sessions import SessionHolds
 from pdlink.store.slots import MAX_LIFE, USUAL, WHOLE
-from pdlink.store.tiers.base import ReadOnly, TellingTier
+from pdlink.store.tiers.base import KeepingTier, ReadOnly, TellingTier
 from pdlink.store.write_through import SELF, WriteThrough, make_ingestion
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from pdlink.store.eviction import EvictionPolicy
     from pdlink.store.interface import AnyFetch, RecordChange
     from pdlink.store.record import RecordShape
+    from pdlink.store.sessions import SessionHeld, SessionTerms
     from pdlink.store.slots import Held, Retention, Share, Slot, SlotLease
     from pdlink.store.tiers.base import Tier
 
@@ -56,6 +58,8 @@ log = logging.getLogger(__name__)
 
 _EARLY_NBYTES = 1 << 30
 """What is to have memory soon after the start, where prompts come from tiers: reading them needs the cores."""
+_SESSIONS_SHARE = 4
+"""Of the last place that keeps records, how small a part sessions may keep."""
 _PEERS = "peers"
 """The holder of what other nodes read; no deadline: transfers have one."""
 
@@ -75,6 +79,7 @@ class Store(AnyStore):
         ttl_s: float = float("inf"),
         tenant_quota_nbytes: int = 0,
         pin_quota_nbytes: int = 0,
+        session_quota_nbytes: int | None = None,
         reserve_nbytes: int = 0,
         numa_node: int | None = None,
         lends: bool = False,
@@ -88,6 +93,8 @@ class Store(AnyStore):
         codec: how they are packed there (`make_codec`), by name of a tier; "raw" where none is given.
         verify: check records when they are read from memory, too: one hash when they are stored, one when read.
         ttl_s: how long records are found, here and in the tiers. tenant_quota_nbytes: see `Catalog`.
+        session_quota_nbytes: what sessions of one tenant keep at most (`SessionHolds`). All of them together keep a
+            quarter of the tiers that can keep records (`KeepingTier`), or of memory without any: so the default.
         lends: other nodes read records, so they have digests.
         cleared: files that remember what is to be forgotten by tiers that are away (`Cleared`); none for this process
             only. reserve_nbytes: of the host's memory, never taken. numa_node: see `Buffer`.
@@ -102,10 +109,18 @@ class Store(AnyStore):
         self._verify, self._sealing = verify, threading.Lock()
         """Held while the last share of a record is sealed and committed, so that one of its writers sees to it."""
         self._ttl_s = ttl_s
+        keeping = [tier for tier in tiers if isinstance(tier, KeepingTier)]
+        last_nbytes = sum(tier.capacity_nbytes for tier in keeping) if keeping else nbytes
+        total_nbytes = last_nbytes // _SESSIONS_SHARE
+        self._session_quota_nbytes = min(total_nbytes, session_quota_nbytes or total_nbytes)
+        sessions = SessionHolds(self._session_quota_nbytes, total_nbytes)
+        for tier in keeping:
+            tier.keep(sessions.kept)
         self._catalog = Catalog(
             policy,
             pin_quota_nbytes=pin_quota_nbytes,
             tenant_quota_nbytes=tenant_quota_nbytes,
+            sessions=sessions,
             life=secrets.randbelow(MAX_LIFE),
         )
         self._books = Books(self._catalog, lambda: time.time() - clock())
@@ -455,6 +470,25 @@ class Store(AnyStore):
         with self._lock:
             return self._catalog.unpin(name)
 
+    def hold(self, session: SessionTerms, keys: Sequence[bytes], sizes: Sequence[int], *, waits: bool) -> int:
+        with self._lock:
+            holding = self._catalog.sessions.hold(session, keys, sizes, self._clock(), waits=waits)
+        self._rank(holding.changed)
+        return holding.num_keys
+
+    def end_session(self, name: str, tenant: str) -> bool:
+        with self._lock:
+            changed = self._catalog.sessions.end(name, tenant)
+        self._rank(changed or ())
+        return changed is not None
+
+    def _rank(self, keys: Sequence[bytes]) -> None:
+        """After sessions have changed what they keep of these."""
+        for piece in pieces(keys):
+            with self._lock:
+                owed = self._catalog.rank(piece)
+                self._writing.keep(owed)
+
     def clear(
         self, keys: Sequence[bytes] | None = None, places: Sequence[str] | None = None, *, ending: bytes = b""
     ) -> Forgotten:
@@ -521,6 +555,12 @@ class Store(AnyStore):
             age_s = None if ends_in_s is None else self._lease_s - ends_in_s
             return Kept(held.holder, held.request, held.records, held.nbytes, age_s, ends_in_s)
 
+        def of_session(held: SessionHeld) -> SessionState:
+            session, records, nbytes, asked, waits, deadline_s = held
+            return SessionState(
+                session.name, session.tenant, records, asked, nbytes, waits=waits, ends_in_s=deadline_s - now_s
+            )
+
         with self._lock:
             catalog = self._catalog
             memory = PlaceState(
@@ -533,6 +573,7 @@ class Store(AnyStore):
             )
             pinned_nbytes, writing = catalog.pinned_nbytes, catalog.num_reservations
             leases, pins = list(map(kept, catalog.leases())), list(map(kept, catalog.pins()))
+            sessions, sessions_nbytes = list(map(of_session, catalog.sessions.held())), catalog.sessions.nbytes
         return StoreState(
             [memory, *self._below.states()],
             pinned_nbytes,
@@ -541,6 +582,9 @@ class Store(AnyStore):
             self.frozen,
             leases,
             pins,
+            sessions,
+            sessions_nbytes,
+            self._session_quota_nbytes,
         )
 
     def check(self) -> None:

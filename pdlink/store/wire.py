@@ -15,13 +15,14 @@ from msgspec import Meta
 from pdlink.errors import ProtocolError
 from pdlink.kv.hashing import KEY_NBYTES
 from pdlink.store.record import RecordShape  # noqa: TC001
+from pdlink.store.sessions import SessionTerms  # noqa: TC001
 from pdlink.store.slots import (
     USUAL,
     Retention,
     Share,  # noqa: TC001  (msgspec reads the annotation at run time)
 )
 
-VERSION = 6
+VERSION = 7
 MAX_KEYS = 1 << 16
 """Of one message; a longer prefix is cut there."""
 MAX_TEXT = 256
@@ -138,6 +139,21 @@ class Pin(Message, frozen=True):
 class Unpin(Message, frozen=True):
     call: int
     name: Text
+
+
+class HoldSession(Message, frozen=True):
+    call: int
+    session: SessionTerms
+    keys: Keys
+    sizes: Annotated[tuple[Annotated[int, Meta(gt=0)], ...], Meta(min_length=1, max_length=64)]
+    """Bytes of a record, in turns."""
+    waits: bool
+
+
+class EndSession(Message, frozen=True):
+    call: int
+    name: Text
+    tenant: Text
 
 
 class Clear(Message, frozen=True):
@@ -263,6 +279,8 @@ Request = (
     | Abandon
     | Pin
     | Unpin
+    | HoldSession
+    | EndSession
     | Clear
     | Move
     | Repack

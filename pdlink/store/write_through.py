@@ -23,7 +23,7 @@ import numpy as np
 
 from pdlink.errors import ConfigError
 from pdlink.store.record import expiry, pack, seal, unseal
-from pdlink.store.tiers.base import ReadOnly
+from pdlink.store.tiers.base import KeepingTier, ReadOnly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -114,7 +114,7 @@ class Question:
 
 
 class WriteThrough:
-    """Thread-safe. `stored`, `hit` and `pay` are called with the lock of the books held."""
+    """Thread-safe. `stored`, `keep`, `brought`, `hit` and `pay` are called with the lock of the books held."""
 
     def __init__(
         self,
@@ -134,10 +134,17 @@ class WriteThrough:
         self._books, self._below, self._buffer, self._ingestion = books, below, buffer, ingestion
         self._sealed, self._deadline_s, self._clock = sealed, deadline_s, clock
         books.debts = {tier.name: OrderedDict() for tier in below.tiers if not isinstance(tier.tier, ReadOnly)}
+        self._last = {tier.name for tier in below.tiers if isinstance(tier.tier, KeepingTier)} or set(books.debts)
+        """Tiers that keep the records of sessions."""
 
     def stored(self, keys: Sequence[bytes]) -> None:
         """These records are readable now."""
-        self._owe([key for key in keys if self._ingestion.on_put(key)])
+        kept = self._books.catalog.sessions.kept
+        self._owe([key for key in keys if self._ingestion.on_put(key) or key in kept])
+
+    def keep(self, keys: Sequence[bytes]) -> None:
+        """Sessions keep these readable records, which no tier that keeps them is known to have."""
+        self._owe(keys)
 
     def _owe(self, keys: Sequence[bytes]) -> None:
         """Have these records written to every tier."""
@@ -147,6 +154,13 @@ class WriteThrough:
             if (debts := self._books.debts.get(tier.name)) is not None:
                 debts.update((key, None) for key in keys if key not in tier.queued)
         self.pay()
+
+    def brought(self, key: bytes, tier: str) -> None:
+        """A record came from that tier into memory. What sessions keep is to be in one that keeps it."""
+        if tier in self._last:
+            self._books.catalog.is_below(key)
+        elif key in self._books.catalog.sessions.kept:
+            self._owe([key])
 
     def hit(self, keys: Sequence[bytes]) -> None:
         """These readable records were used: a tier that lacks one gets it next."""
@@ -270,6 +284,8 @@ class WriteThrough:
                     self._books.catalog.remove([slot.key])
                 elif still_wanted:
                     tier.took(self._clock(), taken=bool(taken))
+                    if taken and tier.name in self._last:
+                        self._books.catalog.is_below(slot.key)
                     if not taken and slot.key in self._books.shapes:
                         self._books.debts[tier.name][slot.key] = None
                 self._books.catalog.release(lease)

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
+from unittest.mock import patch
 
+from pdlink.store import catalog
 from pdlink.store.catalog import Catalog
 from pdlink.store.eviction import Adaptive, Lru, S3Fifo
 from pdlink.store.extents import ALIGNMENT_NBYTES
-from pdlink.store.slots import WHOLE, Change, Retention, Share, Slot, SlotLease
+from pdlink.store.sessions import SessionHolds, SessionTerms
+from pdlink.store.slots import KEPT, WHOLE, Change, Retention, Share, Slot, SlotLease
 from tests.model.dice import Dice
 
 if TYPE_CHECKING:
@@ -27,6 +30,7 @@ PROMPTS = [[b"%d-%d" % (prompt, chunk) for chunk in range(5)] for prompt in rang
 PROMPTS.append(PROMPTS[0][:2] + [b"branch-%d" % chunk for chunk in range(3)])
 QUOTA_PAGES = 4
 TENANT_PAGES = 5
+SESSION_PAGES = 3
 INF = float("inf")
 PARTS = 4
 SHARES = [*8 * [WHOLE], Share(0, 2, PARTS), Share(2, 4, PARTS), Share(0, 1, PARTS), Share(1, 4, PARTS)]
@@ -66,6 +70,7 @@ class World:
             policy(),
             pin_quota_nbytes=QUOTA_PAGES * ALIGNMENT_NBYTES,
             tenant_quota_nbytes=TENANT_PAGES * ALIGNMENT_NBYTES,
+            sessions=SessionHolds(2 * ALIGNMENT_NBYTES, SESSION_PAGES * ALIGNMENT_NBYTES),
         )
         self.catalog.resize(PAGES // 2 * ALIGNMENT_NBYTES)
         self.pages = [[0] * PARTS for _ in range(PAGES)]
@@ -81,12 +86,13 @@ class World:
         self.counts: Counter[str] = Counter()
 
     def play(self, schedule: Sequence[int]) -> None:
-        for number in schedule:
-            dice = Dice(number)
-            move = dice.one(MOVES)
-            getattr(self, f"_{move}")(dice)
-            self._look(move)
-        self._finish()
+        with patch.object(catalog, "_KEPT_SHARE", 1):  # all that sessions keep has room
+            for number in schedule:
+                dice = Dice(number)
+                move = dice.one(MOVES)
+                getattr(self, f"_{move}")(dice)
+                self._look(move)
+            self._finish()
 
     # --- Moves
 
@@ -208,6 +214,22 @@ class World:
         name = dice.one(["a", "b"])
         assert self.catalog.unpin(name) == len(self.pinned.pop(name, set()))
 
+    def _hold(self, dice: Dice) -> None:
+        keys, ttl_s = dice.one(PROMPTS), 5.0 + dice.below(20)
+        session = SessionTerms(dice.one(["a", "b"]), dice.one(["t", "u"]), ttl_s)
+        waits = bool(dice.below(2))
+        held = self.catalog.sessions.hold(session, keys, [ALIGNMENT_NBYTES], self.now_s, waits=waits)
+        for key in self.catalog.rank(held.changed):
+            assert key in self.stored
+            if dice.below(2):
+                self.catalog.is_below(key)
+        self.counts["held"] += held.num_keys
+
+    def _end_session(self, dice: Dice) -> None:
+        ended = self.catalog.sessions.end(dice.one(["a", "b"]), dice.one(["t", "u"]))
+        self.catalog.rank(ended or ())
+        self.counts["session ended"] += ended is not None
+
     def _remove(self, dice: Dice) -> None:
         if dice.below(3):
             return
@@ -263,6 +285,8 @@ class World:
                 continue
             assert self.stored.pop(change.key) == change.nbytes
             if change.kind == "evicted":
+                is_kept = self.catalog.sessions.rank(change.key) == KEPT
+                assert not is_kept or change.key in self.catalog._records, "what a session keeps was evicted"
                 assert not any(change.key in keys for keys in self.pinned.values()), "a pinned record was evicted"
                 leased = [reading for reading in self._readings() if reading.deadline_s > self.now_s]
                 assert not any(change.key in reading.keys for reading in leased), "a leased record was evicted"
@@ -278,6 +302,8 @@ class World:
             holder.alive = False
             holder.reading.clear()
         self.catalog.expire(self.now_s + 100)
+        for _ in range(4):  # a session each
+            self.catalog.expire(self.now_s + 100)
         assert self.catalog.num_leases == 0, "a lease has no end"
         self._notice(Dice(0))
         for name in list(self.pinned):
@@ -325,7 +351,7 @@ MOVES = [
         "read",
         "release",
     ),
-    *("forget_lease", "tick", "die", "notice", "pin", "unpin", "remove", "clear", "resize"),
+    *("forget_lease", "tick", "die", "notice", "pin", "unpin", "remove", "clear", "resize", "hold", "end_session"),
 ]
 
 

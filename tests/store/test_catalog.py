@@ -58,7 +58,7 @@ def test_schedules_reach_what_they_are_to_reach() -> None:
         world.play(random_schedule(seed))
         counts += world.counts
     ends = {"stored", "evicted", "removed", "committed", "released", "expired", "garbage refused", "pinned", "buried"}
-    ends |= {"shared", "completed by ranks", "outlived"}
+    ends |= {"shared", "completed by ranks", "outlived", "held", "session ended"}
     assert {name for name, count in counts.items() if count} >= {*ends, *MOVES}, counts
 
 

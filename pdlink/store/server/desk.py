@@ -20,6 +20,7 @@ from pdlink.errors import ConfigError, ProtocolError
 from pdlink.store import wire
 from pdlink.store.interface import Found
 from pdlink.store.preimages import from_wire
+from pdlink.store.sessions import MAX_NAME_CHARS, MAX_TTL_S
 from pdlink.store.slots import MAX_PRIORITY, MAX_PRIORITY_S, MIN_PRIORITY, life_of
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from pdlink.kv.hashing import Preimage
     from pdlink.store.interface import AnyFetch
     from pdlink.store.record import RecordShape
+    from pdlink.store.sessions import SessionTerms
     from pdlink.store.slots import Retention, Slot
     from pdlink.store.store import Store
 
@@ -109,6 +111,12 @@ class Desk:
                 self.tell(wire.Count(message.call, store.pin(message.keys, message.name, self.holder)))
             case wire.Unpin():
                 self.tell(wire.Count(message.call, store.unpin(message.name)))
+            case wire.HoldSession():
+                session = _checked_session(message.session)
+                held = store.hold(session, message.keys, message.sizes, waits=message.waits)
+                self.tell(wire.Count(message.call, held))
+            case wire.EndSession():
+                self.tell(wire.Count(message.call, int(store.end_session(message.name, message.tenant))))
             case wire.Clear():
                 self._check_places(message.places or ())
                 self.tell(
@@ -301,6 +309,14 @@ def _checked(retention: Retention) -> Retention:
     if not right or not retention.ttl_s > 0 or len(retention.tenant) > _MAX_TENANT_CHARS:
         raise ProtocolError(f"retention: got {retention!r:.200}; expected what `Retention` says; correct it")
     return retention
+
+
+def _checked_session(session: SessionTerms) -> SessionTerms:
+    """Raises ProtocolError for one that no request may name."""
+    right = 0 < len(session.name) <= MAX_NAME_CHARS and len(session.tenant) <= _MAX_TENANT_CHARS
+    if not right or not 0 < session.ttl_s <= MAX_TTL_S:
+        raise ProtocolError(f"session: got {session!r:.200}; expected what `SessionTerms` says; correct it")
+    return session
 
 
 @lru_cache(256)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from pdlink.store.interface import RecordChange
 
@@ -71,6 +71,19 @@ class ListingTier(Protocol):
 
     def keys_ending(self, ending: bytes) -> list[bytes]:
         """Keys of all records, of all writers, that end so. Costs a look at every key. Raises OSError."""
+
+
+@runtime_checkable
+class KeepingTier(Protocol):
+    """What a tier has in addition that can keep some records while it makes room: one of this process alone."""
+
+    @property
+    def capacity_nbytes(self) -> int:
+        """As of `Tier`."""
+
+    def keep(self, keys: Collection[bytes]) -> None:
+        """Make no room by dropping records whose keys are in it. Called once; what is in it changes meanwhile, in any
+        thread, and is a quarter of the capacity at most."""
 
 
 @runtime_checkable

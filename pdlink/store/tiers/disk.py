@@ -1,10 +1,10 @@
 """`Disk`: records in large segments of one preallocated file, past the page cache, found again after a restart.
 
 A record goes to the end of the segment that is being filled, then its entry into the journal. Room is made by whole
-segments: the oldest that is not read far more than others goes, with all its records (`FullSegments`). Nothing is
-fsynced. Every read is compared with a digest of key, length and first page; the rest is checked by the sums that are
-in it (`record.py`), by who reads the record. So what a crash, a bad disk or a segment written anew left behind is a
-miss.
+segments: the oldest that is not read far more than others goes, with all its records (`FullSegments`), but for those
+that are to be kept (`keep`), which are written again before. Nothing is fsynced. Every read is compared with a digest
+of key, length and first page; the rest is checked by the sums that are in it (`record.py`), by who reads the record.
+So what a crash, a bad disk or a segment written anew left behind is a miss.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .files import (
 from .segments import FullSegments, Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -117,6 +117,10 @@ class Disk:
         self._announcer: ChangeTeller[RecordChange] = ChangeTeller()
         self._unstruck: dict[bytes, list[bytes]] = {}
         """Entries that stand in the journal and are not in the index: of records that could not be read."""
+        self._kept: Collection[bytes] = ()
+        """Keys of records that do not go when room is made."""
+        self._looked_ahead: tuple[Segment, int] | None = None
+        """The segment, and its epoch, during which `_carry_ahead` came last."""
         self._ungrown = self._unwritten = ""
         self._growing = -1
         """The segment whose room was taken ahead last."""
@@ -227,6 +231,10 @@ class Disk:
             if may:
                 self._journal.sync()
 
+    def keep(self, keys: Collection[bytes]) -> None:
+        """As `KeepingTier.keep`. Where records of this one are in every segment, those of one are written again."""
+        self._kept = keys
+
     def listen(self, changed: Callable[[RecordChange], None]) -> None:
         """As `TellingTier.listen`."""
         with self._lock:
@@ -290,7 +298,7 @@ class Disk:
 
     def _reclaimed(self) -> Segment | None:
         """One that nobody writes to, without its records."""
-        segment = self._full.take()
+        segment = self._full.take(lambda segment: bool(self._kept_in(segment)))
         if segment is None:
             return None
         try:
@@ -332,6 +340,24 @@ class Disk:
         rest = self._index.get(key)
         return rest is not None and 0 < unpack(rest).expires_at_s <= time.time()
 
+    def _begin_writing(self, segment: Segment, pages: int) -> tuple[int, int]:
+        """Where at its end, and its epoch."""
+        page = segment.index * self._segment_pages + segment.end_page
+        segment.end_page += pages
+        segment.writers += 1
+        return page, segment.epoch
+
+    def _kept_in(self, segment: Segment) -> dict[bytes, bytes]:
+        """Its records that are not to go: what the index says of each. Costs a look at every key of it."""
+        if not self._kept:
+            return {}
+        found = {key: self._index.get(key) for key in segment.keys if key in self._kept}
+        return {key: rest for key, rest in found.items() if rest and self._segment_of(unpack(rest)) is segment}
+
+    def _is_mostly_kept(self, segment: Segment) -> bool:
+        pages = sum(_num_pages(unpack(rest).nbytes) for rest in self._kept_in(segment).values())
+        return 2 * pages > self._segment_pages
+
     def _strike(self, key: bytes) -> None:
         """First in the journal: what is not in the index any more does not come back with a restart."""
         rest = self._index.get(key)
@@ -369,10 +395,7 @@ class Disk:
             segment = self._segment_with(pages)
             if segment is None:
                 return False
-            page = segment.index * self._segment_pages + segment.end_page
-            segment.end_page += pages
-            segment.writers += 1
-            epoch = segment.epoch
+            page, epoch = self._begin_writing(segment, pages)
         try:
             digest = self._write(page, key, record)
             with self._lock:
@@ -383,6 +406,56 @@ class Disk:
             with self._lock:
                 segment.writers -= 1
             self._grow_ahead()
+            self._carry_ahead()
+
+    def _carry_ahead(self) -> None:
+        """When the active segment is half full, write those records of the next to go that are kept again, so that it
+        can go."""
+        with self._lock:
+            active = self._active
+            if not self._kept or active is None or self._empty or len(self._segments) < self._max_segments:
+                return
+            is_early = 2 * active.end_page <= self._segment_pages
+            if is_early or self._looked_ahead == (active, active.epoch):
+                return
+            self._looked_ahead = active, active.epoch
+            segment = self._full.take(self._is_mostly_kept)
+            if segment is None:
+                return
+            segment.writers += 1
+            epoch = segment.epoch
+            kept = self._kept_in(segment)
+        try:
+            with contextlib.suppress(OSError):  # they stay where they are
+                all(self._carry(key, rest) for key, rest in kept.items())
+        finally:
+            with self._lock:
+                segment.writers -= 1
+                if segment.epoch == epoch:  # else it was cleared meanwhile, and is in line
+                    self._full.add_first(segment)
+
+    def _carry(self, key: bytes, rest: bytes) -> bool:
+        """Write a record again, into the active segment; whether there was room. One that is damaged goes."""
+        place = unpack(rest)
+        record = memoryview(bytearray(place.nbytes))
+        if self._read(place.page, key, record) != place.digest:
+            self._drop(key, rest)
+            return True
+        with self._lock:
+            segment = self._segment_with(_num_pages(place.nbytes))
+            if segment is None:
+                return False
+            page, epoch = self._begin_writing(segment, _num_pages(place.nbytes))
+        try:
+            self._write(page, key, record)
+            with self._lock:
+                if segment.epoch == epoch and self._index.get(key) == rest:
+                    self._strike(key)
+                    self._list(segment, key, place._replace(page=page))
+            return True
+        finally:
+            with self._lock:
+                segment.writers -= 1
 
     def _grow_ahead(self) -> None:
         """Take the next segment's room from the file system when this one is half full. All writers would wait for it

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from .files import EntryArray
 
@@ -55,8 +55,12 @@ class FullSegments:
     def clear(self) -> None:
         self._segments.clear()
 
-    def take(self) -> Segment | None:
-        """The segment that goes; None if all are being written to. Costs a look at each."""
+    def add_first(self, segment: Segment) -> None:
+        """As the oldest."""
+        self._segments.appendleft(segment)
+
+    def take(self, spared: Callable[[Segment], bool] = lambda _: False) -> Segment | None:
+        """The segment that goes; None if all are being written to or `spared`. Costs a look at each."""
         size, reads = len(self._segments), 0.0
         for segment in self._segments:
             segment.reads *= 1 - 0.5 / size  # twice as many reclaims as there are segments count
@@ -64,7 +68,7 @@ class FullSegments:
         for _ in range(2 * size):
             segment = self._segments.popleft()
             is_hot = segment.reads * size > _HOT * reads
-            if not segment.writers:
+            if not segment.writers and not spared(segment):
                 reads -= segment.reads
                 segment.reads = 0.0
                 if not is_hot:

@@ -17,7 +17,7 @@ from pdlink.store.late import Late
 from .disk import Disk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from pathlib import Path
 
     from pdlink.store.interface import RecordChange
@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 class Striped:
-    """As `Tier`, `TellingTier`, `ListingTier` and `SettlingTier` say."""
+    """As `Tier`, `TellingTier`, `ListingTier`, `KeepingTier` and `SettlingTier` say."""
 
     name = Disk.name
 
@@ -107,6 +107,10 @@ class Striped:
 
     def settle(self) -> None:
         self._all(Disk.settle)
+
+    def keep(self, keys: Collection[bytes]) -> None:
+        for part in self._parts:
+            part.then(lambda disk: disk.keep(keys))
 
     def listen(self, changed: Callable[[RecordChange], None]) -> None:
         for part in self._parts:

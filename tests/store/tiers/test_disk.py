@@ -663,3 +663,43 @@ def test_records_that_are_read_at_an_exponential_age_are_found_as_with_fifo(
     hits, fifo_hits, asked = played(num_segments, lambda draw, held: int(draw.expovariate(1 / (mean_share * held))))
     print(f"{hits / asked:.4f}, FIFO {fifo_hits / asked:.4f}")
     assert hits >= 0.999 * fifo_hits
+
+
+def test_records_that_are_kept_outlive_any_number_of_others(tmp_path: Path) -> None:
+    tier = disk(tmp_path, 8 * (SEGMENT_NBYTES + SEGMENT_NBYTES // 64) + 4096)
+    kept: set[bytes] = set()
+    tier.keep(kept)
+    numbers = [0, 1, 5, 9, 13, 17, 21]  # two in the first segment, one in each other one
+    kept.update(key(number) for number in numbers)
+    for number in range(400):
+        if not tier.put(key(number), record(number)):
+            assert tier.put(key(number), record(number)), "there is room for it in turn"
+        assert set(numbers[: sum(one <= number for one in numbers)]) <= set(here(tier, 24))
+    tier.close()
+    tier = disk(tmp_path, 8 * (SEGMENT_NBYTES + SEGMENT_NBYTES // 64) + 4096)
+    assert set(numbers) <= set(here(tier, 24)), "also after a restart"
+    for number in range(400, 500):
+        assert tier.put(key(number), record(number))
+    assert here(tier, 24) == [], "nobody keeps them any more"
+    tier.close()
+
+
+def test_a_segment_full_of_records_that_are_kept_is_passed_over(tmp_path: Path) -> None:
+    tier = disk(tmp_path, 8 * (SEGMENT_NBYTES + SEGMENT_NBYTES // 64) + 4096)
+    right, written = DirectFile.write, list[int]()
+
+    def write(self: DirectFile, offset: int, record: memoryview) -> bool:
+        written.append(offset)
+        return right(self, offset, record)
+
+    kept = {key(number) for number in range(4)}
+    tier.keep(kept)
+    for number in range(4):
+        assert tier.put(key(number), record(number))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DirectFile, "write", write)
+        for number in range(4, 204):
+            assert tier.put(key(number), record(number))
+    assert here(tier, 4) == [0, 1, 2, 3]
+    assert len(written) == 200, "none of them was written again"
+    tier.close()

@@ -1,0 +1,53 @@
+"""Sessions of agents: what requests say of them in their body or in headers, and what answers say in one.
+
+The fields are those of vLLM's `session_id`, with a time to live beside it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from msgspec import Meta
+
+from pdlink.api.fields import BadField
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ID_HEADER, TTL_HEADER = "x-session-id", "x-session-ttl"
+KEPT_HEADER = "X-Pdlink-Session"
+"""Of an answer: how many tokens of the prompt its session keeps, "kept=768 of=1024"; fewer where its quota ends."""
+KEPT = re.compile(r"kept=(\d{1,12}) of=\d{1,12}")
+MAX_ID_CHARS = 128
+DEFAULT_TTL_S, MAX_TTL_S = 300.0, 86400.0
+
+SessionId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
+TimeToLive = Annotated[float, Meta(gt=0, le=MAX_TTL_S)]
+
+
+class AskedSession(NamedTuple):
+    id: str
+    ttl_s: float
+    """How long it keeps its KV after each turn."""
+
+
+def asked_session(session_id: str | None, ttl_s: float | None, said: Mapping[str, str]) -> AskedSession | None:
+    """Whose turn a request is, by its fields or else by its headers; None for no session. said: headers, found by
+    their names in lower case. Raises BadField."""
+    name = session_id or said.get(ID_HEADER)
+    if not name:
+        if ttl_s is not None:
+            raise BadField("session_ttl_s: has no use without session_id; send both", "session_ttl_s")
+        return None
+    if len(name) > MAX_ID_CHARS:
+        raise BadField(f"X-Session-ID: got {len(name)} characters; expected at most {MAX_ID_CHARS}; shorten it")
+    if ttl_s is None and (text := said.get(TTL_HEADER)):
+        try:
+            ttl_s = float(text)
+        except ValueError:
+            ttl_s = math.nan
+        if not 0 < ttl_s <= MAX_TTL_S:
+            raise BadField(f"X-Session-TTL: got {text!r:.40}; expected seconds, at most {MAX_TTL_S:g}; correct it")
+    return AskedSession(name, DEFAULT_TTL_S if ttl_s is None else ttl_s)

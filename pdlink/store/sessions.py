@@ -1,0 +1,215 @@
+"""`SessionHolds`: which records agents' sessions keep, until their deadlines, in a quota. Pure: no clock, no lock.
+
+A session keeps the records of its last turn, also those that are still to be written. While the turn runs they are as
+others in memory. Between two turns, in a tool call, those that a tier below has are the first to leave memory; those
+that only memory has are not evicted. The tier drops none of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+from pdlink.store.slots import FIRST, KEPT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAX_NAME_CHARS, MAX_TTL_S = 128, 86400.0
+MAX_SESSIONS, MAX_OF_TENANT = 16384, 4096
+"""A session more keeps nothing: its turns are served all the same."""
+
+
+class SessionTerms(NamedTuple):
+    name: str
+    """As the client calls it."""
+    tenant: str
+    """As of `Retention`: each has names of its own."""
+    ttl_s: float
+    """How long it keeps its records, counted from the begin and from the end of each turn."""
+
+
+class Holding(NamedTuple):
+    """What became of a hold."""
+
+    num_keys: int
+    """Leading ones that the session keeps."""
+    changed: list[bytes]
+    """Keys whose `rank` may be another one now."""
+
+
+class SessionHeld(NamedTuple):
+    """What one session keeps, for operators."""
+
+    session: SessionTerms
+    records: int
+    nbytes: int
+    asked: int
+    """Records of its last turn: more than it keeps if the quota ended there."""
+    waits: bool
+    deadline_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """A key that sessions keep."""
+
+    nbytes: int
+    tenant: str
+    sessions: int = 0
+    running: int = 0
+    """Of those sessions."""
+    is_below: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Holder:
+    session: SessionTerms
+    waits: bool
+    deadline_s: float = inf
+    asked: int = 0
+    keys: list[bytes] = field(default_factory=list)
+
+
+class SessionHolds:
+    def __init__(self, quota_nbytes: int, total_nbytes: int) -> None:
+        """Most bytes of records that the sessions of one tenant keep, and all sessions together. What several
+        sessions keep counts once."""
+        self._quota_nbytes, self._total_nbytes = quota_nbytes, total_nbytes
+        self.kept: dict[bytes, _Kept] = {}
+        """By key. Tiers ask in their own threads whether a key is in it."""
+        self.nbytes = 0
+        self._nbytes_of: Counter[str] = Counter()
+        self._num_of: Counter[str] = Counter()
+        self._holders: dict[tuple[str, str], _Holder] = {}
+        self._next_s = inf
+        """No deadline is sooner."""
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def held(self) -> list[SessionHeld]:
+        return [
+            SessionHeld(
+                each.session,
+                len(each.keys),
+                sum(self.kept[key].nbytes for key in each.keys),
+                each.asked,
+                each.waits,
+                each.deadline_s,
+            )
+            for each in self._holders.values()
+        ]
+
+    def hold(
+        self, session: SessionTerms, keys: Sequence[bytes], sizes: Sequence[int], now_s: float, *, waits: bool
+    ) -> Holding:
+        """The session keeps the leading ones of these keys that the quota allows, and no others.
+
+        sizes: bytes of a record, in turns. waits: its turn has ended.
+        """
+        name = session.tenant, session.name
+        mine = self._holders.get(name)
+        if mine is None:
+            if len(self) >= MAX_SESSIONS or self._num_of[session.tenant] >= MAX_OF_TENANT:
+                return Holding(0, [])
+            mine = self._holders[name] = _Holder(session, waits)
+            self._num_of[session.tenant] += 1
+        common = next((at for at, both in enumerate(zip(mine.keys, keys, strict=False)) if both[0] != both[1]), None)
+        changed = self._let_go(mine, min(len(mine.keys), len(keys)) if common is None else common)
+        if waits != mine.waits:
+            for key in mine.keys:
+                self.kept[key].running += -1 if waits else 1
+            changed += mine.keys
+        mine.session, mine.waits, mine.asked, mine.deadline_s = session, waits, len(keys), now_s + session.ttl_s
+        self._next_s = min(self._next_s, mine.deadline_s)
+        for index in range(len(mine.keys), len(keys)):
+            key, nbytes = keys[index], sizes[index % len(sizes)]
+            kept = self.kept.get(key)
+            if kept is None:
+                if not self._has_room(session.tenant, nbytes):
+                    break
+                kept = self.kept[key] = _Kept(nbytes, session.tenant)
+                self._count(kept, 1)
+            kept.sessions += 1
+            kept.running += not waits
+            mine.keys.append(key)
+            changed.append(key)
+        return Holding(len(mine.keys), changed)
+
+    def end(self, name: str, tenant: str) -> list[bytes] | None:
+        """It keeps nothing any more: what it kept; None if there is no such session."""
+        mine = self._holders.pop((tenant, name), None)
+        if mine is None:
+            return None
+        self._num_of[tenant] -= 1
+        return self._let_go(mine, 0)
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether the deadline of some session may be over."""
+        return self._next_s <= now_s
+
+    def expire(self, now_s: float) -> list[bytes]:
+        """End one session whose deadline is over: what it kept."""
+        if not self.is_due(now_s):
+            return []
+        first = min(self._holders.values(), key=lambda each: each.deadline_s, default=None)
+        if first is None or first.deadline_s > now_s:
+            self._next_s = inf if first is None else first.deadline_s
+            return []
+        return self.end(first.session.name, first.session.tenant) or []
+
+    def rank(self, key: bytes) -> int | None:
+        """Instead of a record's priority in memory; None for one that is as others."""
+        kept = self.kept.get(key)
+        if kept is None:
+            return None
+        if not kept.is_below:
+            return KEPT
+        return None if kept.running else FIRST
+
+    def place(self, key: bytes, *, is_below: bool) -> bool:
+        """A tier below has its record, or only memory will; whether sessions keep it."""
+        kept = self.kept.get(key)
+        if kept is not None:
+            kept.is_below = is_below
+        return kept is not None
+
+    def check(self) -> None:
+        """Raise AssertionError at the first broken invariant."""
+        holders = self._holders.values()
+        num_kept = Counter(key for each in holders for key in each.keys)
+        running = Counter(key for each in holders if not each.waits for key in each.keys)
+        assert num_kept == {key: kept.sessions for key, kept in self.kept.items()}
+        assert all(kept.running == running[key] for key, kept in self.kept.items())
+        nbytes = Counter[str]()
+        for kept in self.kept.values():
+            nbytes[kept.tenant] += kept.nbytes
+        assert nbytes == self._nbytes_of
+        assert self.nbytes == nbytes.total() <= self._total_nbytes
+        assert all(used <= self._quota_nbytes for used in nbytes.values())
+        assert +self._num_of == Counter(tenant for tenant, _ in self._holders)
+        assert all(each.deadline_s >= self._next_s for each in holders)
+
+    def _has_room(self, tenant: str, nbytes: int) -> bool:
+        in_all = self.nbytes + nbytes <= self._total_nbytes
+        return in_all and self._nbytes_of[tenant] + nbytes <= self._quota_nbytes
+
+    def _let_go(self, mine: _Holder, first: int) -> list[bytes]:
+        """It keeps the keys before this one only; the others."""
+        gone = mine.keys[first:]
+        del mine.keys[first:]
+        for key in gone:
+            kept = self.kept[key]
+            kept.sessions -= 1
+            kept.running -= not mine.waits
+            if not kept.sessions:
+                del self.kept[key]
+                self._count(kept, -1)
+        return gone
+
+    def _count(self, kept: _Kept, sign: int) -> None:
+        self.nbytes += sign * kept.nbytes
+        self._nbytes_of[kept.tenant] += sign * kept.nbytes

@@ -1,0 +1,249 @@
+"""What the sessions of agents keep: over pressure, on the way down, until they end; and no more than their quota."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from pdlink.store.eviction import Lru
+from pdlink.store.sessions import MAX_OF_TENANT, SessionHolds, SessionTerms
+from pdlink.store.slots import FIRST, KEPT
+from pdlink.store.store import Store
+
+from .process import until
+from .stubs import SHAPE, WAIT_S, StubTier
+from .test_store import Clock, opened, put, put_below, read
+
+NBYTES = SHAPE.nbytes
+MINE = [b"mine%028d" % index for index in range(4)]
+OTHERS = [b"others%026d" % index for index in range(64)]
+
+
+def session(name: str = "agent", tenant: str = "", ttl_s: float = 60.0) -> SessionTerms:
+    return SessionTerms(name, tenant, ttl_s)
+
+
+def hold(store: Store, keys: list[bytes], *, waits: bool = True, of: SessionTerms | None = None) -> int:
+    return store.hold(of or session(), keys, [NBYTES], waits=waits)
+
+
+def in_memory(store: Store, keys: list[bytes]) -> int:
+    return sum(store.holds(keys))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_session_keeps_its_records_while_others_push(*, waits: bool) -> None:
+    with opened(16) as store:
+        assert hold(store, MINE, waits=waits) == 4, "before they are there"
+        assert put(store, MINE) == 4
+        for key in OTHERS:
+            assert put(store, [key]) == 1
+        assert read(store, MINE) == 4
+        assert store.end_session("agent", "")
+        for key in reversed(OTHERS):
+            put(store, [key])
+        assert in_memory(store, MINE) == 0
+        assert not store.end_session("agent", "")
+
+
+def test_a_session_keeps_what_was_there_before() -> None:
+    with opened(16) as store:
+        assert put(store, MINE) == 4
+        assert hold(store, MINE) == 4
+        for key in OTHERS:
+            assert put(store, [key]) == 1
+        assert read(store, MINE) == 4
+
+
+def test_a_session_ends_with_its_time_after_its_last_turn() -> None:
+    clock = Clock()
+    with opened(16, clock=clock) as store:
+        hold(store, MINE)
+        put(store, MINE)
+        clock.now_s = 50.0
+        hold(store, MINE)
+        clock.now_s = 109.0
+        assert [(each.records, each.ends_in_s) for each in store.state().sessions] == [(4, 1.0)]
+        clock.now_s = 110.0
+        until(lambda: not store.state().sessions, "it has ended")
+        for key in OTHERS:
+            put(store, [key])
+        assert in_memory(store, MINE) == 0
+
+
+def test_the_next_turn_keeps_its_own_records_and_no_others() -> None:
+    with opened(16) as store:
+        assert hold(store, MINE[:2]) == 2
+        assert hold(store, [MINE[0], *MINE[2:]]) == 3
+        put(store, MINE)
+        for key in OTHERS:
+            put(store, [key])
+        assert store.holds(MINE) == [True, False, True, True]
+
+
+def test_a_session_that_waits_leaves_memory_before_others_once_a_tier_has_it() -> None:
+    tier = StubTier()
+    with opened(8, [tier]) as store:
+        put_below(store, OTHERS[:6], tier)
+        hold(store, MINE[:2], waits=False)
+        put_below(store, MINE[:2], tier)
+        assert store.flush(WAIT_S)
+        assert hold(store, MINE[:2]) == 2
+        put_below(store, OTHERS[6:8], tier)
+        assert in_memory(store, OTHERS[:8]) == 8, "although they are older"
+        assert in_memory(store, MINE) == 0
+        assert read(store, MINE[:2]) == 2, "from the tier"
+
+
+def test_a_session_that_runs_again_is_as_others_in_memory() -> None:
+    tier = StubTier()
+    with opened(8, [tier]) as store:
+        hold(store, MINE[:2])
+        put_below(store, MINE[:2], tier)
+        assert store.flush(WAIT_S)
+        assert read(store, MINE[:2]) == 2
+        put_below(store, OTHERS[:6], tier)
+        assert in_memory(store, MINE[:2]) == 2
+        hold(store, MINE[:2], waits=False)
+        hold(store, MINE[:2])
+        put_below(store, OTHERS[6:8], tier)
+        assert in_memory(store, MINE[:2]) == 0, "it waits again"
+
+
+def test_no_record_of_a_session_leaves_memory_before_a_tier_has_it() -> None:
+    tier = StubTier()
+    with opened(8, [tier]) as store:
+        tier.going.clear()
+        hold(store, MINE[:2])
+        assert put(store, MINE[:2]) == 2
+        for key in OTHERS[:32]:
+            put(store, [key])
+        assert in_memory(store, MINE) == 2
+        tier.going.set()
+        until(lambda: set(MINE[:2]) <= tier.records.keys(), "the tier has them")
+        store.flush(WAIT_S)
+        for key in OTHERS[32:]:
+            put(store, [key])
+        assert in_memory(store, MINE) == 0
+
+
+def test_a_tier_that_takes_nothing_leaves_half_of_memory_to_others() -> None:
+    tier = StubTier()
+    tier.capacity_nbytes = 400 * NBYTES
+    tier.keep = lambda _keys: None  # type: ignore[attr-defined]
+    tier.error = OSError(28, "No space left on device")
+    with opened(8, [tier]) as store:
+        assert hold(store, OTHERS[:32]) == 32
+        for key in OTHERS[:40]:
+            assert put(store, [key]) == 1
+        assert in_memory(store, OTHERS[:40]) == 8
+        assert in_memory(store, OTHERS[:4]) == 4
+
+
+def test_what_a_session_keeps_goes_below_at_first_sight() -> None:
+    tier = StubTier()
+    with opened(8, [tier], ingestion="second_sight") as store:
+        put(store, OTHERS[:1])
+        hold(store, MINE[:1])
+        put(store, MINE[:2])
+        hold(store, MINE[:2])
+        assert store.flush(WAIT_S)
+        assert sorted(tier.records) == MINE[:2]
+
+
+def test_a_record_that_a_tier_has_lost_is_kept_in_memory_again() -> None:
+    tier = StubTier()
+    with opened(8, [tier]) as store:
+        hold(store, MINE[:1])
+        put_below(store, MINE[:1], tier)
+        assert store.flush(WAIT_S)
+        store.clear(MINE[:1])
+        until(lambda: not tier.records, "the tier has forgotten it")
+        tier.going.clear()
+        assert put(store, MINE[:1]) == 1
+        for key in OTHERS[:16]:
+            put(store, [key])
+        assert in_memory(store, MINE[:1]) == 1
+        tier.going.set()
+
+
+def test_a_session_beyond_the_quota_keeps_the_head_of_its_prompt() -> None:
+    with opened(16) as store:
+        assert hold(store, MINE) == 4
+        assert hold(store, OTHERS[:2], of=session("more")) == 0
+        assert [(each.name, each.records, each.asked) for each in store.state().sessions] == [
+            ("agent", 4, 4),
+            ("more", 0, 2),
+        ]
+        store.end_session("agent", "")
+        assert hold(store, OTHERS[:5], of=session("more")) == 4
+
+
+def test_each_tenant_has_a_quota_and_names_of_its_own() -> None:
+    store = Store(64 * NBYTES, Lru(), session_quota_nbytes=3 * NBYTES)
+    store.open()
+    try:
+        assert hold(store, MINE, of=session(tenant="a")) == 3
+        assert hold(store, OTHERS[:4], of=session(tenant="b")) == 3
+        assert hold(store, MINE[:3], of=session("second", tenant="a")) == 3, "what two keep counts once"
+        assert store.end_session("agent", "b")
+        assert not store.end_session("second", "b")
+        assert store.state().sessions_nbytes == 3 * NBYTES
+        store.check()
+    finally:
+        store.close()
+
+
+def test_one_tenant_cannot_take_all_sessions() -> None:
+    sessions = SessionHolds(1 << 40, 1 << 40)
+    for number in range(MAX_OF_TENANT + 1):
+        held = sessions.hold(session(str(number)), MINE[:1], [1], 0.0, waits=True)
+        assert held.num_keys == (number < MAX_OF_TENANT)
+    assert sessions.hold(session(tenant="other"), MINE[:1], [1], 0.0, waits=True).num_keys == 1
+
+
+def test_sessions_count_right_in_any_order() -> None:
+    for seed in range(100):
+        rng, now_s = Random(seed), 0.0
+        sessions = SessionHolds(12, 20)
+        keys = [bytes([index]) for index in range(12)]
+        for _ in range(80):
+            now_s += rng.random()
+            one = session(f"s{rng.randrange(4)}", rng.choice("ab"), ttl_s=rng.uniform(0.5, 8))
+            match rng.randrange(5):
+                case 0:
+                    sessions.end(one.name, one.tenant)
+                case 1:
+                    while sessions.is_due(now_s):
+                        sessions.expire(now_s)
+                    assert all(each.deadline_s > now_s for each in sessions.held())
+                case 2:
+                    sessions.place(rng.choice(keys), is_below=rng.random() < 0.5)
+                case _:
+                    own = [key + one.tenant.encode() for key in keys[: rng.randrange(12)]]
+                    if rng.random() < 0.3:
+                        own = own[::-1]
+                    sizes = [1, 2] if len(own) % 2 else [1]
+                    held = sessions.hold(one, own, sizes, now_s, waits=rng.random() < 0.5)
+                    assert held.num_keys <= len(own)
+            sessions.check()
+        for each in sessions.held():
+            sessions.end(each.session.name, each.session.tenant)
+        assert not sessions.kept
+
+
+def test_the_rank_of_a_record_follows_all_who_keep_it() -> None:
+    sessions = SessionHolds(10, 10)
+    key = MINE[0]
+    assert sessions.rank(key) is None
+    sessions.hold(session("a"), [key], [1], 0.0, waits=True)
+    assert sessions.rank(key) == KEPT
+    sessions.place(key, is_below=True)
+    assert sessions.rank(key) == FIRST
+    assert sessions.hold(session("b"), [key], [1], 0.0, waits=False).changed == [key]
+    assert sessions.rank(key) is None, "a turn runs that needs it"
+    assert sessions.hold(session("b"), [key], [1], 0.0, waits=True).changed == [key]
+    assert sessions.rank(key) == FIRST
+    assert sessions.end("a", "") == sessions.end("b", "") == [key]
+    assert sessions.rank(key) is None
