@@ -171,6 +171,8 @@ class Pools:
 
     def serves(self, model: str) -> bool:
         """Whether a decode worker serves it, perhaps one that is absent or has not answered yet."""
+        if (model, False) in self._fleets or (model, True) in self._fleets:  # it did for the last request
+            return True
         side = self._sides[Leg.DECODE]
         return model in side.models or not side.all_heard
 
