@@ -315,7 +315,7 @@ def two_servers_of_readme() -> list[str]:
     if found is None:
         raise Failed("README has no lines for vLLM on two servers")
     secret, block = found.groups()
-    return [secret, *(line.strip() for line in block.replace("\\\n", " ").splitlines())]
+    return [secret, *(" ".join(line.split()) for line in block.replace("\\\n", " ").splitlines())]
 
 
 def packages_of_readme() -> list[str]:

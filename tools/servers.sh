@@ -25,7 +25,7 @@ done
 rm -rf "$place/apt"
 
 # Each program finds the libraries and fonts of its package beside it.
-libraries="$(find "$place/root" -name '*.so.*' -printf '%h\n' | sort -u | tr '\n' ':')"
+libraries="$(find "$place/root" -name '*.so*' -printf '%h\n' | sort -u | tr '\n' ':')"
 for path in bin/redis-server bin/prometheus bin/promtool lib/chromium/chromium; do
 	[ -e "$place/root/usr/$path" ] || continue
 	program="$place/bin/$(basename "$path")"
