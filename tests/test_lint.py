@@ -71,3 +71,13 @@ def test_a_stale_page_and_a_page_that_is_gone_are_found(tmp_path: Path, monkeypa
     monkeypatch.setattr(lint, "text_of", lambda path: page if path == lint.ROOT / "pdlink/errors.py" else "")
     assert "docs/settings.md: stale: run `make reference` and commit it" in list(lint.made_pages())
     assert list(lint.pages_that_code_names()) == [f"pdlink/errors.py: there is no {page}"]
+
+
+def test_the_newcomer_finds_what_to_type_in_the_readme() -> None:
+    newcomer = tool("newcomer")
+    assert newcomer.commands_of_readme()[:2] == ["make up", "make test"]
+    assert "git" in newcomer.packages_of_readme()
+    secret, *lines = newcomer.two_servers_of_readme()
+    assert "> token" in secret
+    assert [line.split()[:3] for line in lines[:2]] == [["pdlink", "vllm", role] for role in ("prefill", "decode")]
+    assert lines[2].startswith("pdlink proxy --dialect vllm --prefill http://")
