@@ -76,6 +76,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "node",
         "observe",
         "serve.keys",
+        "serve.admin",
         "fleet.ports",
         "store",
         "peers",

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from pdlink.api.keys import KEY_HEADER
 from pdlink.config import read_key
+from pdlink.content import digest_of
 from pdlink.errors import ConfigError
 from pdlink.observe.fetch import CannotFetch, ask, base_url
 from pdlink.observe.plain import add_row, plain
@@ -26,16 +27,18 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-DESCRIPTION = "See and change what a running worker, or a store process, keeps of prompts it has computed."
+DESCRIPTION = "See and change what a running worker or store process keeps of prompts."
 EPILOG = """\
-examples (URL is of a worker, not of the proxy; http:// may be left out):
+examples (URL is of what keeps the KV, not of the proxy; http:// may be left out):
   pdlink cache stats 127.0.0.1:8100
   pdlink cache lookup 127.0.0.1:8100 --prompt "You are a helpful assistant. ..."
   pdlink cache pin 127.0.0.1:8100 --file system-prompt.txt --name system
   pdlink cache move 127.0.0.1:8100 --tokens 1,15,88,4 --from memory --to disk
   pdlink cache clear 127.0.0.1:8100 --everything --place disk
 
-exit status: 0 done, 1 the worker did not do it, 2 wrong usage
+Only a worker of pdlink takes text; a store process takes --tokens, and --model where it keeps KV of several models.
+
+exit status: 0 done, 1 it was not done, 2 wrong usage
 """
 _TIMEOUT_S = 60.0
 _MIB = 1 << 20
@@ -47,9 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> list[str]:
 
     def add(name: str, text: str, run: Callable[[argparse.Namespace], None], *, of_prompt: bool = False) -> Any:
         action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        action.add_argument("url", metavar="URL", help="base URL of the worker")
-        action.add_argument("--key-file", metavar="FILE", help="the worker's security.http_key_file")
-        action.add_argument("--json", action="store_true", help="print what the worker answers")
+        action.add_argument("url", metavar="URL", help="base URL of the worker or store")
+        action.add_argument(
+            "--key-file", metavar="FILE", help="its security.http_key_file, or http_key_file of a store"
+        )
+        action.add_argument("--json", action="store_true", help="print what it answers")
         if of_prompt:
             _add_prompt(action, required=name != "clear")
         action.set_defaults(run=run, action=name)
@@ -86,6 +91,10 @@ def _add_prompt(action: argparse.ArgumentParser, *, required: bool) -> None:
     prompt.add_argument("--file", metavar="FILE", help="as text in a file; - is standard input")
     prompt.add_argument("--messages", metavar="FILE", help="as the JSON list of chat messages in a file")
     action.add_argument("--salt", default="", metavar="SALT", help="the cache_salt it was sent with")
+    action.add_argument("--lora", default="", metavar="NAME", help="the adapter that it was sent to")
+    action.add_argument("--adapter", metavar="DIR", help="its files: vLLM's keys depend on their content")
+    action.add_argument("--model", default="", metavar="NAME", help="whose KV, where several models' is kept")
+    action.add_argument("--scope", default="", metavar="ID", help="which, where `stats` lists several of one model")
 
 
 def _stats(args: argparse.Namespace) -> None:
@@ -170,17 +179,18 @@ def _tables(state: Mapping[str, Any]) -> list[RenderableType]:
     for one in state["sessions"]:
         told = str(one["records"]), str(one["asked"]), _mib(one["nbytes"]), "yes" if one["waits"] else ""
         add_row(sessions, one["name"], *told, f"{one['ends_in_s']:.0f}")
-    size = (
-        f", {state['chunk_tokens']} tokens and {_mib(state['record_nbytes'])} MiB each"
-        if "chunk_tokens" in state
-        else ""
-    )
+    scopes = Table(title="whose prompts", title_justify="left")
+    for column in ("scope", "model", "tokens a chunk", "MiB a chunk", "revision"):
+        scopes.add_column(column, justify="right" if "chunk" in column else "left")
+    for one in state["scopes"]:
+        size = str(one["chunk_tokens"]), _mib(sum(one["record_nbytes"]))
+        add_row(scopes, one["scope"], one["model"], *size, one["revision"])
     line = plain(
         f"pinned {_mib(state['pinned_nbytes'])} of {_mib(state['pin_quota_nbytes'])} MiB; "
         f"kept by sessions {_mib(state['sessions_nbytes'])} MiB; "
-        f"{state['writing']} records are being written{size}{'; frozen' if state['frozen'] else ''}"
+        f"{state['writing']} records are being written{'; frozen' if state['frozen'] else ''}"
     )
-    return [places, line, *(table for table in (kept, sessions) if table.row_count)]
+    return [places, line, *(table for table in (scopes, kept, sessions) if table.row_count)]
 
 
 def _rates(rates: Mapping[str, float]) -> RenderableType:
@@ -206,7 +216,8 @@ def _counts(args: argparse.Namespace) -> Counter[str]:
 
 def _named(args: argparse.Namespace) -> dict[str, Any]:
     """The prompt as the flags name it."""
-    body: dict[str, Any] = {"cache_salt": args.salt}
+    lora = args.lora if args.adapter is None else f"{args.lora} {digest_of(args.adapter)}"
+    body: dict[str, Any] = {"cache_salt": args.salt, "lora": lora, "model": args.model, "scope": args.scope}
     if args.prompt is not None:
         body["prompt"] = args.prompt
     elif args.tokens is not None:
@@ -254,7 +265,7 @@ def _ask(args: argparse.Namespace, method: str, path: str, body: Mapping[str, An
     except ValueError:
         answer = None
     if not isinstance(answer, dict):
-        raise CannotFetch(f"{args.url} answered with something else; is it a pdlink worker?")
+        raise CannotFetch(f"{args.url} answered with something else; is it a worker or store of pdlink?")
     return answer
 
 
@@ -271,7 +282,7 @@ def _fetch(args: argparse.Namespace, path: str, body: bytes | None = None) -> by
 def _refusal(url: str, status: int, text: bytes, *, with_key: bool) -> CannotFetch | ConfigError:
     if status == 401:
         other = "it has another key; --key-file must be" if with_key else "it asks for its key; give --key-file FILE,"
-        return CannotFetch(f"{url}: {other} its security.http_key_file")
+        return CannotFetch(f"{url}: {other} its security.http_key_file, of a store http_key_file")
     if status == 404:
         if workers := _workers_of(url):
             return CannotFetch(f"{url} is a proxy, which keeps no KV; give one of its workers: {', '.join(workers)}")

@@ -29,7 +29,7 @@ from pdlink.observe.summary import WorkerSummary, tell
 from pdlink.observe.timeline import Timeline
 from pdlink.observe.trace import TRACE_HEADER, TRACE_TYPE, Laid, make
 from pdlink.serve import health
-from pdlink.serve.cache_routes import CacheDesk, Prompts, add_cache_routes
+from pdlink.serve.cache_routes import CacheDesk, add_cache_routes
 from pdlink.serve.http import (
     body_of,
     callers_with,
@@ -53,8 +53,10 @@ from pdlink.serve.state import state
 from pdlink.serve.tiers import KeptTurn
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine
+    from collections.abc import AsyncIterator, Coroutine, Sequence
 
+    from pdlink.engine.forward import LoadedModel
+    from pdlink.serve.cache_routes import NamedPrompt
     from pdlink.serve.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -170,12 +172,21 @@ def build_app(worker: Worker, http_key: str | None = None) -> web.Application:
     app.router.add_get("/pdlink/state", state_of)
     app.router.add_get("/pdlink/sources", sources_of)
     if worker.source is not None:
-        add_cache_routes(app, CacheDesk(worker.source.store, Prompts(worker.model, worker.source)))
+        add_cache_routes(app, CacheDesk(worker.source.store, partial(_tokens_of, worker.model)))
     app.router.add_post("/pdlink/transfers/{transfer_id}/stop", stop_transfer)
     app.on_cleanup.append(cleanup)
     if every_s:
         app.cleanup_ctx.append(partial(_in_background, tell(summary.take, every_s)))
     return app
+
+
+def _tokens_of(model: LoadedModel, asked: NamedPrompt) -> Sequence[int]:
+    """Of a prompt as this worker's clients write it. Raises InvalidRequest, CapacityExceeded."""
+    if asked.messages is None:
+        return CompletionRequest(model=model.name, prompt=asked.prompt).token_ids(model)
+    chat = ChatRequest(model=model.name, messages=asked.messages)
+    chat.check()
+    return chat.token_ids(model)
 
 
 async def _in_background(work: Coroutine[Any, Any, None], _: web.Application) -> AsyncIterator[None]:

@@ -1,15 +1,18 @@
-"""What operators ask and tell a store over HTTP: GET /pdlink/cache, and a POST for each verb below it.
+"""What operators ask and tell what holds KV over HTTP: GET /pdlink/cache, and a POST for each verb below it.
 
-Prompts are named as a client names them: text, token ids or messages. These routes show and change what all callers
-have kept: they are for operators, and a proxy's clients do not reach them. `security.http_key_file` guards them.
+A worker, a store process and the engines' connectors serve the same routes. A prompt is named by its token ids and by
+what else its keys depend on: the scope (`pdlink.store.scope`), LoRA and salt; to a worker of ours also as its clients
+write it. These routes show and change what all callers have kept: they are for operators, and a proxy's clients do
+not reach them.
 """
 
 from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
@@ -18,35 +21,47 @@ from pdlink.api.fields import decoded
 from pdlink.api.session import SessionId  # noqa: TC001  (msgspec reads annotations at run time)
 from pdlink.errors import InvalidRequest, Overloaded
 from pdlink.serve.http import body_of, json_response
-from pdlink.serve.openai import ChatRequest, CompletionRequest
+from pdlink.store.interface import Found
+from pdlink.store.lookup import look_up
+from pdlink.store.reach import chunks_of, part_of
 from pdlink.store.slots import tenant_of
 from pdlink.store.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from aiohttp import web
 
-    from pdlink.engine.forward import LoadedModel
     from pdlink.store.interface import AnyStore
-    from pdlink.store.source import Source
+    from pdlink.store.scope import Scope
 
 PATH = "/pdlink/cache"
 _MAX_WAITING = 16
 """Calls that wait for the one before: a tier may take seconds for each."""
+_LOOKUP_S = 5.0
+"""Longest wait for what tiers say they have."""
+_SHOWN = 8
+"""Scopes in an error."""
 
 _NOTHING = msgspec.Raw()
 _Name = Annotated[str, Meta(min_length=1, max_length=128)]
+_TokenIds = tuple[Annotated[int, Meta(ge=0, le=2**32 - 1)], ...]
 
 
 class NamedPrompt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Exactly one of both."""
 
     prompt: msgspec.Raw = _NOTHING
-    """A text or token ids, as in /v1/completions."""
+    """Token ids; to a worker also a text, as in /v1/completions."""
     messages: list[dict[str, Any]] | None = None
-    """As in /v1/chat/completions."""
+    """As in /v1/chat/completions; to a worker alone."""
     cache_salt: str = ""
+    lora: str = ""
+    """As the engine's keys name the adapter; vLLM's are "NAME CONTENT"."""
+    model: str = ""
+    """Needed where KV of several models is kept."""
+    scope: str = ""
+    """Needed where several kinds of KV of one model are kept; GET /pdlink/cache lists them."""
 
     @property
     def forms(self) -> int:
@@ -81,67 +96,91 @@ class ClearRequest(NamedPrompt, frozen=True, kw_only=True):
     """None: everywhere."""
 
 
-class Prompts:
-    """Reads prompts as the worker's clients write them."""
+def token_ids(asked: NamedPrompt) -> Sequence[int]:
+    """Of a caller who names them. Raises BadField."""
+    if asked.messages is not None or bytes(memoryview(asked.prompt)[:1]) == b'"':
+        raise InvalidRequest(
+            "prompt: got a text; expected token ids, because only a worker of pdlink has a tokenizer"
+        )
+    return decoded(asked.prompt, _TokenIds, "prompt")  # type: ignore[no-any-return]
 
-    def __init__(self, model: LoadedModel, source: Source) -> None:
-        self._model, self.source = model, source
 
-    def read(self, named: NamedPrompt) -> tuple[int, Sequence[bytes]]:
-        """Its tokens, and the keys of its full chunks. Raises InvalidRequest, CapacityExceeded."""
-        if named.forms != 1:
-            raise InvalidRequest(f"prompt, messages: got {named.forms} of them; expected 1; send one")
-        name = self._model.name
-        if named.messages is None:
-            tokens = CompletionRequest(model=name, prompt=named.prompt).token_ids(self._model)
-        else:
-            chat = ChatRequest(model=name, messages=named.messages)
-            chat.check()
-            tokens = chat.token_ids(self._model)
-        try:
-            return len(tokens), self.source.keys(tokens, named.cache_salt).by_group[0]
-        except OverflowError as error:
-            raise InvalidRequest(f"prompt: {error}; expected token ids in [0, 2**32); correct it") from None
+class _Prompt(NamedTuple):
+    scope: Scope
+    num_tokens: int
+    keys: tuple[Sequence[bytes], ...]
+    """By group, of all full chunks."""
+
+
+class _Known(NamedTuple):
+    """What is known of a prompt, and of use."""
+
+    scope: Scope
+    end: int
+    """Tokens from the front."""
+    parts: list[Found]
+    """What is needed of it, by group."""
+
+    def tokens(self, done: Sequence[int]) -> int:
+        """Of which so many leading records of each group are done."""
+        return min(
+            self.end if num == len(part.keys) else num * self.scope.chunk_tokens if layout.keeps_all else 0
+            for num, part, layout in zip(done, self.parts, self.scope.layouts, strict=True)
+        )
 
 
 class CacheDesk:
-    """The verbs, in the calling thread. prompts: None where nobody knows the model, in a store process."""
+    """The verbs, in the calling thread."""
 
-    def __init__(self, store: AnyStore, prompts: Prompts | None = None) -> None:
-        self._store, self._prompts = store, prompts
+    def __init__(self, store: AnyStore, read: Callable[[NamedPrompt], Sequence[int]] = token_ids) -> None:
+        """read: gives the token ids of a prompt. Raises InvalidRequest, CapacityExceeded."""
+        self._store, self._tokens_of = store, read
 
     def state(self) -> dict[str, Any]:
-        if not isinstance(self._store, Store):
-            raise InvalidRequest("tiers.store: the KV of this worker is kept by a store process; ask that one")
-        state: dict[str, Any] = msgspec.to_builtins(self._store.state())
-        if self._prompts is not None:
-            source = self._prompts.source
-            state |= {"chunk_tokens": source.chunk_tokens, "record_nbytes": source.groups[0].shape.nbytes}
-        return state
+        state: dict[str, Any] = msgspec.to_builtins(self._own_store().state())
+        scopes = [
+            {
+                "scope": name,
+                "model": scope.model,
+                "revision": scope.groups[0].revision,
+                "chunk_tokens": scope.chunk_tokens,
+                "record_nbytes": [group.shape.nbytes for group in scope.groups],
+            }
+            for name, scope in self._store.scopes.all().items()
+        ]
+        return state | {"scopes": scopes}
 
     def lookup(self, asked: NamedPrompt) -> dict[str, Any]:
         """How many leading tokens are known, and where they lie, in order."""
-        num_tokens, keys, source = self._read(asked)
-        found = self._store.lookup(keys, source.lookup_timeout_s)
+        prompt = self._read(asked)
+        end, found = self._look_up(prompt)
+        num_chunks, names = end // prompt.scope.chunk_tokens, self._store.places
+        whole = next(
+            (each for each, layout in zip(found, prompt.scope.layouts, strict=True) if layout.keeps_all), None
+        )
+        if whole is not None:
+            places = whole.places[:num_chunks]
+        else:  # all are where the last ones are
+            places = found[0].places[num_chunks - 1 : num_chunks] * num_chunks
         runs = [
-            {"place": self._store.places[place], "tokens": len(list(same)) * source.chunk_tokens}
-            for place, same in groupby(found.places)
+            {"place": names[place], "tokens": len(list(same)) * prompt.scope.chunk_tokens}
+            for place, same in groupby(places)
         ]
-        return {"prompt_tokens": num_tokens, "tokens": sum(run["tokens"] for run in runs), "runs": runs}
+        return {"prompt_tokens": prompt.num_tokens, "tokens": end, "runs": runs}
 
     def warm(self, asked: NamedPrompt) -> dict[str, int]:
         """Bring what is known into memory."""
-        _, keys, source = self._read(asked)
-        return {"tokens": self._brought(keys, source, len) * source.chunk_tokens}
+        with self._brought(asked) as (known, came):
+            return {"tokens": known.tokens(came)}
 
     def pin(self, asked: PinRequest) -> dict[str, int]:
-        """The same, and keep it there."""
-        _, keys, source = self._read(asked)
-        pinned = self._brought(keys, source, lambda _: self._store.pin(keys, asked.name))
-        return {"tokens": pinned * source.chunk_tokens}
+        """The same, and keep it there until `unpin`."""
+        store = self._own_store()
+        with self._brought(asked) as (known, _):
+            return {"tokens": known.tokens([store.pin(part.keys, asked.name) for part in known.parts])}
 
     def unpin(self, asked: UnpinRequest) -> dict[str, int]:
-        return {"records": self._store.unpin(asked.name)}
+        return {"records": self._own_store().unpin(asked.name)}
 
     def end_session(self, asked: EndSessionRequest) -> dict[str, bool]:
         """Whether it was known. Its records are as others from now on."""
@@ -153,30 +192,78 @@ class CacheDesk:
             raise InvalidRequest(
                 f"destination: got {asked.destination!r}, the source; expected another place; name one"
             )
-        _, keys, source = self._read(asked)
-        moved = self._store.move(keys, source.groups[0].shape, asked.source, asked.destination, copy=asked.keep)
-        return {"tokens": moved * source.chunk_tokens}
+        store, known, places = self._own_store(), self._known(self._read(asked)), (asked.source, asked.destination)
+        moved = [
+            store.move(part.keys, group.shape, *places, copy=asked.keep)
+            for part, group in zip(known.parts, known.scope.groups, strict=True)
+        ]
+        return {"tokens": known.tokens(moved)}
 
     def clear(self, asked: ClearRequest) -> dict[str, int | bool]:
         """Records that were in memory, and whether a restart keeps them away; tiers forget in the background."""
         self._check_places(asked.places or [])
         if asked.everything == bool(asked.forms):
             raise InvalidRequest("everything: got a prompt and true, or neither; expected one of them; say which")
-        return self._store.clear(None if asked.everything else self._read(asked)[1], asked.places)._asdict()
+        keys = None if asked.everything else [key for mine in self._read(asked).keys for key in mine]
+        return self._store.clear(keys, asked.places)._asdict()
 
-    def _read(self, named: NamedPrompt) -> tuple[int, Sequence[bytes], Source]:
-        if self._prompts is None:
-            raise InvalidRequest("prompt: a store process knows no model; ask a worker")
-        return *self._prompts.read(named), self._prompts.source
+    def _own_store(self) -> Store:
+        if not isinstance(self._store, Store):
+            raise InvalidRequest("tiers.store: the KV of this worker is kept by a store process; ask that one")
+        return self._store
 
-    def _brought(self, keys: Sequence[bytes], source: Source, use: Callable[[tuple[Any, ...]], int]) -> int:
-        """What `use` says of the slots of the prefix, while they are kept in memory."""
-        found = self._store.lookup(keys, source.lookup_timeout_s)
-        fetch = self._store.fetch(found, source.groups[0].shape, "operator")
+    def _read(self, asked: NamedPrompt) -> _Prompt:
+        if asked.forms != 1:
+            raise InvalidRequest(f"prompt, messages: got {asked.forms} of them; expected 1; send one")
+        scope, tokens = self._scope(asked), self._tokens_of(asked)
         try:
-            return use(fetch.done.result())
+            return _Prompt(scope, len(tokens), scope.keys(tokens, asked.cache_salt, asked.lora))
+        except OverflowError as error:
+            raise InvalidRequest(f"prompt: {error}; expected token ids in [0, 2**32); correct it") from None
+
+    def _scope(self, asked: NamedPrompt) -> Scope:
+        every = self._store.scopes.all()
+        if not every:
+            raise InvalidRequest(
+                "model: got a prompt, and no engine has used this store since it began; expected one; start it, or "
+                "clear everything"
+            )
+        fitting = [
+            scope for name, scope in every.items() if asked.scope in ("", name) and asked.model in ("", scope.model)
+        ]
+        if len(fitting) != 1:
+            shown = "; ".join(f"{name} ({scope.model})" for name, scope in list(every.items())[-_SHOWN:])
+            raise InvalidRequest(
+                f"model, scope: got {asked.model!r:.100} and {asked.scope!r:.100}, which {len(fitting)} of the kept "
+                f"kinds of KV fit; expected 1; choose a scope of {shown:.1000}"
+            )
+        return fitting[0]
+
+    def _look_up(self, prompt: _Prompt) -> tuple[int, list[Found]]:
+        scope, num_chunks = prompt.scope, len(prompt.keys[0])
+        end = num_chunks * scope.chunk_tokens
+        return look_up(self._store, scope.layouts, prompt.keys, scope.chunk_tokens, num_chunks, end, _LOOKUP_S)
+
+    def _known(self, prompt: _Prompt) -> _Known:
+        end, found = self._look_up(prompt)
+        parts = []
+        for layout, each in zip(prompt.scope.layouts, found, strict=True):
+            chunks = chunks_of(*part_of(layout, 0, end, end), prompt.scope.chunk_tokens // layout.position_tokens)
+            mine = slice(chunks.start, chunks.stop)
+            parts.append(Found(each.keys[mine], each.places[mine]))
+        return _Known(prompt.scope, end, parts)
+
+    @contextmanager
+    def _brought(self, asked: NamedPrompt) -> Iterator[tuple[_Known, list[int]]]:
+        """What is known, and how many records of each group have come into memory; they stay there meanwhile."""
+        known = self._known(self._read(asked))
+        wanted = zip(known.parts, known.scope.groups, strict=True)
+        fetches = [self._store.fetch(part, group.shape, "operator") for part, group in wanted]
+        try:
+            yield known, [len(fetch.done.result()) for fetch in fetches]
         finally:
-            fetch.close()
+            for fetch in fetches:
+                fetch.close()
 
     def _check_places(self, names: list[str]) -> None:
         for name in names:

@@ -1,4 +1,4 @@
-"""The HTTP interface of a store process: health, metrics and what operators do with it."""
+"""The HTTP interface of a store, in a process of its own or in an engine's: health, metrics, what operators do."""
 
 from __future__ import annotations
 
@@ -24,11 +24,17 @@ if TYPE_CHECKING:
 
 
 def build_app(
-    name: str, store: Store, listener: Listener, http_key: str | None = None, *, loopback: bool = True
+    name: str,
+    store: Store,
+    listener: Listener | None = None,
+    http_key: str | None = None,
+    *,
+    loopback: bool = True,
+    setting: str = "http_key_file",
 ) -> web.Application:
-    """The routes of one open store. http_key: callers must send it in X-Pdlink-Key, except for health and metrics.
-    loopback: it serves this host alone."""
-    check = no_foreign_pages(loopback=loopback, setting="http_key_file")
+    """The routes of one open store. listener: of its clients. http_key: callers must send it in X-Pdlink-Key, except
+    for health and metrics. loopback: it serves this host alone. setting: that names the key's file."""
+    check = no_foreign_pages(loopback=loopback, setting=setting)
     if http_key is not None:
         check = callers_with(http_key)
     app = web.Application(middlewares=[errors_as_json, check])
@@ -37,7 +43,7 @@ def build_app(
     metrics.store.tiers(store.places[1:])
 
     def update() -> None:
-        clients = listener.clients()
+        clients = listener.clients() if listener is not None else []
         connected = sum(bool(client["connected"]) for client in clients)
         metrics.sizes.set(store.gauges(), store.health(), store.problems())
         metrics.clients.set(store.held(), connected, len(clients) - connected)
@@ -48,16 +54,19 @@ def build_app(
     async def health(request: web.Request) -> web.Response:
         places = store.health()
         ok = places["memory"]  # a tier that does not answer is a miss, not an end
-        body = {
+        body: dict[str, object] = {
             "status": "ok" if ok else "failed",
             "name": name,
             "role": "store",
-            "listen": str(listener.path),
             "places": places,
             "problems": shown_problems(request, http_key, store),
-            "kv_events": [listener.events] if listener.events else [],
-            "clients": listener.clients(),
         }
+        if listener is not None:
+            body |= {
+                "listen": str(listener.path),
+                "kv_events": [listener.events] if listener.events else [],
+                "clients": listener.clients(),
+            }
         return json_response(body, status=200 if ok else 503)
 
     async def metrics_text(request: web.Request) -> web.Response:

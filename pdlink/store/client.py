@@ -19,15 +19,15 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pdlink.errors import InvalidRequest, ProtocolError
+from pdlink.errors import ProtocolError
 from pdlink.memory.buffers import map_shared
 from pdlink.memory.pages import touch
 from pdlink.store import wire
-from pdlink.store.codec import make_codec
 from pdlink.store.interface import MEMORY, AnyStore, Forgotten, Found
 from pdlink.store.line import Line
 from pdlink.store.link import Link, RemoteFetch, greet
 from pdlink.store.preimages import commits
+from pdlink.store.scope import Scopes
 from pdlink.store.slots import USUAL, WHOLE, Slot
 from pdlink.store.socket_path import store_path
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from pdlink.store.interface import RecordChange
     from pdlink.store.link import Answer
     from pdlink.store.record import RecordShape
+    from pdlink.store.scope import Scope
     from pdlink.store.sessions import SessionTerms
     from pdlink.store.slots import Retention, Share
 
@@ -48,7 +49,7 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 1.0
 """Between attempts to connect."""
 _TOUCH_NBYTES = 64 << 20
 """At a time: 25 ms."""
-_MOVE_S, _CLEAR_S = 60.0, 10.0
+_CLEAR_S = 10.0
 
 
 class RemoteStore(AnyStore):
@@ -61,7 +62,7 @@ class RemoteStore(AnyStore):
         """
         self.path = store_path("tiers.store", path)
         self.name, self.timeout_s = name[: wire.MAX_TEXT], timeout_s
-        self._token = os.urandom(16)
+        self.scopes, self._token = Scopes(), os.urandom(16)
         self._calls = itertools.count(1)
         self._lock = threading.Lock()
         # Guarded by `_lock`:
@@ -74,7 +75,6 @@ class RemoteStore(AnyStore):
         self._incarnation = b""
         self._array: Bytes | None = None
         self._places: tuple[str, ...] = (MEMORY,)
-        self._frozen = False
         self._warned: set[str] = set()
         self._touched_nbytes = 0
         """Of the arena, from its start, are in our page table, or in line for it. `_lock` guards it."""
@@ -129,16 +129,6 @@ class RemoteStore(AnyStore):
         """The store's arena, mapped here. Slots of a lost store may lie elsewhere, and count for nothing."""
         assert self._array is not None, "no slot was ever given out"
         return self._array
-
-    @property
-    def frozen(self) -> bool:
-        return self._frozen
-
-    @frozen.setter
-    def frozen(self, on: bool) -> None:
-        self._frozen = on
-        if (link := self._link) is not None:
-            link.say(wire.Freeze(on))
 
     # --- Reading
 
@@ -228,15 +218,11 @@ class RemoteStore(AnyStore):
 
     # --- Operators
 
-    def pin(self, keys: Sequence[bytes], name: str) -> int:
-        if len(name) > wire.MAX_TEXT:
-            raise InvalidRequest(
-                f"name: got {len(name)} characters; expected at most {wire.MAX_TEXT}; choose a shorter one"
-            )
-        return self._prefix(keys, lambda part, call: wire.Pin(call, part, name))
-
-    def unpin(self, name: str) -> int:
-        return self._count(lambda call: wire.Unpin(call, name)) if len(name) <= wire.MAX_TEXT else 0
+    def know(self, scope: Scope, former: Scope | None = None) -> None:
+        """The store's process remembers `former`, whose KV others may use."""
+        super().know(scope, former)
+        if (link := self._link) is not None:
+            link.say(wire.Know(scope))
 
     def hold(self, session: SessionTerms, keys: Sequence[bytes], sizes: Sequence[int], *, waits: bool) -> int:
         """Of the keys of one message at most."""
@@ -259,13 +245,6 @@ class RemoteStore(AnyStore):
         where = None if places is None else tuple(places)
         answer = self._ask(lambda call: wire.Clear(call, keys, where, ending), wire.Forgot, _CLEAR_S)
         return Forgotten(0, durable=False) if answer is None else Forgotten(answer.records, answer.durable)
-
-    def move(self, keys: Sequence[bytes], shape: RecordShape, source: str, destination: str, *, copy: bool) -> int:
-        return self._prefix(keys, lambda part, call: wire.Move(call, part, shape, source, destination, copy), _MOVE_S)
-
-    def repack(self, keys: Sequence[bytes], shape: RecordShape, place: str, codec: str) -> int:
-        make_codec(codec, "method")
-        return self._prefix(keys, lambda part, call: wire.Repack(call, part, shape, place, codec), _MOVE_S)
 
     def flush(self, timeout_s: float) -> bool:
         return bool(self._count(lambda call: wire.Flush(call, timeout_s), timeout_s))
@@ -292,22 +271,6 @@ class RemoteStore(AnyStore):
     ) -> Answer | None:
         link = self._link
         return None if link is None else link.ask(make(next(self._calls)), kind, may_take_s)
-
-    def _prefix(
-        self,
-        keys: Sequence[bytes],
-        make: Callable[[tuple[bytes, ...], int], wire.Request],
-        may_take_s: float | None = None,
-    ) -> int:
-        """How many leading keys are done, in as many messages as they take. What is cut short is the last."""
-        done = 0
-        for begin in range(0, len(keys), wire.MAX_KEYS):
-            part = tuple(keys[begin : begin + wire.MAX_KEYS])
-            count = self._count(partial(make, part), may_take_s)
-            done += count
-            if count < len(part):
-                break
-        return done
 
     def _count(self, make: Callable[[int], wire.Request], may_take_s: float | None = None) -> int:
         answer = self._ask(make, wire.Count, may_take_s)
@@ -386,7 +349,6 @@ class RemoteStore(AnyStore):
                     named = ()  # of the store's former life: this one gives the same numbers to others
                 # They never get fewer: what was found before this connection counts in them.
                 self._places = welcome.places + self._places[len(welcome.places) :]
-                self._frozen = welcome.frozen
                 link = self._link = Link(end, frames, self.timeout_s, welcome)
                 ended = tuple(serial for serial in named if serial not in self._writing)
                 self._changed.notify_all()
@@ -395,5 +357,7 @@ class RemoteStore(AnyStore):
             raise
         if ended:
             link.say(wire.Abandon(ended))
+        for scope in self.scopes.all().values():
+            link.say(wire.Know(scope))
         self._touch(welcome.committed_nbytes)
         return link

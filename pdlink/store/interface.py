@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pdlink.kv.hashing import Preimage
     from pdlink.memory.buffers import Bytes
     from pdlink.store.record import RecordShape
+    from pdlink.store.scope import Scope, Scopes
     from pdlink.store.sessions import SessionTerms
     from pdlink.store.slots import Share, Slot
 
@@ -146,10 +147,10 @@ class AnyFetch(Protocol):
 
 
 class AnyStore(ABC):
-    """`Store` or `RemoteStore`. Thread-safe. Nothing waits for room; only look-ups and `move` wait for tiers."""
+    """`Store` or `RemoteStore`. Thread-safe. Nothing waits for room; only look-ups and `flush` wait for tiers."""
 
-    frozen: bool
-    """While set nothing new is kept, and so nothing is evicted."""
+    scopes: Scopes
+    """Of the engines that use it; of a store in another process, of those of this one."""
 
     @property
     @abstractmethod
@@ -253,12 +254,9 @@ class AnyStore(ABC):
 
     # --- Operators
 
-    @abstractmethod
-    def pin(self, keys: Sequence[bytes], name: str) -> int:
-        """Keep what is in the arena of this prefix, within the quota, until `unpin`; how many records."""
-
-    @abstractmethod
-    def unpin(self, name: str) -> int: ...
+    def know(self, scope: Scope, former: Scope | None = None) -> None:
+        """An engine keeps such prompts here, for operators; no longer those of `former`. Also before `open`."""
+        self.scopes.add(scope, former)
 
     @abstractmethod
     def hold(self, session: SessionTerms, keys: Sequence[bytes], sizes: Sequence[int], *, waits: bool) -> int:
@@ -280,17 +278,6 @@ class AnyStore(ABC):
         """Forget these records, or all, in these places, or everywhere: hidden now, removed from tiers later.
 
         ending: instead of `keys`: those whose keys end so (`hashing.ending`). Waits for the tiers to say which.
-        """
-
-    @abstractmethod
-    def move(self, keys: Sequence[bytes], shape: RecordShape, source: str, destination: str, *, copy: bool) -> int:
-        """Put the prefix of `keys` that `source` has into `destination`, too; how many records are there now."""
-
-    @abstractmethod
-    def repack(self, keys: Sequence[bytes], shape: RecordShape, place: str, codec: str) -> int:
-        """Pack the prefix of `keys` that a tier has by that codec (`make_codec`), in place; how many records.
-
-        Readers find a record or miss it meanwhile. Raises ConfigError for a codec that is not there.
         """
 
     @abstractmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 from urllib.parse import quote
 
 from pdlink.config import state_directory
@@ -57,6 +57,7 @@ def open_source(
     model: str,
     released: Callable[[], None] = lambda: None,
     peers: Sequence[Tier] = (),
+    hashed_by: Literal["pdlink", "sglang"] = "pdlink",
 ) -> Source | None:
     """None where the settings want no store. Close the source, then its store.
 
@@ -87,7 +88,16 @@ def open_source(
     else:
         store = RemoteStore(config.store, name=name, timeout_s=config.store_timeout_s)
     gpu = GpuPages(cast("Sequence[DeviceMemory]", buffers)) if buffers[0].kind == "cuda" else None
-    source = Source(store, groups, buffers, pool, own_places=_own_places(config), released=released, gpu=gpu)
+    source = Source(
+        store,
+        groups,
+        buffers,
+        pool,
+        own_places=_own_places(config),
+        released=released,
+        gpu=gpu,
+        hashed_by=hashed_by,
+    )
     store.open()
     return source
 

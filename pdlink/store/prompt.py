@@ -16,7 +16,8 @@ from pdlink.kv import hashing
 from pdlink.store.groups import Blocks
 from pdlink.store.interface import Found
 from pdlink.store.loading import GroupLoad, Load, when_all
-from pdlink.store.reach import part_of, reach
+from pdlink.store.lookup import NOTHING, look_up
+from pdlink.store.reach import part_of
 from pdlink.store.save import Save
 from pdlink.store.sessions import SessionTerms
 from pdlink.store.worth import Choice, choose, choose_all
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
     Tables = Sequence[Sequence[int]]
     """By group: a request's blocks from token 0 on; of tokens that a group does not need any number."""
-
-_NOTHING = Found((), ())
 
 
 class PromptKeys(NamedTuple):
@@ -71,7 +70,7 @@ class Prompt:
         """What the last look-up found ends there; 0 for nothing."""
         self._retention = retention
         self._goes_on: int | None = None
-        self._found = [_NOTHING] * len(source.groups)
+        self._found = [NOTHING] * len(source.groups)
         """By group. The place of a record that is not there is -1."""
         self._ahead: PromptFetch | None = None
         told: list[Callable[[int], hashing.Preimage | None]] = [keys.preimage]
@@ -90,26 +89,19 @@ class Prompt:
         begin, goes_on: as of `reach`. Waits for the tiers' answers for `timeout_s` at most, by default
         `lookup_timeout_s`.
         """
-        source, store, keys = self.source, self.source.store, self.keys.by_group
-        deadline_s = time.monotonic() + (source.lookup_timeout_s if timeout_s is None else timeout_s)
-        self.end, self._goes_on = 0, goes_on
-        last = self.num_tokens - 1
-        num_chunks = (self.num_tokens if source.parts_chunks else last) // source.chunk_tokens
-        for index, group in enumerate(source.groups):
-            if group.layout.keeps_all:
-                left_s = max(0.0, deadline_s - time.monotonic())
-                self._found[index] = store.lookup(keys[index][:num_chunks], left_s)
-                num_chunks = len(self._found[index].keys)
-        if num_chunks * source.chunk_tokens <= begin and not source.keeps_all:
-            return 0
-        for index, group in enumerate(source.groups):
-            if not group.layout.keeps_all:
-                mine = tuple(keys[index][:num_chunks])
-                left_s = max(0.0, deadline_s - time.monotonic())
-                self._found[index] = Found(mine, store.known_at(mine, left_s))
-        known = [[place >= 0 for place in found.places[:num_chunks]] for found in self._found]
-        layouts = [group.layout for group in source.groups]
-        self.end = reach(layouts, known, source.chunk_tokens, 0 if source.keeps_all else begin, last, goes_on)
+        source, last = self.source, self.num_tokens - 1
+        self._goes_on = goes_on
+        self.end, self._found = look_up(
+            source.store,
+            [group.layout for group in source.groups],
+            self.keys.by_group,
+            source.chunk_tokens,
+            (self.num_tokens if source.parts_chunks else last) // source.chunk_tokens,
+            last,
+            source.lookup_timeout_s if timeout_s is None else timeout_s,
+            begin,
+            goes_on,
+        )
         return self.end
 
     def choose(self, cached: int, other: Speed, *, always: bool = False) -> Choice:

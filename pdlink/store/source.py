@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -24,11 +24,11 @@ from pdlink import _copy
 from pdlink.cuda.driver import CudaFailure
 from pdlink.errors import TransferFailed
 from pdlink.events import KVCopied, emit
-from pdlink.kv import hashing
 from pdlink.store.groups import RecordPlan, SlotPlan
 from pdlink.store.line import Line
 from pdlink.store.prompt import Prompt, PromptKeys
 from pdlink.store.record import layer_ranges
+from pdlink.store.scope import Scope, ScopeGroup, chunk_keys
 from pdlink.store.slots import USUAL, tenant_of
 from pdlink.store.worth import HALF_LIFE_S, Speed
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdlink.cuda.driver import CudaEvent
+    from pdlink.kv import hashing
     from pdlink.memory.buffers import AnyBuffer, HostBuffer
     from pdlink.store.gpu_pages import GpuPages, PageCopy
     from pdlink.store.groups import AnyPlan, Blocks, Chunks, RecordGroup
@@ -87,12 +88,14 @@ class Source:
         own_places: Sequence[str] = (),
         released: Callable[[], None] = lambda: None,
         gpu: GpuPages | None = None,
+        hashed_by: Literal["pdlink", "sglang"] = "pdlink",
     ) -> None:
         """buffers: of the engine's cache, by region index of the groups' layouts.
 
         own_places: of the store, where nobody but this engine keeps anything.
         released: told, in any thread, that blocks were given back to `pool`.
         gpu: copies for `buffers` that are a GPU's; closed here. None where they are the host's.
+        hashed_by: as of `Scope`.
         """
         self.store, self.groups, self.pool, self.gpu = store, tuple(groups), pool, gpu
         self.arrays = [] if gpu is not None else [buffer.array for buffer in cast("Sequence[HostBuffer]", buffers)]
@@ -106,6 +109,9 @@ class Source:
         self.speeds: defaultdict[int, Speed] = defaultdict(partial(Speed, HALF_LIFE_S))
         """Seconds for bytes, by place. Measured by the copier."""
         self._own_places, self._released = tuple(own_places), released
+        self._hashed_by: Literal["pdlink", "sglang"] = hashed_by
+        self._told: Scope | None = None
+        self.tell_scope()
 
     def keys(
         self,
@@ -120,14 +126,9 @@ class Source:
 
         chain: of this request, of the same namespace and chunks; what it has hashed is not hashed again.
         """
-        first, *others = (group.origin for group in self.groups)
-        origin = first._replace(lora=lora, salt=salt)
-        if chain is None:
-            keys = hashing.chain(hashing.namespace(origin), tokens, self.chunk_tokens, media)
-        else:
-            keys = chain.chunks_of(tokens)
-        by_group = (keys, *(hashing.beside(keys, hashing.namespace(other)) for other in others))
-        return PromptKeys(len(tokens), by_group, () if media else tokens, origin)
+        origins = [group.origin for group in self.groups]
+        by_group = chunk_keys(origins, tokens, self.chunk_tokens, salt, lora, media, chain)
+        return PromptKeys(len(tokens), by_group, () if media else tokens, origins[0]._replace(lora=lora, salt=salt))
 
     def prompt(self, request_id: str, keys: PromptKeys, retention: Retention | None = USUAL) -> Prompt:
         """The store for one request. retention: of what is stored; its tenant is the salt. None stores nothing."""
@@ -147,6 +148,14 @@ class Source:
         """
         for group in self.groups:
             group.rename(era)
+        self.tell_scope()
+
+    def tell_scope(self, change: str = "") -> None:
+        """Tell the store whose prompts these are. change: as of `Scope`."""
+        groups = [ScopeGroup(group.origin.revision, group.shape, group.layout.window_step) for group in self.groups]
+        model, former = self.groups[0].origin.model, self._told
+        self._told = Scope(model, self.chunk_tokens, tuple(groups), self._hashed_by, change)
+        self.store.know(self._told, former)
 
     def drop_own(self) -> None:
         """Forget what lies where nobody else keeps anything. May wait for a disk."""

@@ -36,6 +36,7 @@ from pdlink.store.fetching import Fetching, Wanted
 from pdlink.store.interface import MEMORY, AnyStore, Forgotten, Found, Kept, PlaceState, SessionState, StoreState
 from pdlink.store.keeper import Keeper
 from pdlink.store.record import seal
+from pdlink.store.scope import Scopes
 from pdlink.store.sessions import SessionHolds
 from pdlink.store.slots import MAX_LIFE, USUAL, WHOLE
 from pdlink.store.tiers.base import KeepingTier, ReadOnly, TellingTier
@@ -137,7 +138,8 @@ class Store(AnyStore):
                 f"correct it"
             )
         self._codecs = [make_codec(codec.get(name, "raw")) for name in self.places[1:]]
-        self.frozen = False
+        self.frozen, self.scopes = False, Scopes()
+        """While it is frozen nothing new is kept, and so nothing is evicted."""
 
     def open(self) -> None:
         """Reserve the arena, give it its first memory, start the threads. Raises OSError if there is not enough."""
@@ -455,12 +457,12 @@ class Store(AnyStore):
 
     # --- Operators
 
-    def pin(self, keys: Sequence[bytes], name: str, holder: str = SELF) -> int:
+    def pin(self, keys: Sequence[bytes], name: str) -> int:
         """Keep what is in the arena of this prefix, within the quota, until `unpin`; how many records."""
         pinned = 0
         for piece in pieces(keys):
             with self._lock:
-                of_piece = self._catalog.pin(piece, name, holder)
+                of_piece = self._catalog.pin(piece, name, SELF)
             pinned += of_piece
             if of_piece < len(piece):
                 break
@@ -534,7 +536,11 @@ class Store(AnyStore):
         return len(moved)
 
     def repack(self, keys: Sequence[bytes], shape: RecordShape, place: str, codec: str) -> int:
-        """Pack the prefix of `keys` that a tier has by that codec, in place; how many records. Waits for the tier."""
+        """Pack the prefix of `keys` that a tier has by that codec (`make_codec`), in place; how many records.
+
+        Readers find a record or miss it meanwhile. Waits for the tier. Raises ConfigError for a codec that is not
+        there.
+        """
         index, packer = self.places.index(place) - 1, make_codec(codec, "method")
         if place == MEMORY or isinstance(self._given_tiers[index], ReadOnly):
             return 0

@@ -15,6 +15,7 @@ from msgspec import Meta
 from pdlink.errors import ProtocolError
 from pdlink.kv.hashing import KEY_NBYTES
 from pdlink.store.record import RecordShape  # noqa: TC001
+from pdlink.store.scope import Scope  # noqa: TC001
 from pdlink.store.sessions import SessionTerms  # noqa: TC001
 from pdlink.store.slots import (
     USUAL,
@@ -22,7 +23,7 @@ from pdlink.store.slots import (
     Share,  # noqa: TC001  (msgspec reads the annotation at run time)
 )
 
-VERSION = 7
+VERSION = 8
 MAX_KEYS = 1 << 16
 """Of one message; a longer prefix is cut there."""
 MAX_TEXT = 256
@@ -130,17 +131,6 @@ class Abandon(Message, frozen=True):
     serials: Serials
 
 
-class Pin(Message, frozen=True):
-    call: int
-    keys: Keys
-    name: Text
-
-
-class Unpin(Message, frozen=True):
-    call: int
-    name: Text
-
-
 class HoldSession(Message, frozen=True):
     call: int
     session: SessionTerms
@@ -164,30 +154,15 @@ class Clear(Message, frozen=True):
     """Instead of keys: how they end; empty for all."""
 
 
-class Move(Message, frozen=True):
-    call: int
-    keys: Keys
-    shape: RecordShape
-    source: Text
-    destination: Text
-    copy: bool
-
-
-class Repack(Message, frozen=True):
-    call: int
-    keys: Keys
-    shape: RecordShape
-    place: Text
-    codec: Text
-
-
 class Flush(Message, frozen=True):
     call: int
     timeout_s: Timeout
 
 
-class Freeze(Message, frozen=True):
-    on: bool
+class Know(Message, frozen=True):
+    """How the keys of an engine are made, for operators."""
+
+    scope: Scope
 
 
 class Ping(Message, frozen=True):
@@ -209,7 +184,6 @@ class Welcome(Message, frozen=True):
     committed_nbytes: int
     """From the start of the arena: what has memory."""
     places: tuple[str, ...]
-    frozen: bool
     events: str = ""
     """Where the store publishes what it keeps: ENDPOINT or ENDPOINT,REPLAY; empty if it does not."""
     wants_sums: bool = False
@@ -277,15 +251,11 @@ Request = (
     | Reserve
     | Commit
     | Abandon
-    | Pin
-    | Unpin
     | HoldSession
     | EndSession
     | Clear
-    | Move
-    | Repack
     | Flush
-    | Freeze
+    | Know
     | Ping
 )
 Reply = Welcome | Refused | FoundAt | Reserved | Coming | Fetched | Forgot | Count

@@ -186,7 +186,6 @@ def test_no_number_in_a_request_costs_a_store_more_than_a_connection(tmp_path: P
                     link.shutdown(socket.SHUT_WR)
                     while link.recv(65536):
                         pass
-        honest.frozen = False
         honest_keys = [os.urandom(32) for _ in range(2)]
         assert put(honest, honest_keys) == 2
         assert read(honest, honest_keys) == 2

@@ -5,7 +5,9 @@ Prefix caching is off, so what is not computed comes from the store. Run with `m
 
 from __future__ import annotations
 
+import json
 import re
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from pdlink.fleet.ports import free_ports  # noqa: E402
 from tests.e2e.conftest import VLLM_CONCURRENT, Alone  # noqa: E402
 from tests.e2e.engine_servers import place_of, prompt_of, until  # noqa: E402
 from tests.e2e.vllm_servers import COMPUTES, Server  # noqa: E402
@@ -23,6 +26,8 @@ from tests.e2e.vllm_servers import COMPUTES, Server  # noqa: E402
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.timeout(600)]
 
 CHUNK = 256
+ADMIN = f"127.0.0.1:{free_ports(1)}"
+"""Where operators reach the server that most tests share."""
 WRITTEN = "vllm:pdlink_tier_seconds_count", 'call="put"', 'outcome="done"'
 
 
@@ -55,9 +60,39 @@ def loaded(server: Server) -> float:
 @pytest.fixture(scope="module")
 def server(vllm_folder: Path, alone: Alone) -> Iterator[Server]:
     server = server_of(place_of(vllm_folder, "store"), "solo", ["--block-size", "128"])
+    assert server.connector is not None
+    server.connector["kv_connector_extra_config"]["admin"] = ADMIN
     server.start().wait_ready()
     yield server
     server.kill()
+
+
+def test_operators_warm_and_clear_prompts_by_token_ids(server: Server, alone: Alone) -> None:
+    prompt, kept = prompt_of(2000, 2000), 1792
+
+    def ask(verb: str, **fields: Any) -> Any:
+        body = json.dumps({"prompt": prompt, **fields}).encode()
+        url, kind = f"http://{ADMIN}/pdlink/cache/{verb}", {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(url, body, kind), timeout=60) as answer:
+            return json.load(answer)
+
+    def completes(loads: int) -> None:
+        before = loaded(server)
+        assert server.complete(prompt).tokens == [alone[tuple(prompt)]]
+        assert loaded(server) == before + loads
+        until(server.holds_nothing, "all of it is kept")
+
+    completes(0)
+    until(lambda: ask("move", source="memory", destination="disk")["tokens"] == kept, "the disk has it")
+    assert ask("clear", places=["memory"])["records"] == kept // CHUNK
+    assert ask("lookup")["runs"] == [{"place": "disk", "tokens": kept}]
+    assert ask("warm") == {"tokens": kept}
+    assert ask("lookup")["runs"] == [{"place": "memory", "tokens": kept}]
+    assert ask("lookup", cache_salt="another")["tokens"] == 0
+    completes(kept)
+    assert ask("clear")["records"] == kept // CHUNK
+    completes(0)
+    assert ask("clear")["records"] == kept // CHUNK, "it was kept again"
 
 
 @pytest.mark.parametrize("length", [255, 257, 513, 2000, 4096])

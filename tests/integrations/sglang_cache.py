@@ -16,6 +16,7 @@ import torch.distributed
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import get_storage_hash_str
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.utils import get_hash_str, storage_namespace_seed
 from sglang.srt.runtime_context import get_parallel, get_serving
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from sglang.test.kits.unified_radix_cache.config import CacheConfig, ComponentType
@@ -132,6 +133,14 @@ class Engine(UnifiedRadixCacheStorageFixtures, CustomTestCase):  # type: ignore[
         while (known := backend.batch_exists(hashes)) < pages and time.monotonic() < deadline:
             time.sleep(0.1)
         return {"known": known}
+
+    def tokens(self, start: int, pages: int) -> dict[str, Any]:
+        return {"tokens": [int(token) for token in self._make_seq(start, pages)]}
+
+    def names(self, start: int, pages: int, salt: str, extra_key: str) -> dict[str, Any]:
+        """As its radix tree names the pages of such a request."""
+        seed = storage_namespace_seed(extra_key or None, salt or None)
+        return {"names": get_hash_str(array("q", self._make_seq(start, pages)), seed, page_size=PAGE)}
 
     def layouts(self) -> dict[str, Any]:
         """A page of each host pool, of every layout, in mapped and in shared memory, is loaded into the next pool.

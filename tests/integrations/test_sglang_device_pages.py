@@ -33,8 +33,8 @@ def latent_pool() -> Any:
     return SimpleNamespace(kv_buffer=[torch.zeros(PAGES * PAGE, 1, 8, dtype=torch.int16) for _ in range(LAYERS)])
 
 
-def device_pages(device: Any, ranks: RankScheme = RANKS, **tiers: Any) -> DevicePages:
-    settings = read_linker({"tiers": tiers or {"max_local_cpu_size": 0.01}})
+def device_pages(device: Any, ranks: RankScheme = RANKS, admin: Any = None, **tiers: Any) -> DevicePages:
+    settings = read_linker({"tiers": tiers or {"max_local_cpu_size": 0.01}, "admin": admin})
     return DevicePages(settings, ranks, device, PAGE, model="m", revision="r", num_kv_heads=2)
 
 

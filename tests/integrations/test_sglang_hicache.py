@@ -6,14 +6,19 @@ Run with `make test-sglang`.
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from pdlink.fleet.ports import free_ports
+from pdlink.store.scope import sglang_names
 
 from .sglang_process import Engine
 
@@ -169,6 +174,34 @@ def test_a_store_that_ends_is_a_miss_and_what_it_had_on_disk_is_found_again(
     found = reader("await_known", start=25000, pages=2)
     assert found == {"known": 2}
     assert reader("fetch", start=25000, pages=2) == {"tokens": 2 * PAGE, "wrong": 0}
+
+
+def test_operators_name_pages_by_token_ids_as_sglang_does(engines: list[Engine], tmp_path: Path) -> None:
+    """Also of what the scheduler keeps itself. Salts and adapters change both names alike."""
+    engine, port = Engine("sglang_cache", tmp_path / "log"), free_ports(1)
+    extra = settings_of("", tiers={"max_local_cpu_size": 0.1}, admin=f"127.0.0.1:{port}")
+    try:
+        engine("open", form="plain", extra=extra, layout="layer_first", tp=(0, 1))
+        assert engine("store", start=50000, pages=3) == {"known": 3}
+        tokens = engine("tokens", start=50000, pages=3)["tokens"]
+        for salt, lora in (("", ""), ("s", ""), ("", "x"), ("s", "x")):
+            named = engine("names", start=50000, pages=3, salt=salt, extra_key=lora)["names"]
+            assert named == sglang_names(tokens, PAGE, salt, lora)
+
+        def ask(verb: str) -> Any:
+            body = json.dumps({"prompt": tokens}).encode()
+            url, kind = f"http://127.0.0.1:{port}/pdlink/cache/{verb}", {"Content-Type": "application/json"}
+            with urllib.request.urlopen(urllib.request.Request(url, body, kind), timeout=30) as answer:
+                return json.load(answer)
+
+        assert ask("lookup")["tokens"] == ask("warm")["tokens"] == 3 * PAGE
+        assert engine("forget")["emptied"] > 3
+        assert engine("fetch", start=50000, pages=3) == {"tokens": 3 * PAGE, "wrong": 0}
+        assert ask("clear")["records"] == 3
+        assert engine("forget")["emptied"] > 3
+        assert engine("fetch", start=50000, pages=3) == {"tokens": 0, "wrong": 0}
+    finally:
+        engine.close()
 
 
 def test_clearing_it_forgets_everything(engines: list[Engine]) -> None:

@@ -365,10 +365,15 @@ RANKS = RankScheme((0, 1), (0, 1), (0, 1), False)
 
 
 def pages_of(
-    host: Any, ranks: RankScheme = RANKS, store: str | None = None, heads: int = 2, model: str = "m"
+    host: Any,
+    ranks: RankScheme = RANKS,
+    store: str | None = None,
+    heads: int = 2,
+    model: str = "m",
+    admin: str | None = None,
 ) -> HostPages:
     tiers = {"max_local_cpu_size": 0.01} if store is None else {"store": store}
-    settings = read_storage({"interface_v1": 1, "tiers": tiers})
+    settings = read_storage({"interface_v1": 1, "tiers": tiers, "admin": admin})
     return HostPages(settings, ranks, host, model=model, revision="r", num_kv_heads=heads)
 
 

@@ -42,9 +42,10 @@ def _cache_stats() -> list[RenderableType]:
     place = {"name": HOSTILE, "nbytes": 1, "capacity_nbytes": 2, "records": 3, "answers": True}
     pin = {"holder": HOSTILE, "request": HOSTILE, "records": 1, "nbytes": 1, "age_s": None, "ends_in_s": None}
     sizes = {"pinned_nbytes": 1, "pin_quota_nbytes": 2, "writing": 0, "frozen": False}
-    counted = {"chunk_tokens": HOSTILE, "record_nbytes": 1, "sessions_nbytes": 1}
+    scope = dict.fromkeys(("scope", "model", "chunk_tokens", "revision"), HOSTILE) | {"record_nbytes": [1]}
     session = {"name": HOSTILE, "records": 1, "asked": 2, "nbytes": 1, "waits": True, "ends_in_s": 1.0}
-    state = {"places": [place], "pins": [pin], "leases": [pin], "sessions": [session], **sizes, **counted}
+    shown = {"pins": [pin], "leases": [pin], "sessions": [session], "scopes": [scope], "sessions_nbytes": 1}
+    state = {"places": [place], **shown, **sizes}
     return cache_command._tables(state)
 
 

@@ -15,9 +15,7 @@ from pdlink.api.keys import KEY_HEADER
 from pdlink.cli import main
 from pdlink.config import CacheConfig, ModelConfig, TiersConfig, TransportConfig, WorkerConfig
 from pdlink.engine.request import SamplingParams
-from pdlink.errors import InvalidRequest
 from pdlink.serve.app import build_app
-from pdlink.serve.cache_routes import CacheDesk, ClearRequest, NamedPrompt
 from pdlink.serve.worker import Worker
 from pdlink.store.store import Store
 
@@ -213,14 +211,6 @@ def test_who_lacks_the_key_learns_and_changes_nothing(one: Served, capsys: pytes
     assert one.post("clear", {"everything": True}, key="wrong")[0] == 401
     assert main(["cache", "stats", one.url]) == 1
     assert "give --key-file FILE" in capsys.readouterr().err
-
-
-def test_a_store_process_that_knows_no_model_takes_what_names_no_prompt(served: Served) -> None:
-    desk = CacheDesk(served.store)
-    assert "chunk_tokens" not in desk.state()
-    with pytest.raises(InvalidRequest, match="ask a worker"):
-        desk.lookup(NamedPrompt())
-    assert desk.clear(ClearRequest(everything=True))["records"] > 0
 
 
 # --- pdlink cache

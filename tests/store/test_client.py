@@ -57,20 +57,6 @@ def test_more_keys_than_fit_into_a_message_are_all_cleared(tmp_path: Path, monke
         assert mine.clear([]).records == 0
 
 
-def test_more_keys_than_fit_into_a_message_are_all_pinned_moved_and_packed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with served(tmp_path, 32, [StubTier()]) as (_, listener), client(listener.path) as mine:
-        assert put(mine, KEYS[:5]) == 5
-        until(lambda: read(mine, KEYS[:5]) == 5, "nobody answers a commit")
-        monkeypatch.setattr("pdlink.store.wire.MAX_KEYS", 2)
-        assert mine.move(KEYS[:6], SHAPE, "memory", "stub", copy=True) == 5
-        assert mine.repack(KEYS[:6], SHAPE, "stub", "raw") == 5
-        monkeypatch.setattr("pdlink.store.wire.MAX_KEYS", 1)
-        assert mine.pin(KEYS[:5], "operator") == 2, "the quota of this store"
-        assert mine.unpin("operator") == 2
-
-
 def test_an_arena_that_grows_is_mapped_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdlink.store.store.STEP_NBYTES", 4 * SHAPE.nbytes)
     with served(tmp_path, 100) as (store, listener), client(listener.path) as mine:
@@ -211,41 +197,6 @@ def test_a_client_that_speaks_to_a_restarted_store_is_told(tmp_path: Path) -> No
         assert store.lookup(KEYS, 0.0).keys == (), "nothing is readable that nobody has filled"
 
 
-def test_pins_end_with_the_process_that_made_them_and_not_with_its_connection(tmp_path: Path) -> None:
-    with served(tmp_path, 4) as (store, listener), client(listener.path) as mine:
-        put(mine, KEYS[:2])
-        heard_, told = multiprocessing.Pipe()
-        child = multiprocessing.get_context("spawn").Process(target=_pinning, args=(str(listener.path), told))
-        child.start()
-        try:
-            assert heard_.poll(60)
-            assert heard_.recv() == 2
-            until(lambda: not all(found["connected"] for found in listener.clients()), "its connection has ended")
-            assert put(mine, KEYS[2:6]) == 2
-            assert read(mine, KEYS[:2]) == 2, "pinned records stay"
-        finally:
-            child.kill()
-            child.join()
-        until(lambda: not store.state().pins, "its pins have ended")
-        until(lambda: len(listener.clients()) == 1, "it is forgotten")
-        child.close()
-
-
-def _pinning(path: str, told: Any) -> None:
-    """A worker that pins, loses its connection and lives on."""
-    with socket.socket(socket.AF_UNIX) as link:
-        link.connect(path)
-        link.sendall(wire.frame(wire.Hello(wire.VERSION, os.urandom(16), "child", ())))
-        link.sendall(wire.frame(wire.Pin(1, tuple(KEYS[:2]), "prompt")))
-        frames = wire.Frames(wire.REPLIES)
-        replies: list[wire.Reply] = []
-        while len(replies) < 2:
-            replies += frames.take(link.recv(65536))
-    assert isinstance(replies[1], wire.Count)
-    told.send(replies[1].value)
-    time.sleep(600)
-
-
 def test_a_client_closes_also_while_it_connects(tmp_path: Path) -> None:
     with served(tmp_path) as (_, listener):
         for _ in range(20):
@@ -327,7 +278,7 @@ def test_everything_is_a_miss_at_once_while_the_store_is_away(tmp_path: Path) ->
         assert mine.lookup(KEYS, WAIT_S).keys == ()
         assert fetch(mine, KEYS).done.result(0) == ()
         assert mine.reserve(KEYS, SHAPE) == ()
-        assert (mine.clear(), mine.pin(KEYS, "a"), mine.flush(1.0)) == ((0, False), 0, False)
+        assert (mine.clear(), mine.flush(1.0)) == ((0, False), False)
         assert mine.health() == {"store": False}
         assert time.monotonic() - began_s < WAIT_S / 2, "nothing waits for it"
         assert [payload(mine, slot) for slot in slots] == [content(slot.key) for slot in slots], "no SIGBUS"
@@ -470,10 +421,10 @@ def test_damaged_messages_cost_their_sender_only(seed: int, shared_listener: Lis
     whole = [
         wire.Reserve(1, keys, SHAPE, Share()),
         wire.FetchRecords(2, keys, (0, 0, 0), SHAPE, "request"),
-        wire.Move(3, keys, SHAPE, MEMORY, MEMORY, True),
+        wire.Lookup(3, keys, 0.0),
         wire.Clear(4, keys, (MEMORY,)),
         wire.Release(5, 2),
-        wire.Pin(6, keys, "name"),
+        wire.Flush(6, 0.0),
     ]
     rng.shuffle(whole)
     damaged = bytearray(b"".join(map(wire.frame, whole)))
@@ -636,7 +587,7 @@ def test_slots_are_checked_against_the_shape_that_was_asked_for(tmp_path: Path) 
 def test_a_link_is_lost_when_a_store_that_owes_an_answer_gives_no_sign_of_life() -> None:
     """Nobody asks it anything else, so nothing but its silence says so."""
     mine, theirs = socket.socketpair()
-    welcome = wire.Welcome(wire.VERSION, b"life", 1 << 20, 1 << 20, (MEMORY,), False)
+    welcome = wire.Welcome(wire.VERSION, b"life", 1 << 20, 1 << 20, (MEMORY,))
     with theirs:
         link = Link(mine, wire.Frames(wire.REPLIES), 0.1, welcome)
         begun = RemoteFetch(link, 1, KEYS[:1], SHAPE.nbytes)

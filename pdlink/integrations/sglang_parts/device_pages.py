@@ -106,7 +106,7 @@ class DevicePages:
         layout, self._buffers = layout_of(pool, page_tokens)
         self._page, self._streams = page_tokens, streams
         self.num_layers = len(layout.layers)
-        self.source, self.records = open_records(
+        self.source, self.records, self._close = open_records(
             settings, ranks, layout, self._buffers, model=model, revision=revision, num_kv_heads=num_kv_heads
         )
         self._stores = not ranks.latent or ranks.tp[0] == 0 or settings.tiers.store is None
@@ -184,7 +184,6 @@ class DevicePages:
             raise
 
     def close(self) -> None:
-        self.source.close()
-        self.source.store.close()
+        self._close()
         for buffer in self._buffers:
             buffer.close()

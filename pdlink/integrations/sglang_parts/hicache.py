@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdlink.errors import ConfigError, TransferFailed
+from pdlink.integrations.loaded_weights import HERE
 from pdlink.integrations.sglang_parts import host_pool
 from pdlink.integrations.sglang_parts.pages import PageRecords, restorable
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
 from pdlink.kv import hashing
+from pdlink.serve.admin import AdminServer
 from pdlink.store.groups import Blocks
 from pdlink.store.opening import SourceGroup, open_source
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape
 from pdlink.store.slots import WHOLE
 from pdlink.store.source import CallersBlocks
+from pdlink.store.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pdlink.integrations.sglang_parts.settings import StorageSettings, StoreSettings
     from pdlink.kv.layout import KVLayout
@@ -52,6 +56,11 @@ class RankScheme(NamedTuple):
     def whole(self) -> str:
         return f"{self.stage} tp {self.tp[0]} of {self.tp[1]}"
 
+    @property
+    def number(self) -> int:
+        """Of this process among all of them."""
+        return (self.pp[0] * self.cp[1] + self.cp[0]) * self.tp[1] + self.tp[0]
+
 
 @dataclass(frozen=True)
 class Pool:
@@ -81,11 +90,12 @@ class HostPages:
                 "page_first, page_first_direct or page_head; choose another --hicache-mem-layout"
             )
         buffers = [host_pool.borrowed(pool.kv_buffer)]
-        self._source: Source | None
-        self._source, records = open_records(
+        opened = open_records(
             settings, ranks, layout, buffers, model=model, revision=revision, num_kv_heads=num_kv_heads
         )
-        self.kv = Pool(pool, records, page)
+        self._source: Source | None = opened.source
+        self._close = opened.close
+        self.kv = Pool(pool, opened.records, page)
         self.others: dict[str, Pool] = {}
 
     @property
@@ -130,8 +140,7 @@ class HostPages:
     def close(self) -> None:
         source, self._source = self._source, None
         if source is not None:
-            source.close()
-            source.store.close()
+            self._close()
 
     def _copy_segments(
         self,
@@ -158,6 +167,13 @@ class HostPages:
                         kept[:] = mine
 
 
+class OpenedRecords(NamedTuple):
+    source: Source
+    records: PageRecords
+    close: Callable[[], None]
+    """Ends the store, and all that serves it."""
+
+
 def open_records(
     settings: StoreSettings,
     ranks: RankScheme,
@@ -167,8 +183,8 @@ def open_records(
     model: str,
     revision: str,
     num_kv_heads: int,
-) -> tuple[Source, PageRecords]:
-    """The store for pages of plain KV that lie so in these buffers. Close the source, then its store.
+) -> OpenedRecords:
+    """The store for pages of plain KV that lie so in these buffers, and its HTTP.
 
     num_kv_heads: as of `HostPages`. Of buffers of a GPU the caller makes the copies.
     Raises ConfigError, OSError, and for a GPU CudaFailure, CudaUnavailable.
@@ -185,13 +201,27 @@ def open_records(
         buffers,
         CallersBlocks(),
         model=model,
+        hashed_by="sglang",
     )
     assert source is not None, "the settings want a store"
     group, copy = source.groups[0], partial(copy_pages, source)
     records = PageRecords(
         source.store, group.shape, group.share, hashing.namespace(group.origin), copy, source.lookup_timeout_s
     )
-    return source, records
+
+    def tell_scope() -> None:
+        source.tell_scope(HERE.change)
+
+    with ExitStack() as opening:
+        opening.callback(source.store.close)
+        opening.callback(source.close)
+        opening.callback(HERE.when_changed(tell_scope))
+        tell_scope()
+        if settings.admin is not None:
+            assert isinstance(source.store, Store)
+            admin = AdminServer(settings.name, source.store, settings.admin, ranks.number)
+            opening.callback(admin.close)
+        return OpenedRecords(source, records, opening.pop_all().close)
 
 
 def copy_pages(

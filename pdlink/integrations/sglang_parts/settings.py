@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pdlink.config import TiersConfig
+from pdlink.config.admin import AdminConfig, check_admin
 from pdlink.config.foreign.hicache import HICACHE
 from pdlink.config.loading import explain
 from pdlink.config.section import no_use
@@ -27,6 +28,8 @@ class StoreSettings(BaseModel):
     """Of this server, in the store's state and for {name} in `tiers.local_disk`."""
     tiers: TiersConfig = TiersConfig()
     """The store: a process (`tiers.store`), or one inside of the scheduler."""
+    admin: AdminConfig | None = None
+    """Where operators see and change what a store inside of the scheduler keeps (`pdlink cache`); None: nowhere."""
     num_kv_heads: int | None = Field(default=None, ge=1)
     """KV heads of the model; None takes the model's config."""
     untested_sglang: Literal["refuse", "accept"] = "refuse"
@@ -38,6 +41,7 @@ class StoreSettings(BaseModel):
         no_use(self.tiers, "tiers.", ("save_decode_cache", "load_if_faster", "chunk_size", "priority_limit"), reason)
         if self.tiers.max_local_cpu_size == 0:
             raise ValueError("tiers.max_local_cpu_size: got 0; expected more; raise it")
+        check_admin(self.admin, self.tiers.store)
         return self
 
 

@@ -29,9 +29,11 @@ from pdlink.integrations.vllm_parts.worker import WorkerHalf
 from pdlink.node.node import Node, end_process
 from pdlink.protocol.deadlines import Deadlines
 from pdlink.protocol.handshake import ModelId
+from pdlink.serve.admin import AdminServer
 from pdlink.serve.keys import as_name, load_credentials
 from pdlink.store.opening import SourceGroup, open_source
 from pdlink.store.source import CallersBlocks
+from pdlink.store.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -95,6 +97,7 @@ class Rank:
         self._nodes: list[Node] = []
         self._buffers: list[AnyBuffer] = []
         self._store: StoreHalf | None = None
+        self._admin: AdminServer | None = None
         self._stop_counting: Callable[[], None] | None = None
         self._content = ""
         """Digest of the model's files."""
@@ -130,9 +133,8 @@ class Rank:
         if any(kind.dtype.endswith(" amx") for kind in kinds):
             torch.cpu._init_amx()  # vLLM does not ask for AMX, and died where a step of one token came first (0.32)
         num_blocks = self._cache_config.num_blocks
-        timeline, place = self._settings.timeline, self._place
-        number = versions.data_parallel_index(self._config) * place.num_all + place.of_all
-        self._trace = TraceFile(self._name, timeline.replace("{rank}", str(number))) if timeline else None
+        timeline, rank = self._settings.timeline, str(self._number)
+        self._trace = TraceFile(self._name, timeline.replace("{rank}", rank)) if timeline else None
         self._stop_counting = listen(self.counts)
         shards: list[tuple[int, Node, CacheGroups]] = []
         for number, cache in self._parts(caches, list(tensors)):
@@ -155,6 +157,9 @@ class Rank:
         source = self._open_source(caches, buffers)
         if source is not None:
             assert self._settings.tiers is not None
+            if self._settings.admin is not None:
+                assert isinstance(source.store, Store)
+                self._admin = AdminServer(self._name, source.store, self._settings.admin, self._number)
             store = self._store = StoreHalf(
                 source,
                 whole,
@@ -275,6 +280,9 @@ class Rank:
         nodes, self._nodes = self._nodes, []
         for node in nodes:
             node.close()
+        admin, self._admin = self._admin, None
+        if admin is not None:
+            admin.close()
         store, self._store = self._store, None
         if store is not None:
             store.close()
@@ -287,6 +295,11 @@ class Rank:
             stop_counting()
             if self._trace is not None:
                 self._trace.close()
+
+    @property
+    def _number(self) -> int:
+        """Of this rank among those of all engines behind one HTTP port."""
+        return versions.data_parallel_index(self._config) * self._place.num_all + self._place.of_all
 
     @property
     def _name(self) -> str:

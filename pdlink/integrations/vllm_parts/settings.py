@@ -13,6 +13,7 @@ from pdlink.config import (
     TransportConfig,
     WorkerConfig,
 )
+from pdlink.config.admin import AdminConfig, check_admin
 from pdlink.config.foreign.vllm import VLLM
 from pdlink.config.listen import LinkListen
 from pdlink.config.loading import explain
@@ -56,6 +57,8 @@ class ConnectorSettings(BaseModel):
     tiers: TiersConfig | None = None
     """Where the KV of prompts is kept when vLLM needs its blocks for others; None: nowhere. Of each rank: {name} in
     `local_disk` is then the name and the rank."""
+    admin: AdminConfig | None = None
+    """Where operators see and change what `tiers` keep in this server's processes (`pdlink cache`); None: nowhere."""
     security: SecurityConfig = SecurityConfig()
     """Key files may hold `{shard}`: every shard is a peer of its own and needs its own key."""
     timeline: str | None = None
@@ -72,6 +75,9 @@ class ConnectorSettings(BaseModel):
         disks = () if self.tiers is None else self.tiers.disks
         if self.name is None and any("{name}" in directory for directory in disks):
             raise ValueError("tiers.local_disk: got {name}, and vLLM makes up another name at every start; set name")
+        if self.admin is not None and self.tiers is None:
+            raise ValueError("admin: got one without tiers, and there is nothing to see; set tiers, or leave it out")
+        check_admin(self.admin, self.tiers.store if self.tiers is not None else None)
         WorkerConfig(
             listen=self.listen.as_control(),
             transport=self.transport,

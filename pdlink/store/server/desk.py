@@ -2,7 +2,7 @@
 
 A client is one life of one process; its connections come and go. What it reads under a lease counts only if `release`
 is answered, so leases end with the connection. It may still write into a reservation then: that ends when the client
-connects again without naming it, or when its process has ended, which only the kernel can say. So do its pins.
+connects again without naming it, or when its process has ended, which only the kernel can say.
 
 No socket, clock or thread is in here; the threads that bring records tell of them. A message is believed in nothing:
 a client can end, commit and release what it was given, and nothing else. (Its process has the arena mapped, and so
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pdlink.kv.hashing import Preimage
     from pdlink.store.interface import AnyFetch
     from pdlink.store.record import RecordShape
+    from pdlink.store.scope import Scope
     from pdlink.store.sessions import SessionTerms
     from pdlink.store.slots import Retention, Slot
     from pdlink.store.store import Store
@@ -70,25 +71,19 @@ class Desk:
         """By serial."""
         self._fetches: dict[int, AnyFetch] = {}
         """By the client's number."""
-        self._has_pinned = False
 
     @property
     def is_writing(self) -> bool:
         """Whether its process may still write into the arena."""
         return bool(self._writing)
 
-    @property
-    def ends_with_process(self) -> bool:
-        """Whether it has what outlives its connection."""
-        return self.is_writing or self._has_pinned
-
     def may_wait(self, message: wire.Request) -> bool:
         """Whether `handle` waits for tiers, or for the disk that notes a clear, or frees what was cleared."""
-        return isinstance(message, wire.Move | wire.Repack | wire.Flush | wire.Clear) or (
+        return isinstance(message, wire.Flush | wire.Clear) or (
             isinstance(message, wire.Lookup) and self._store.has_tiers
         )
 
-    def handle(self, message: wire.Request) -> None:  # noqa: PLR0912 - one line for each message
+    def handle(self, message: wire.Request) -> None:
         """Do it, and tell the answer, now or later. Raises ProtocolError for what no client has reason to send."""
         store = self._store
         match message:
@@ -106,11 +101,6 @@ class Desk:
                 self._commit(message)
             case wire.Abandon():
                 store.abandon([slot for slot, _ in self._taken(message.serials)])
-            case wire.Pin():
-                self._has_pinned = True
-                self.tell(wire.Count(message.call, store.pin(message.keys, message.name, self.holder)))
-            case wire.Unpin():
-                self.tell(wire.Count(message.call, store.unpin(message.name)))
             case wire.HoldSession():
                 session = _checked_session(message.session)
                 held = store.hold(session, message.keys, message.sizes, waits=message.waits)
@@ -122,19 +112,10 @@ class Desk:
                 self.tell(
                     wire.Forgot(message.call, *store.clear(message.keys, message.places, ending=message.ending))
                 )
-            case wire.Move():
-                _check(message.shape)
-                self._check_places([message.source, message.destination])
-                copied = store.move(
-                    message.keys, message.shape, message.source, message.destination, copy=message.copy
-                )
-                self.tell(wire.Count(message.call, copied))
-            case wire.Repack():
-                self._repack(message)
             case wire.Flush():
                 self.tell(wire.Count(message.call, int(store.flush(message.timeout_s))))
-            case wire.Freeze():
-                store.frozen = message.on
+            case wire.Know():
+                self._know(message.scope)
             case wire.Ping():
                 self.tell(wire.Count(message.call, 1))
             case wire.Hello():
@@ -156,7 +137,6 @@ class Desk:
         self.disconnected()
         self._store.holder_gone(self.holder)
         self._writing.clear()
-        self._has_pinned = False
 
     # --- Inside
 
@@ -217,15 +197,15 @@ class Desk:
         end = max((slot.offset + slot.nbytes for slot in slots), default=0)
         self.tell(wire.Reserved(message.call, reserved, max(end, self._store.committed_nbytes)))
 
-    def _repack(self, message: wire.Repack) -> None:
-        _check(message.shape)
-        self._check_places([message.place])
-        try:
-            packed = self._store.repack(message.keys, message.shape, message.place, message.codec)
-        except ConfigError as error:  # the client has the codec's library, and this process has not
-            log.warning("%s", error)
-            packed = 0
-        self.tell(wire.Count(message.call, packed))
+    def _know(self, scope: Scope) -> None:
+        for group in scope.groups:
+            _check(group.shape)
+            if scope.chunk_tokens % group.shape.chunk_tokens:
+                raise ProtocolError(
+                    f"scope: got records of {group.shape.chunk_tokens} positions; expected a divisor of "
+                    f"{scope.chunk_tokens} tokens; correct it"
+                )
+        self._store.know(scope)
 
     def _commit(self, message: wire.Commit) -> None:
         """In the shapes that they were reserved in."""

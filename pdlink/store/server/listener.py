@@ -1,7 +1,7 @@
 """`Listener`: the clients of a store process, each with a thread that does what it says.
 
-A thread serves one connection of one client. When that ends while the client still writes into the arena, or has
-pins, the thread waits for the end of its process, which the kernel reports (pidfd), or for the client's next
+A thread serves one connection of one client. When that ends while the client still writes into the arena, the
+thread waits for the end of its process, which the kernel reports (pidfd), or for the client's next
 connection, which takes over. Two more threads of each client do what waits for tiers, and one sends what other
 threads tell it: a client that reads nothing, or asks for everything, keeps nobody waiting but itself.
 """
@@ -269,7 +269,6 @@ class _Session(threading.Thread):
             buffer.nbytes,
             store.committed_nbytes,
             places,
-            store.frozen,
             self._listener.events,
             store.wants_sums,
         )
@@ -317,7 +316,7 @@ class _Session(threading.Thread):
         poller = select.poll()
         for descriptor in (client.pidfd, self._wake):
             poller.register(descriptor, select.POLLIN)
-        while client.desk.ends_with_process:
+        while client.desk.is_writing:
             ready = [descriptor for descriptor, _ in poller.poll()]
             if self._wake in ready:
                 return

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
+from pdlink.store import wire
 from pdlink.store.client import RemoteStore
 from tests.store import test_store
 from tests.store.process import client, served
@@ -54,7 +55,8 @@ def put(store: AnyStore, keys: Sequence[bytes]) -> int:
 
 def heard(store: AnyStore) -> None:
     """Wait until the store has done what it was told: this call has an answer, and a commit has none."""
-    store.unpin("nobody")
+    if isinstance(store, RemoteStore) and store._link is not None:
+        store._link.ask(wire.Ping(-1), wire.Count)
 
 
 def disturb(store: AnyStore) -> None:

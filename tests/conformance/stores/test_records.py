@@ -217,16 +217,14 @@ def test_a_record_that_can_never_fit_finds_no_room(reach: Reach) -> None:
 
 def test_a_frozen_store_answers_and_keeps_nothing_new(reach: Reach) -> None:
     tier = StubTier()
-    with reach(2, [tier]) as (_, mine, other):
+    with reach(2, [tier]) as (store, mine, other):
         put_below(mine, KEYS[:4], tier)
-        mine.frozen = True
-        heard(mine)
+        store.frozen = True
         assert put(other, KEYS[4:5]) == 0
         assert read(other, KEYS[2:4]) == 2
         assert read(other, KEYS[:2]) == 0
         assert "get" not in tier.calls
-        mine.frozen = False
-        heard(mine)
+        store.frozen = False
         assert put(other, KEYS[4:5]) == 1
 
 
@@ -234,12 +232,12 @@ def test_a_frozen_store_answers_and_keeps_nothing_new(reach: Reach) -> None:
 
 
 def test_pins_keep_within_the_quota(reach: Reach) -> None:
-    with reach() as (_, mine, other):
+    with reach() as (store, mine, _):
         put(mine, KEYS[:4])
-        assert mine.pin(KEYS, "operator") == 2
+        assert store.pin(KEYS, "operator") == 2
         put(mine, KEYS[4:8])
         assert read(mine, KEYS[:2]) == 2
-        assert other.unpin("operator") == 2
+        assert store.unpin("operator") == 2
 
 
 def test_what_is_cleared_is_found_nowhere(reach: Reach) -> None:
@@ -256,16 +254,16 @@ def test_what_is_cleared_is_found_nowhere(reach: Reach) -> None:
 
 def test_records_are_moved_between_places_and_packed_there(reach: Reach) -> None:
     tier = StubTier()
-    with reach(8, [tier]) as (_, mine, other):
+    with reach(8, [tier]) as (store, mine, other):
         put(mine, KEYS[:5])
-        assert mine.move(KEYS[:6], SHAPE, MEMORY, "stub", copy=True) == 5
-        assert mine.repack(KEYS[:6], SHAPE, "stub", "raw") == 5
+        assert store.move(KEYS[:6], SHAPE, MEMORY, "stub", copy=True) == 5
+        assert store.repack(KEYS[:6], SHAPE, "stub", "raw") == 5
         with pytest.raises(ConfigError, match="none of ours"):
-            mine.repack(KEYS[:6], SHAPE, "stub", "none of ours")
+            store.repack(KEYS[:6], SHAPE, "stub", "none of ours")
         assert mine.clear(KEYS[:5], [MEMORY]).records == 5
         assert other.lookup(KEYS, WAIT_S).places == (1,) * 5
         assert read(other, KEYS) == 5
-        assert mine.move(KEYS[:1], SHAPE, MEMORY, "stub", copy=False) == 1
+        assert store.move(KEYS[:1], SHAPE, MEMORY, "stub", copy=False) == 1
         assert other.lookup(KEYS[:2], WAIT_S).places == (1, 0)
 
 
