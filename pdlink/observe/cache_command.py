@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> list[str]:
         )
         action.add_argument("--json", action="store_true", help="print what it answers")
         if of_prompt:
-            _add_prompt(action, required=name != "clear")
+            _add_prompt(action, required=name not in ("clear", "verify"))
         action.set_defaults(run=run, action=name)
         return action
 
@@ -78,6 +78,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> list[str]:
     clear = add("clear", "forget a prompt, or everything", _count, of_prompt=True)
     clear.add_argument("--everything", action="store_true", help="forget all prompts")
     clear.add_argument("--place", action="append", metavar="PLACE", help="only in this place; repeatable")
+    freeze = add("freeze", "keep nothing new, and evict nothing, until --off", _freeze)
+    freeze.add_argument("--off", action="store_true", help="keep and evict again")
+    quota = add("quota", "memory for the KV of one cache_salt, or of each", _quota)
+    quota.add_argument("--salt", default="", metavar="SALT", help="whose; else of each that has none of its own")
+    quota.add_argument("--gib", type=float, metavar="GIB", help="without it, no quota of its own any more")
+    compress = add("compress", "pack what a tier keeps of a prompt", _count, of_prompt=True)
+    compress.add_argument("--place", required=True, metavar="PLACE", help="the tier")
+    compress.add_argument("--codec", default="zstd", choices=["zstd", "raw"], help="raw unpacks (zstd)")
+    add_tier = add("add-tier", "keep what comes from now on in a further tier, too", _count)
+    add_tier.add_argument("--tier", required=True, metavar="URL", help="as tiers.remote_url")
+    add_tier.add_argument("--codec", default="raw", choices=["zstd", "raw"], help="how it packs records (raw)")
+    remove_tier = add("remove-tier", "write to a tier what it is to have, and use it no more", _count)
+    remove_tier.add_argument("--place", required=True, metavar="PLACE", help="the tier")
+    verify = add("verify", "compare records with their checksums, and drop wrong ones", _verify, of_prompt=True)
+    verify.add_argument("--everything", action="store_true", help="instead of a prompt: all that is in memory")
     top = add("top", "stats and rates, live, until Ctrl-C", _top)
     top.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between two looks (2)")
     top.add_argument("--count", type=int, default=0, metavar="N", help="number of looks; 0: until Ctrl-C (0)")
@@ -124,21 +139,56 @@ def _count(args: argparse.Namespace) -> None:
         body |= {"source": args.source, "destination": args.destination, "keep": args.keep}
     elif args.action == "clear":
         body |= {"everything": args.everything, "places": args.place}
-    answer = _ask(args, "POST", f"/pdlink/cache/{args.action}", body)
+    elif args.action == "add-tier":
+        body = {"url": args.tier, "codec": args.codec}
+    elif args.action == "remove-tier":
+        body = {"place": args.place}
+    elif args.action == "compress":
+        body |= {"place": args.place, "codec": args.codec}
+    answer = _ask(args, "POST", f"/pdlink/cache/{args.action.replace('-', '_')}", body)
     what, value = next(iter(answer.items()))
     done = {
         "warm": "are in memory",
         "pin": f"are pinned as {getattr(args, 'name', '')}",
         "unpin": "are not pinned any more",
         "move": f"are in {getattr(args, 'destination', '')}",
+        "compress": f"are {getattr(args, 'codec', '')} in {getattr(args, 'place', '')}",
         "clear": "were in memory and are forgotten; tiers forget in the background",
     }
-    _show(args, answer, plain(f"{value} {what} {done[args.action]}"))
+    said = f"{value} {what} {done[args.action]}" if args.action in done else f"{what}: {value}"
+    _show(args, answer, plain(said))
+    if not answer.get("drained", True):
+        raise CannotFetch(f"{args.url}: {args.place} is removed, and has not got all that it was to have")
     if args.action == "clear" and not answer.get("durable", True):
         raise CannotFetch(
             f"{args.url} could not note the clear, or has lost its store: what tiers have not forgotten yet is found "
             "again after a restart; make its tiers.state_dir writable, and clear again"
         )
+
+
+def _freeze(args: argparse.Namespace) -> None:
+    answer = _ask(args, "POST", "/pdlink/cache/freeze", {"on": not args.off})
+    _show(args, answer, plain("frozen" if answer["frozen"] else "not frozen any more"))
+
+
+def _quota(args: argparse.Namespace) -> None:
+    answer = _ask(args, "POST", "/pdlink/cache/quota", {"cache_salt": args.salt, "gib": args.gib})
+    quota = f"{_mib(answer['quota_nbytes'])} MiB" if answer["quota_nbytes"] else "none"
+    used = f", of which {_mib(answer['used_nbytes'])} are used" if args.salt else ""
+    _show(args, answer, plain(f"quota: {quota}{used}"))
+
+
+def _verify(args: argparse.Namespace) -> None:
+    """Ends with 1 where records were wrong."""
+    answer = _ask(args, "POST", "/pdlink/cache/verify", {**_named(args), "everything": args.everything})
+    table = Table()
+    for column in ("place", "right", "wrong", "unknown"):
+        table.add_column(column, justify="left" if column == "place" else "right")
+    for place, counts in answer.items():
+        add_row(table, place, *(str(counts[name]) for name in ("right", "wrong", "unknown")))
+    _show(args, answer, table)
+    if wrong := sum(counts["wrong"] for counts in answer.values()):
+        raise CannotFetch(f"{args.url} held {wrong} wrong records and has dropped them; look at its memory and disks")
 
 
 def _top(args: argparse.Namespace) -> None:

@@ -172,7 +172,8 @@ def build_app(worker: Worker, http_key: str | None = None) -> web.Application:
     app.router.add_get("/pdlink/state", state_of)
     app.router.add_get("/pdlink/sources", sources_of)
     if worker.source is not None:
-        add_cache_routes(app, CacheDesk(worker.source.store, partial(_tokens_of, worker.model)))
+        read, setting = partial(_tokens_of, worker.model), "security.http_key_file"
+        add_cache_routes(app, CacheDesk(worker.source.store, read, keyed=http_key is not None, setting=setting))
     app.router.add_post("/pdlink/transfers/{transfer_id}/stop", stop_transfer)
     app.on_cleanup.append(cleanup)
     if every_s:

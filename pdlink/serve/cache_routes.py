@@ -9,23 +9,25 @@ not reach them.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
 
 from pdlink.api.fields import decoded
 from pdlink.api.session import SessionId  # noqa: TC001  (msgspec reads annotations at run time)
-from pdlink.errors import InvalidRequest, Overloaded
+from pdlink.errors import ConfigError, InvalidRequest, Overloaded
 from pdlink.serve.http import body_of, json_response
-from pdlink.store.interface import Found
+from pdlink.store.interface import MEMORY, Found
 from pdlink.store.lookup import look_up
 from pdlink.store.reach import chunks_of, part_of
 from pdlink.store.slots import tenant_of
 from pdlink.store.store import Store
+from pdlink.store.tiers.opening import open_tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,6 +98,39 @@ class ClearRequest(NamedPrompt, frozen=True, kw_only=True):
     """None: everywhere."""
 
 
+class FreezeRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    on: bool
+    """While it is on, nothing new is kept, and nothing is evicted."""
+
+
+class QuotaRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    cache_salt: str = ""
+    """Whose; empty for all salts that have none of their own."""
+    gib: Annotated[float, Meta(gt=0, le=2**20)] | None = None
+    """None takes it away."""
+
+
+class AddTierRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    url: str
+    """As `tiers.remote_url`."""
+    codec: Literal["raw", "zstd"] = "raw"
+
+
+class RemoveTierRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    place: str
+
+
+class CompressRequest(NamedPrompt, frozen=True, kw_only=True):
+    place: str
+    codec: Literal["raw", "zstd"] = "zstd"
+    """raw: as records are in memory."""
+
+
+class VerifyRequest(NamedPrompt, frozen=True, kw_only=True):
+    everything: bool = False
+    """Instead of a prompt: all that is in memory. What is below is checked whenever it is read."""
+
+
 def token_ids(asked: NamedPrompt) -> Sequence[int]:
     """Of a caller who names them. Raises BadField."""
     if asked.messages is not None or bytes(memoryview(asked.prompt)[:1]) == b'"':
@@ -132,9 +167,18 @@ class _Known(NamedTuple):
 class CacheDesk:
     """The verbs, in the calling thread."""
 
-    def __init__(self, store: AnyStore, read: Callable[[NamedPrompt], Sequence[int]] = token_ids) -> None:
-        """read: gives the token ids of a prompt. Raises InvalidRequest, CapacityExceeded."""
+    def __init__(
+        self,
+        store: AnyStore,
+        read: Callable[[NamedPrompt], Sequence[int]] = token_ids,
+        *,
+        keyed: bool,
+        setting: str = "http_key_file",
+    ) -> None:
+        """read: gives the token ids of a prompt. Raises InvalidRequest, CapacityExceeded. keyed: callers have the key
+        that `setting` names."""
         self._store, self._tokens_of = store, read
+        self._keyed, self._setting = keyed, setting
 
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = msgspec.to_builtins(self._own_store().state())
@@ -206,6 +250,62 @@ class CacheDesk:
             raise InvalidRequest("everything: got a prompt and true, or neither; expected one of them; say which")
         keys = None if asked.everything else [key for mine in self._read(asked).keys for key in mine]
         return self._store.clear(keys, asked.places)._asdict()
+
+    def freeze(self, asked: FreezeRequest) -> dict[str, bool]:
+        self._own_store().frozen = asked.on
+        return {"frozen": asked.on}
+
+    def quota(self, asked: QuotaRequest) -> dict[str, int]:
+        """Of memory, until the end of this process. What exceeds it is evicted at once, and tiers keep theirs."""
+        store, tenant = self._own_store(), tenant_of(asked.cache_salt)
+        store.set_quota(None if asked.gib is None else int(asked.gib * 2**30), tenant)
+        return dict(zip(("used_nbytes", "quota_nbytes"), store.quota(tenant), strict=True))
+
+    def add_tier(self, asked: AddTierRequest) -> dict[str, str]:
+        """Below the others, for what is kept from now on, until the end of this process."""
+        store = self._own_store()
+        if not self._keyed:
+            raise InvalidRequest(
+                f"{self._setting}: got none, and a tier gets the KV of all callers; set it, and send the key"
+            )
+        if "://" not in asked.url:
+            raise InvalidRequest(
+                "url: got none; expected file:///DIRECTORY, redis://HOST or s3://BUCKET, or their kin"
+            )
+        try:
+            return {"place": store.add_tier(open_tier(asked.url), asked.codec)}
+        except ConfigError as error:
+            raise InvalidRequest(str(error).replace("tiers.remote_url", "url")) from None
+
+    def remove_tier(self, asked: RemoveTierRequest) -> dict[str, bool]:
+        """Whether it got all that it was to have before. Nothing is found there from now on; what it has stays."""
+        self._check_places([asked.place])
+        if asked.place == MEMORY:
+            raise InvalidRequest(f"place: got {MEMORY!r}; expected a tier below it; name one")
+        return {"drained": self._own_store().remove_tier(asked.place)}
+
+    def compress(self, asked: CompressRequest) -> dict[str, int]:
+        """Pack what a tier has of a prompt; memory keeps records as they are."""
+        self._check_places([asked.place])
+        store, known = self._own_store(), self._known(self._read(asked))
+        packed = [
+            store.repack(part.keys, group.shape, asked.place, asked.codec)
+            for part, group in zip(known.parts, known.scope.groups, strict=True)
+        ]
+        return {"tokens": known.tokens(packed)}
+
+    def verify(self, asked: VerifyRequest) -> dict[str, dict[str, int]]:
+        """By place how many records are what was put, and how many were not and are dropped."""
+        store = self._own_store()
+        if asked.everything == bool(asked.forms):
+            raise InvalidRequest("everything: got a prompt and true, or neither; expected one of them; say which")
+        if asked.everything:
+            return {place: one._asdict() for place, one in store.verify().items()}
+        prompt, found = self._read(asked), defaultdict[str, Counter[str]](Counter)
+        for keys, group in zip(prompt.keys, prompt.scope.groups, strict=True):
+            for place, one in store.verify(keys, group.shape).items():
+                found[place].update(one._asdict())
+        return {place: dict(counts) for place, counts in found.items()}
 
     def _own_store(self) -> Store:
         if not isinstance(self._store, Store):
@@ -306,6 +406,12 @@ def add_cache_routes(app: web.Application, desk: CacheDesk) -> None:
         (EndSessionRequest, desk.end_session),
         (MoveRequest, desk.move),
         (ClearRequest, desk.clear),
+        (FreezeRequest, desk.freeze),
+        (QuotaRequest, desk.quota),
+        (AddTierRequest, desk.add_tier),
+        (RemoveTierRequest, desk.remove_tier),
+        (CompressRequest, desk.compress),
+        (VerifyRequest, desk.verify),
     ):
         post(kind, verb)
     app.on_cleanup.append(cleanup)

@@ -78,6 +78,6 @@ def build_app(
     for path in ("/health", "/livez", "/readyz"):  # it takes clients as long as it lives
         app.router.add_get(path, health)
     app.router.add_get("/metrics", metrics_text)
-    add_cache_routes(app, CacheDesk(store))
+    add_cache_routes(app, CacheDesk(store, keyed=http_key is not None, setting=setting))
     app.on_cleanup.append(cleanup)
     return app

@@ -89,6 +89,8 @@ class GuardedTier:
         self._asking, self._moving, self._forgetting = (Breaker(deadline_s) for _ in range(3))
         """Of look-ups, of calls that move records, and of calls that remove them. A tier that fails at one of the
         first two is left alone; one that only removes nothing is read."""
+        self.removed = False
+        """Nothing is found in it any more, and nothing is asked of it."""
         self._kept_away = False
         """Whether it was left alone after the last call."""
         self.failure = ""
@@ -182,7 +184,7 @@ class GuardedTier:
         return result
 
     def _allows(self, now_s: float, breaker: Breaker) -> bool:
-        return all(one.allows(now_s) for one in {self._asking, self._moving, breaker})
+        return not self.removed and all(one.allows(now_s) for one in {self._asking, self._moving, breaker})
 
     def _keeps_away(self, now_s: float) -> bool:
         return self._asking.keeps_away(now_s) or self._moving.keeps_away(now_s)
@@ -205,7 +207,7 @@ class GuardedTier:
         return bool(self._doomed) or not self._knows_cleared
 
     def hides(self, key: bytes) -> bool:
-        return not self._knows_cleared or key in self._doomed or EVERYTHING in self._doomed
+        return self.removed or not self._knows_cleared or key in self._doomed or EVERYTHING in self._doomed
 
     def learn_cleared(self) -> None:
         """Read what earlier processes cleared; everything is hidden before. By `noting`'s thread."""
@@ -305,19 +307,53 @@ class Below:
         self.hashed = hashed or not all(getattr(tier, "verifies", False) for tier in tiers)
         """One for all tiers: copies of one header may go to two of them at the same time."""
         self._deadline_s, self._clock = deadline_s, clock
-        self._noting = noting = Line("pdlink-store-note")
-        self.tiers = [
-            GuardedTier(tier, name, codec=codec, cleared=cleared, noting=noting, deadline_s=deadline_s, clock=clock)
-            for tier, name, codec in zip(tiers, names, codecs, strict=True)
-        ]
-        learned = [noting.submit(tier.learn_cleared) for tier in self.tiers]
-        done, late = wait(learned, _LEARN_S)
+        self._noting = Line("pdlink-store-note")
+        self.tiers = [self._guarded(*each) for each in zip(tiers, names, codecs, strict=True)]
+        """Also those that were removed: places are numbers of them."""
+        self._learn(self.tiers)
+
+    def _guarded(self, tier: Tier, name: str, codec: Codec | None) -> GuardedTier:
+        return GuardedTier(
+            tier,
+            name,
+            codec=codec,
+            cleared=self._cleared,
+            noting=self._noting,
+            deadline_s=self._deadline_s,
+            clock=self._clock,
+        )
+
+    def _learn(self, tiers: Sequence[GuardedTier]) -> None:
+        done, late = wait([self._noting.submit(tier.learn_cleared) for tier in tiers], _LEARN_S)
         for each in done:
             each.result()
         if late:
             log.warning(
                 "the file that says what was cleared does not answer: nothing is found in tiers before it does"
             )
+
+    def add(self, tier: Tier, name: str, codec: Codec | None) -> None:
+        """It is asked after the others from now on."""
+        guarded = self._guarded(tier, name, codec)
+        self._learn([guarded])
+        self.hashed = self.hashed or not guarded.verifies
+        self.tiers = [*self.tiers, guarded]
+
+    def remove(self, index: int) -> None:
+        """Ask nothing of a tier any more: calls that wait in its lines find it empty. Waits for calls under way, no
+        longer than the deadline, and has it closed."""
+        tier, deadline_s = self.tiers[index], time.monotonic() + self._deadline_s
+        tier.removed = True
+        for line in tier.lines:
+            line.wait_end(max(0.0, deadline_s - time.monotonic()))
+        closing = Line("pdlink-store-close")
+        closing.put(tier.tier.close)
+        closing.wait_end(max(_CLOSE_S, deadline_s - time.monotonic()))
+
+    @property
+    def there(self) -> list[GuardedTier]:
+        """Those that were not removed."""
+        return [tier for tier in self.tiers if not tier.removed]
 
     def close(self) -> None:
         """End the threads, as far as the tiers let them within one deadline for all. One that stalls is over it."""
@@ -342,7 +378,8 @@ class Below:
         first = [-1] * len(keys)
         if not keys:
             return first
-        answers: list[list[bool]] = [[] for _ in self.tiers]
+        tiers = self.tiers  # others may come meanwhile
+        answers: list[list[bool]] = [[] for _ in tiers]
         missing = threading.Semaphore(0)
         gone = threading.Event()
 
@@ -351,7 +388,7 @@ class Below:
                 answers[index] = tier.contains(keys)
                 missing.release()
 
-        asked = [(index, tier) for index, tier in enumerate(self.tiers) if tier.available]
+        asked = [(index, tier) for index, tier in enumerate(tiers) if tier.available]
         for index, tier in asked:
             if not tier.askers.put(partial(ask, index, tier)):
                 missing.release()
@@ -361,7 +398,7 @@ class Below:
         gone.set()
         for index, answer in reversed(list(enumerate(answers))):
             for at, found in enumerate(answer[: len(keys)]):
-                if found and not self.tiers[index].hides(keys[at]):
+                if found and not tiers[index].hides(keys[at]):
                     first[at] = index
         return first
 
@@ -420,7 +457,7 @@ class Below:
             tier.doom(keys, clear)
 
     def _in(self, places: Sequence[str] | None) -> list[GuardedTier]:
-        return [tier for tier in self.tiers if places is None or tier.name in places]
+        return [tier for tier in self.there if places is None or tier.name in places]
 
     def try_again(self) -> None:
         """Ask servers that do not answer, and have tiers that were away forget what was cleared meanwhile, or before
@@ -433,7 +470,7 @@ class Below:
         """Wait until the writers have done what is in line, but of a tier that stalls; whether `timeout_s` was
         enough."""
         written = threading.Semaphore(0)
-        lines = [tier.writers.put(written.release, alone=True) for tier in self.tiers if not tier.stalls]
+        lines = [tier.writers.put(written.release, alone=True) for tier in self.there if not tier.stalls]
         deadline_s = self._clock() + timeout_s
         return all(lines) and all(written.acquire(timeout=max(0.0, deadline_s - self._clock())) for _ in lines)
 
@@ -446,7 +483,7 @@ class Below:
             tier, why = guard.tier, problems[guard.name]
             return PlaceState(guard.name, tier.nbytes, tier.capacity_nbytes, None, guard.answers, guard.forgets, why)
 
-        return list(map(state, self.tiers))
+        return list(map(state, self.there))
 
     def problems(self) -> dict[str, str]:
         """By name: why a tier keeps less than its settings say."""
@@ -454,11 +491,11 @@ class Below:
         def left_alone(tier: GuardedTier) -> str:
             return f"{tier.failure or 'it stalled'} ({tier.medium}); it is left alone for a while"
 
-        return {tier.name: left_alone(tier) if tier.is_left_alone else tier.problem for tier in self.tiers}
+        return {tier.name: left_alone(tier) if tier.is_left_alone else tier.problem for tier in self.there}
 
     def answering(self) -> dict[str, bool]:
-        return {tier.name: tier.answers for tier in self.tiers}
+        return {tier.name: tier.answers for tier in self.there}
 
     def gauges(self) -> dict[str, float]:
         """Bytes by name."""
-        return {tier.name: tier.tier.nbytes for tier in self.tiers}
+        return {tier.name: tier.tier.nbytes for tier in self.there}

@@ -379,6 +379,39 @@ class Catalog:
         if self.sessions.place(key, is_below=True):
             self.rank([key])
 
+    def set_quota(self, nbytes: int | None, tenant: str = "") -> None:
+        """Of all tenants without one of their own, or of one; 0 sets none, None gives the tenant that of all again.
+
+        `trim` evicts what exceeds it. Costs a look at each record where the first quota is set, or the last one taken
+        away.
+        """
+        turns, were_told_apart = self._turns, self._turns.by_tenant
+        if not tenant:
+            turns.quota_nbytes = nbytes or 0
+        elif nbytes is None:
+            turns.own_quotas_nbytes.pop(tenant, None)
+        else:
+            turns.own_quotas_nbytes[tenant] = nbytes
+        for record in self._records.values() if turns.by_tenant != were_told_apart else ():
+            self._insert_again(record)
+
+    def trim(self) -> bool:
+        """Evict some of what exceeds quotas, as far as it may be; whether there may be more of it."""
+        left = _MOST_DUE
+        for tenant in list(self._turns.used_nbytes):
+            while left and not self._turns.room_in_quota(tenant, 0):
+                key = self._turns.evict(self._may_evict, tenant)
+                if key is None:
+                    break
+                self._evicted(self._records[key])
+                left -= 1
+        return not left
+
+    def quota(self, tenant: str = "") -> tuple[int, int]:
+        """What a tenant uses, and its quota; of none in particular 0, and that of all. In bytes."""
+        turns = self._turns
+        return (turns.used_nbytes[tenant], turns.quota_of(tenant)) if tenant else (0, turns.quota_nbytes)
+
     def remove(self, keys: Iterable[bytes]) -> int:
         """Forget these keys, pinned ones included; how many were known. Readers and writers finish first."""
         known = [self._records[key] for key in keys if key in self._records]

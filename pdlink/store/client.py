@@ -112,7 +112,9 @@ class RemoteStore(AnyStore):
     @property
     def places(self) -> tuple[str, ...]:
         """As of the last connection."""
-        return self._places
+        link = self._link
+        now = link.places if link is not None else ()
+        return now + self._places[len(now) :]
 
     @property
     def events(self) -> str:
@@ -159,7 +161,7 @@ class RemoteStore(AnyStore):
         if link is None:
             fetch.finish()
         else:
-            places = tuple(place if place < link.num_places else 0 for place in found.places)
+            places = tuple(place if place < len(link.places) else 0 for place in found.places)
             asked = wire.FetchRecords(call, found.keys, places, shape, request[: wire.MAX_TEXT], retention, checks)
             link.begin(fetch, asked)
         return fetch
@@ -323,7 +325,7 @@ class RemoteStore(AnyStore):
             self._warned.clear()
             reason = link.hear_safely()
             with self._changed:
-                self._link = None
+                self._places, self._link = self.places, None
             link.close()
             pause_s, lost_s = _FIRST_PAUSE_S, time.monotonic()
             if not self._closing:

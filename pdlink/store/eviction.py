@@ -356,9 +356,11 @@ class Turns:
     def __init__(self, policy: EvictionPolicy, *, quota_nbytes: int) -> None:
         """policy: of all records, as long as priorities and tenants are alike; others get one like it.
 
-        quota_nbytes: of each tenant; 0 sets none, and then all tenants are one.
+        quota_nbytes: of each tenant; 0 sets none. Where no tenant has one, all tenants are one.
         """
         self.quota_nbytes = quota_nbytes
+        self.own_quotas_nbytes: dict[str, int] = {}
+        """By tenant, of those that have another one; 0 sets none."""
         self.used_nbytes: Counter[str] = Counter()
         """Of slots, by tenant."""
         self._usual = _Class(DEFAULT_PRIORITY, "")
@@ -368,8 +370,13 @@ class Turns:
     def __len__(self) -> int:
         return len(self._class_of)
 
+    @property
+    def by_tenant(self) -> bool:
+        """Whether tenants are told apart. Records that are there when it changes are to be inserted again."""
+        return bool(self.quota_nbytes or any(self.own_quotas_nbytes.values()))
+
     def insert(self, key: Key, nbytes: int, retention: Retention) -> None:
-        kind = _Class(retention.priority, retention.tenant if self.quota_nbytes else "")
+        kind = _Class(retention.priority, retention.tenant if self.by_tenant else "")
         self._class_of[key] = kind
         if kind not in self._policies:
             self._policies[kind] = type(self._policies[self._usual])()
@@ -396,8 +403,13 @@ class Turns:
         self.used_nbytes = Counter()
         return was, tables
 
+    def quota_of(self, tenant: str) -> int:
+        """In bytes; 0 for none."""
+        return self.own_quotas_nbytes.get(tenant, self.quota_nbytes) if tenant else 0
+
     def room_in_quota(self, tenant: str, nbytes: int) -> bool:
-        return not self.quota_nbytes or not tenant or self.used_nbytes[tenant] + nbytes <= self.quota_nbytes
+        quota_nbytes = self.quota_of(tenant)
+        return not quota_nbytes or self.used_nbytes[tenant] + nbytes <= quota_nbytes
 
     def give_back(self, tenant: str, nbytes: int) -> None:
         self.used_nbytes[tenant] -= nbytes

@@ -97,12 +97,16 @@ class Line:
             self._ended = True
             self._changed.notify_all()
 
-    def close(self, timeout_s: float) -> None:
-        """Do what is in line, and end; return after `timeout_s` if that takes longer: the rest is not done then."""
+    def wait_end(self, timeout_s: float) -> None:
+        """The same, and wait so long at most."""
         self.end()
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def close(self, timeout_s: float) -> None:
+        """Do what is in line, and end; return after `timeout_s` if that takes longer: the rest is not done then."""
+        self.wait_end(timeout_s)
         with self._changed:  # a thread that is stuck would begin it while the process ends
             self._jobs.clear()
             self._changed.notify_all()

@@ -94,7 +94,7 @@ class Link:
         welcome: wire.Welcome,
     ) -> None:
         """end: connected, and past the welcome. timeout_s: longest wait for an answer that waits for no tier."""
-        self.num_places = len(welcome.places)
+        self.places = welcome.places
         """Of this life of the store; what its former one found may be in more."""
         self.events, self.wants_sums = welcome.events, welcome.wants_sums
         end.settimeout(timeout_s)
@@ -232,6 +232,8 @@ class Link:
                 fetch = self._fetches.get(reply.call)
                 if fetch is not None:
                     fetch.coming(reply.first, reply.slots, reply.unchecked)
+            elif isinstance(reply, wire.Places):
+                self.places = reply.places
             elif not isinstance(reply, wire.Welcome):
                 with self._lock:
                     future = self._waiting.pop(reply.call, None)

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
-from itertools import islice, takewhile
+from itertools import count, islice, takewhile
 from math import inf, isinf
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -40,6 +40,7 @@ from pdlink.store.scope import Scopes
 from pdlink.store.sessions import SessionHolds
 from pdlink.store.slots import MAX_LIFE, USUAL, WHOLE
 from pdlink.store.tiers.base import KeepingTier, ReadOnly, TellingTier
+from pdlink.store.verifying import Verified, Verifying
 from pdlink.store.write_through import SELF, WriteThrough, make_ingestion
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class Store(AnyStore):
         self._ingestion = make_ingestion(ingestion)
         self._lock = self._books.lock
         self._cleared = Cleared(cleared)
-        self._given_tiers = tiers
+        self._given_tiers = list(tiers)
         kinds = [tier.name for tier in tiers]
         again = [kinds[: index + 1].count(kind) for index, kind in enumerate(kinds)]
         self._places = (MEMORY, *(f"{kind}-{n}" if n > 1 else kind for kind, n in zip(kinds, again, strict=True)))
@@ -140,6 +141,8 @@ class Store(AnyStore):
         self._codecs = [make_codec(codec.get(name, "raw")) for name in self.places[1:]]
         self.frozen, self.scopes = False, Scopes()
         """While it is frozen nothing new is kept, and so nothing is evicted."""
+        self.places_changed: Callable[[tuple[str, ...]], None] = lambda _: None
+        """Told, before anything is found in a new place."""
 
     def open(self) -> None:
         """Reserve the arena, give it its first memory, start the threads. Raises OSError if there is not enough."""
@@ -181,6 +184,9 @@ class Store(AnyStore):
             tier_deadline_s=self._tier_deadline_s,
             lease_s=self._lease_s,
             clock=self._clock,
+        )
+        self._verifying = Verifying(
+            self._books, self._below, self._arena.array, sealed=self._verify, deadline_s=self._tier_deadline_s
         )
         self._keeper = Keeper(
             self._books,
@@ -545,6 +551,61 @@ class Store(AnyStore):
         if place == MEMORY or isinstance(self._given_tiers[index], ReadOnly):
             return 0
         return sum(1 for _ in takewhile(lambda key: self._writing.repack(index, key, shape, packer), keys))
+
+    def add_tier(self, tier: Tier, codec: str = "raw") -> str:
+        """Below the others from now on; the place that it is. It gets what is kept from now on, and `close` closes
+        it. For one caller at a time. Raises ConfigError for a codec that is not there."""
+        packer, kind = make_codec(codec), tier.name
+        name = next(name for n in count(1) if (name := f"{kind}-{n}" if n > 1 else kind) not in self._places)
+        self._places = (*self._places, name)
+        self.places_changed(self._places)
+        self._given_tiers.append(tier)
+        self._below.add(tier, name, packer)
+        with self._lock:
+            self._writing.owe(self._below.tiers[-1])
+        return name
+
+    def remove_tier(self, place: str) -> bool:
+        """Whether it had got all that it was to have. Nothing is found there from now on; what it has stays there.
+
+        Fetches of what it has end as if it was not found. For one caller at a time.
+        """
+        index = self._places.index(place)
+        drained = self._writing.drain(index - 1, self._tier_deadline_s)
+        self._below.remove(index - 1)
+        self._places = (*self._places[:index], f"{place} (removed)", *self._places[index + 1 :])
+        self.places_changed(self._places)
+        return drained
+
+    def set_quota(self, nbytes: int | None, tenant: str = "") -> None:
+        """As `Catalog.set_quota`, until the end of this process. What exceeds it is evicted."""
+        with self._lock:
+            self._catalog.set_quota(nbytes, tenant)
+        more = True
+        while more:
+            with self._lock:
+                more = self._catalog.trim()
+                self._books.note()
+            self._books.tell()
+
+    def quota(self, tenant: str = "") -> tuple[int, int]:
+        """As `Catalog.quota`."""
+        with self._lock:
+            return self._catalog.quota(tenant)
+
+    def verify(self, keys: Sequence[bytes] | None = None, shape: RecordShape | None = None) -> dict[str, Verified]:
+        """By place: how many of these records, of one shape, are what was put; what is not is dropped.
+
+        Without keys: all that is in memory, which is read without being checked where `verify` is off.
+        """
+        found = {MEMORY: self._verifying.here(keys)}
+        if keys is not None and shape is not None:
+            found |= {
+                place: self._verifying.in_tier(index, keys, shape)
+                for index, place in enumerate(self.places[1:])
+                if not self._below.tiers[index].removed
+            }
+        return found
 
     def flush(self, timeout_s: float) -> bool:
         return self._writing.flush(timeout_s)

@@ -190,6 +190,12 @@ class Welcome(Message, frozen=True):
     """Whether who fills a record should write its sums."""
 
 
+class Places(Message, frozen=True):
+    """They are these now, instead of those of `Welcome`; never fewer."""
+
+    places: tuple[str, ...]
+
+
 class Refused(Message, frozen=True):
     """Answers `Hello`."""
 
@@ -258,7 +264,7 @@ Request = (
     | Know
     | Ping
 )
-Reply = Welcome | Refused | FoundAt | Reserved | Coming | Fetched | Forgot | Count
+Reply = Welcome | Places | Refused | FoundAt | Reserved | Coming | Fetched | Forgot | Count
 
 _encoder = msgspec.msgpack.Encoder()
 REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

@@ -14,6 +14,7 @@ import logging
 import threading
 from collections import OrderedDict
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from math import inf
@@ -133,9 +134,31 @@ class WriteThrough:
         """
         self._books, self._below, self._buffer, self._ingestion = books, below, buffer, ingestion
         self._sealed, self._deadline_s, self._clock = sealed, deadline_s, clock
-        books.debts = {tier.name: OrderedDict() for tier in below.tiers if not isinstance(tier.tier, ReadOnly)}
-        self._last = {tier.name for tier in below.tiers if isinstance(tier.tier, KeepingTier)} or set(books.debts)
+        for tier in below.tiers:
+            self.owe(tier)
+        keeping = {tier.name for tier in below.tiers if isinstance(tier.tier, KeepingTier)}
+        self._last = keeping or set(books.debts)
         """Tiers that keep the records of sessions."""
+
+    def owe(self, tier: GuardedTier) -> None:
+        """Have records written to it from now on. Under the lock."""
+        if not isinstance(tier.tier, ReadOnly):
+            self._books.debts[tier.name] = OrderedDict()
+
+    def drain(self, index: int, timeout_s: float) -> bool:
+        """Write to one tier what it is to have, and nothing from then on; whether it has it all."""
+        tier, deadline_s, before = self._below.tiers[index], self._clock() + timeout_s, inf
+        while True:
+            with self._books.lock:
+                self._pay(index, at_once=True)
+                left = len(self._books.debts.get(tier.name, ())) + len(tier.queued)
+                if not left or left >= before or self._clock() >= deadline_s:
+                    self._books.debts.pop(tier.name, None)
+                    tier.queued.clear()
+                    return not left
+            before = left
+            with suppress(TimeoutError, CancelledError):
+                tier.writers.submit(lambda: None, alone=True).result(max(0.0, deadline_s - self._clock()))
 
     def stored(self, keys: Sequence[bytes]) -> None:
         """These records are readable now."""
@@ -223,12 +246,13 @@ class WriteThrough:
             if not self._below.flush(deadline_s - self._clock()):
                 return False
             with self._books.lock:
-                goes_on = [tier for tier in self._below.tiers if not tier.stalls]
+                there = self._below.there
+                goes_on = [tier for tier in there if not tier.stalls]
                 left = sum(len(self._books.debts.get(tier.name, ())) for tier in goes_on)
                 waits = any(tier.queued for tier in goes_on)
                 if not left and not waits:
                     num_dropped, self._books.num_dropped = self._books.num_dropped, 0
-                    return not num_dropped and len(goes_on) == len(self._below.tiers)
+                    return not num_dropped and len(goes_on) == len(there)
             if left >= before and not waits:  # a tier takes nothing
                 return False
             before = left
@@ -286,8 +310,9 @@ class WriteThrough:
                     tier.took(self._clock(), taken=bool(taken))
                     if taken and tier.name in self._last:
                         self._books.catalog.is_below(slot.key)
-                    if not taken and slot.key in self._books.shapes:
-                        self._books.debts[tier.name][slot.key] = None
+                    debts = self._books.debts.get(tier.name)  # none of a tier that was removed meanwhile
+                    if not taken and debts is not None and slot.key in self._books.shapes:
+                        debts[slot.key] = None
                 self._books.catalog.release(lease)
                 self._pay(index)
             self._books.tell()

@@ -90,6 +90,7 @@ def test_operators_warm_and_clear_prompts_by_token_ids(server: Server, alone: Al
     assert ask("lookup")["runs"] == [{"place": "memory", "tokens": kept}]
     assert ask("lookup", cache_salt="another")["tokens"] == 0
     completes(kept)
+    assert ask("verify")["disk"] == {"right": kept // CHUNK, "wrong": 0, "unknown": 0}
     assert ask("clear")["records"] == kept // CHUNK
     completes(0)
     assert ask("clear")["records"] == kept // CHUNK, "it was kept again"

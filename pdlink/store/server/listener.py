@@ -75,6 +75,7 @@ class Listener:
     def open(self) -> None:
         """Raises ConfigError."""
         self._bound, self._path_lock = listen(self.path, "socket")
+        self._store.places_changed = self._tell_places
         self._thread = threading.Thread(target=self._accept, name="pdlink-store-accept", daemon=True)
         self._thread.start()
 
@@ -108,6 +109,13 @@ class Listener:
                 }
                 for client in self._clients.values()
             ]
+
+    def _tell_places(self, places: tuple[str, ...]) -> None:
+        with self._lock:
+            sessions = [client.session for client in self._clients.values()]
+        for session in sessions:
+            if session.connected:
+                session.tell(wire.Places(places))
 
     # --- Threads
 
