@@ -25,7 +25,7 @@ BOUND = 1.25
 WORTH = 0.5
 """Share of the prompt that must be there; for less, as a system prompt that everybody has, nobody waits."""
 MAX_KEYS = 500_000
-"""Of all workers: 44 MB if no two workers share one (measured)."""
+"""Of all workers: 42 MB if no two workers share one (measured)."""
 MAX_WORKER_KEYS = 8192
 """Of one: 4 million tokens."""
 MAX_UNHEARD_KEYS = 256
