@@ -170,6 +170,8 @@ class Admission:
         needs_prefill = not shared.may_decode_alone and not self._whole
         first = action.why is Why.FIRST
         began_s = time.monotonic()
+        if wanted.turn is not None:
+            wanted.pinned = shared.sessions.where(wanted.turn, began_s)
         choice = shared.pools.choose(wanted, needs_prefill=needs_prefill, full=not first)
         now_s = time.monotonic()
         self.placement_s = now_s - began_s
@@ -187,6 +189,10 @@ class Admission:
         self.cached_tokens, self.recomputed = choice.cached_tokens, recomputed
         shared.metrics.attempts.add(1, action.why.value)
         self.chosen = {Leg.DECODE: decode} if prefill is None else {Leg.PREFILL: prefill, Leg.DECODE: decode}
+        told = ""
+        if wanted.turn is not None:
+            labels = {leg.value: worker.label for leg, worker in self.chosen.items()}
+            told = shared.sessions.placed(wanted.turn, labels, wanted.num_tokens, now_s, again=not first)
         self.decision = said = Decision(
             request_id=self._request_id,
             at_s=time.time(),
@@ -201,6 +207,7 @@ class Admission:
             decode_load=decode.work.load,
             cached_tokens=choice.cached_tokens if prefill is not None else 0,
             considered=wanted.considered or {},
+            session=told,
         )
         shared.decisions.append(said)
         return Placed(None if prefill is None else prefill.work.key, decode.work.key)

@@ -32,6 +32,7 @@ from .relaying import opened_relays
 from .reloading import WORKERS, taken
 from .request import Request
 from .services import Services
+from .session_routes import add_sessions
 from .shared import Shared
 from .siblings import MEMBERS_FILE
 from .spans import Tracer
@@ -88,6 +89,7 @@ class Router:
                 decisions=services.decisions,
                 records=services.records,
                 queue=queue,
+                sessions=services.sessions,
             )
             services.opened(shared, WorkerReports(shared))
             self._shared = shared
@@ -240,6 +242,7 @@ def build_app(config: ProxyConfig, siblings: Siblings | None = None) -> web.Appl
         add_page(app, services)
     add_probe(app, services)
     add_timeline(app, services)
+    add_sessions(app, services)
     add_routes(app, services.membership, admin_keys(config), services.members_changed)
     app.router.add_route("*", "/{path:.*}", about.nowhere)
     return app

@@ -48,6 +48,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Of the prompt, expected at the prefill worker."""
     considered: dict[str, Considered] = {}
     """By leg, of a decision that was sampled and had a choice."""
+    session: str = ""
+    """Which turn of which session it is, and whether it is where the last one was."""
 
 
 class Told(msgspec.Struct, frozen=True):

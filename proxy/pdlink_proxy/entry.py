@@ -16,6 +16,7 @@ from pdlink.api.fields import BadField
 from pdlink.api.keys import key_of
 from pdlink.api.openai import GENERATE, Call, parse
 from pdlink.api.pages import refused_page
+from pdlink.api.session import ID_HEADER, TTL_HEADER, asked_session
 from pdlink.config import is_loopback
 from pdlink.config.proxy import RateLimit
 from pdlink.errors import InvalidApiKey, InvalidRequest, NoWorker, RateLimited, UnknownModel
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 MAX_OWNERS = 8192
 """Requests of which the key is known: more than are shown."""
+SESSION_HEADERS = (ID_HEADER, TTL_HEADER)
 _ADDRESS_MARKS = ("___prefill_addr_", "___decode_addr_")
 """With these in X-Request-Id a client could name the servers that vLLM's P2pNccl and MoRI-IO connectors talk to."""
 
@@ -80,6 +82,9 @@ class Entry:
             return None
         try:
             call = parse(path, body)
+            fields = call.said
+            if ID_HEADER in said or fields.session_id or fields.session_ttl_s is not None:  # else no call for it
+                asked_session(fields.session_id, fields.session_ttl_s, said)
         except BadField:
             return None
         if not (self._pools.serves(call.model) and self._unserved.keys().isdisjoint(call.fields)):
@@ -105,6 +110,7 @@ class Entry:
         try:
             models = self._pools.models() if request.path == GENERATE else ()
             call = parse(request.path, data, models[0] if len(models) == 1 else None)
+            asked_session(call.said.session_id, call.said.session_ttl_s, request.headers)
             self._refuse_unserved(call)
         except BadField as error:
             return refusal_of(error)
@@ -229,7 +235,7 @@ class Entry:
         if request_id is None or any(mark in request_id for mark in _ADDRESS_MARKS):
             request_id = f"req-{new_id()}"
         headers = {"X-Request-Id": request_id}
-        for name in TRACE_HEADERS:  # or each worker would begin its own trace
+        for name in (*TRACE_HEADERS, *SESSION_HEADERS):  # or each worker would begin its own trace
             if name in said:
                 value = said[name] if isinstance(said, dict) else ",".join(said.getall(name))
                 if kept := clean(value):

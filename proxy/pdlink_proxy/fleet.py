@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -15,13 +16,14 @@ from pdlink.api.openai import BYTES_PER_TOKEN
 from pdlink.kv.hashing import Origin, namespace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pdlink._index import HeldKV
     from pdlink.api.openai import Call
 
     from .decisions import Considered
     from .pair_times import Behind
+    from .sessions import SessionTurn
     from .table import Workers, WorkerState
 
     Tokens: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint32]]
@@ -56,6 +58,10 @@ class PlacementRequest:
     _ids: Tokens | None = None
     _read = False
     """`_ids` is what the prompt has."""
+    turn: SessionTurn | None = None
+    """Of a session."""
+    pinned: Mapping[str, str] = MappingProxyType({})
+    """By leg, the label of the worker that has the KV of its session."""
     behind: dict[str, float] | None = None
     """Of decode's worker, once it is chosen: see `pair_times.Behind`."""
 

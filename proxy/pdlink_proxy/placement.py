@@ -186,6 +186,8 @@ class Placer:
         return self._pick(self.decode, request, workers, self._turn).worker
 
     def _pick(self, policy: Policy, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
+        if request.pinned and (there := _pinned(request, self._names[policy][0], Workers.of(workers))) is not None:
+            return policy.pick(request, there, turn)
         found = workers if isinstance(workers, Workers) else Workers.of(workers)
         if self._candidates and (candidates := self._candidates.get(policy)) is not None:
             found = candidates.of(request, found, turn)
@@ -219,6 +221,21 @@ def _not_refused(decodes: Workers, prefills: Workers, refused: Set[tuple[str, st
     for one, to in refused:
         by_decode.setdefault(to, set()).add(one)
     return decodes.without(to for to, ones in by_decode.items() if not prefills.without(ones))
+
+
+def _pinned(request: PlacementRequest, leg: str, workers: Workers) -> Workers | None:
+    """The one worker that has the KV of the request's session; None if it is not among them, or if it has more to do
+    than another one with all of the prompt."""
+    table, label = workers.table, request.pinned.get(leg)
+    row = next((row for row in workers.rows if table.labels[row] == label), None)
+    if row is None:
+        return None
+    elsewhere = workers.among((table.load + request.num_tokens) * table.slowness).min()
+    if table.load[row] * table.slowness[row] > elsewhere:
+        return None
+    mask = np.zeros(len(table.states), np.bool_)
+    mask[row] = True
+    return workers.only(mask)
 
 
 def _ahead(request: PlacementRequest, workers: Workers) -> Column:

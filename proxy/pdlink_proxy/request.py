@@ -21,6 +21,7 @@ from pdlink.api import kv_path
 from pdlink.api.errors import error_body, error_for
 from pdlink.api.keys import key_of
 from pdlink.api.openai import LAST_EVENTS
+from pdlink.api.session import ID_HEADER, KEPT, KEPT_HEADER, asked_session
 from pdlink.api.sse import before_done, payloads
 from pdlink.errors import PdlinkError
 from pdlink.logs import about
@@ -34,6 +35,7 @@ from .flow import Flow
 from .metrics import exemplar_of
 from .records import TIMING_HEADER, RequestRecord, stages, timing_comment, until_first
 from .recovery import PATHS, Recovery
+from .sessions import SessionTurn
 from .steps import (
     FIRST,
     Answered,
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
 
     from pdlink._http import Headers
     from pdlink.api.openai import Call
+    from pdlink.api.session import AskedSession
     from pdlink.observe.sources import Sourced
 
     from .client_answer import ClientAnswer
@@ -102,6 +105,8 @@ class Request:
     """When its stream began."""
     _num_events = 0
     """Of its stream, so far: about its tokens."""
+    _kept_line = ""
+    """The header that says how much of its prompt its session keeps."""
     _tail = b""
     """The last part of the answer."""
     _early: bytes | None = None
@@ -155,9 +160,15 @@ class Request:
             last_events=LAST_EVENTS.get(call.path, ()),
         )
         self._attempts: dict[int, Attempt] = {}
+        asked: AskedSession | None = None
+        if ID_HEADER in said or call.said.session_id:
+            asked = asked_session(call.said.session_id, call.said.session_ttl_s, said)  # checked by `Entry`
+        to_place = wanted(call, None if asked is None else asked.id)
+        if asked is not None:
+            to_place.turn = SessionTurn(key_of(said), asked.id, to_place.salt, asked.ttl_s)
         self._admission = Admission(
             shared,
-            wanted(call, said.get("x-session-id")),
+            to_place,
             request_id=request_id,
             tenant=key_of(said),
             whole=shared.whole(call),
@@ -209,6 +220,8 @@ class Request:
             return
         self._closed = True
         self._admission.leave()
+        if (turn := self._admission.wanted.turn) is not None and self._attempts:
+            self._shared.sessions.ended(turn, time.monotonic())
         if self._flow.outcome is None:
             self.happen(ClientLeft())
         shared, alarms = self._shared, self._shared.alarms
@@ -436,6 +449,8 @@ class Request:
 
     def began(self, leg: WorkerLeg, headers: Headers) -> None:
         """Its event stream begins."""
+        if self._admission.wanted.turn is not None:
+            self._note_session(self._admission.wanted.turn, headers)
         if leg.leg is not Leg.DECODE:
             return
         attempt = self._attempts[leg.attempt]
@@ -464,6 +479,8 @@ class Request:
 
     def answered(self, leg: WorkerLeg, status: int, headers: Headers, body: bytes) -> None:
         """Its whole answer."""
+        if self._admission.wanted.turn is not None:
+            self._note_session(self._admission.wanted.turn, headers)
         if status >= 300:
             self._failed(leg, status)
         elif leg.leg is Leg.DECODE or self._shared.dialect.prefill_says:
@@ -579,7 +596,7 @@ class Request:
         """Headers: which request, where its time went, and of the attempt, which transfer and which workers."""
         self._stages, timing = stages(self._flow.tries, self._admission.placement_s, now_s, last)
         of_attempt = self._attempt.lines if self._attempt is not None else ""
-        return f"X-Request-Id: {self._request_id}\r\n{TIMING_HEADER}: {timing}\r\n{of_attempt}"
+        return f"X-Request-Id: {self._request_id}\r\n{TIMING_HEADER}: {timing}\r\n{of_attempt}{self._kept_line}"
 
     # ---- a stream that passes natively
 
@@ -631,6 +648,12 @@ class Request:
         if isinstance(reason, Loss):
             return reason in _OWN_FAULTS
         return 500 <= reason != self._shared.dialect.rules.no_kv_status
+
+    def _note_session(self, turn: SessionTurn, headers: Headers) -> None:
+        """A leg may say how much of the prompt its session keeps."""
+        if (said := KEPT.fullmatch(headers.get(KEPT_HEADER, ""))) is not None:
+            self._kept_line = f"{KEPT_HEADER}: {said[0]}\r\n"
+            self._shared.sessions.kept(turn, int(said[1]))
 
     def _note_said(self) -> None:
         """Decode may have said in its stream how its KV came."""

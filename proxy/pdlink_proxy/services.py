@@ -29,6 +29,7 @@ from .page.memory import PageMemory
 from .placement import Alone, Placer
 from .pools import Pools
 from .records import MAX_RECORDS, Records
+from .sessions import KnownSessions
 from .siblings import Doing
 from .steps import Leg
 from .upstream import Asking
@@ -84,6 +85,7 @@ class Services:
         self.decisions = Decisions()
         self.decision_log = DecisionLog(config.decision_log) if config.decision_log is not None else None
         self.records = Records()
+        self.sessions = KnownSessions()
         self.memory = PageMemory()
         self.spans: SpanSender | None = None
         """To the collector, if there is one."""
@@ -267,5 +269,6 @@ class Services:
             "adopt": adopted,
             "decisions": lambda asked: self.decisions_of(*asked),
             "owns": lambda asked: self.entry.owns(*asked),
+            "end_session": lambda asked: self.sessions.end(*asked),
             "told": lambda request_id: self.decisions.told_of(request_id),
         }

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .queue import Queue
     from .records import Records
     from .relaying import Relays
+    from .sessions import KnownSessions
     from .spans import Tracer
     from .steps import Leg
     from .tokenizing import Tokenizing
@@ -53,6 +54,7 @@ class Shared:
     records: Records
     queue: Queue
     """Requests that wait for workers; `Waiting.item` is their `Admission`."""
+    sessions: KnownSessions
     decision_log: DecisionLog | None = None
     tracer: Tracer | None = None
     tokenizing: Tokenizing | None = None

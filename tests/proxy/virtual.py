@@ -46,6 +46,7 @@ from pdlink_proxy.placement import Placer
 from pdlink_proxy.queue import Queue
 from pdlink_proxy.records import Records
 from pdlink_proxy.request import Request
+from pdlink_proxy.sessions import KnownSessions
 from pdlink_proxy.shared import Shared
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.upstream import Asking
@@ -267,6 +268,7 @@ class World:
             Decisions(),
             Records(),
             queue,
+            KnownSessions(),
         )
         self.membership = Membership(self.pools, self._watch, self.dialect, changed=self.shared.serve_queue)
         self._by_id: dict[str, Client] = {}

@@ -14,7 +14,7 @@ from pdlink.errors import WorkerKeyRefused
 from pdlink.observe.sources import Sourced  # noqa: TC001  (msgspec reads the annotation at run time)
 
 from ..recovery import Resumes
-from ..upstream import ask
+from ..upstream import ask, post
 from .base import Dialect, KnownHealth, Said, TransferTerms
 
 if TYPE_CHECKING:
@@ -82,6 +82,17 @@ async def _sources(asking: Asking, request_id: str) -> tuple[Sourced, ...]:
     return msgspec.json.decode(reply.body, type=_Sources).sources
 
 
+class _Ended(msgspec.Struct):
+    ended: bool
+
+
+async def _end_session(asking: Asking, session_id: str, salt: str) -> bool:
+    body = {"session_id": session_id, "cache_salt": salt}
+    url = f"{asking.url}/pdlink/cache/end_session"
+    reply = await post(asking.client, url, body, timeout_s=asking.timeout_s)
+    return reply.status == 200 and msgspec.json.decode(reply.body, type=_Ended).ended  # 404: it has no tiers
+
+
 PDLINK = Dialect(
     "pdlink",
     _legs,
@@ -90,4 +101,5 @@ PDLINK = Dialect(
     said=_said,
     resumes=Resumes(lambda _call, _links: "", _begun, _behind),
     sources=_sources,
+    end_session=_end_session,
 )
