@@ -7,10 +7,13 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from pdlink.api.fields import Count, Int64  # noqa: TC001  (msgspec reads annotations at run time)
+from pdlink.api.session import MAX_ID_CHARS as MAX_SESSION_CHARS
+from pdlink.api.session import MAX_TTL_S
 
 MAX_ID_CHARS = 100
 TransferId = Annotated[str, Meta(pattern=rf"^[A-Za-z0-9][A-Za-z0-9._:-]{{0,{MAX_ID_CHARS - 1}}}\Z")]
 """It goes into logs and messages of two workers, so only harmless characters are allowed."""
+LegSession = Annotated[str, Meta(max_length=MAX_SESSION_CHARS)]
 _Address = Annotated[str, Meta(min_length=1, max_length=512)]
 
 
@@ -37,6 +40,9 @@ class LegParams(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field
     """With which both legs sample if the client gave none. Servers of vLLM take it from the client alone."""
     created: Int64 = 0
     """Unix seconds; the same in both legs' answers."""
+    session_id: LegSession = ""
+    """For servers of vLLM, whose connector sees no header: of an agent, whose KV is kept between its turns."""
+    session_ttl_s: Annotated[float, Meta(ge=0, le=MAX_TTL_S)] = 0.0
 
 
 class PrefillParams(LegParams, frozen=True, kw_only=True, omit_defaults=True, tag="prefill"):

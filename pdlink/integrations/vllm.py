@@ -159,7 +159,8 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
             receives = self._book.comes_from_elsewhere(request_id)
             keeps = self._priority_limit is None or request.priority <= self._priority_limit
             prompt = versions.prompt_of(request)
-            store.arrived(request_id, prompt, *identity, receives=receives, keeps=keeps, caps=caps)
+            session = versions.session_of(request)
+            store.arrived(request_id, prompt, *identity, receives=receives, keeps=keeps, caps=caps, session=session)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._origins.asked(request.request_id, num_computed_tokens)

@@ -80,6 +80,7 @@ class Attempt:
             prefill=prefill.address,
             prefill_url=prefill.url,
             link=prefill.link,
+            turn=self._wanted.turn,
         )
         prefill_body, decode_body = dialect.legs(self._call, transfer)
         to_prefill = _NO_HEADERS

@@ -18,7 +18,7 @@ from pdlink.integrations.vllm_parts.adapters import LoadedAdapters
 from pdlink.integrations.vllm_parts.layout import COLUMNS, PACKED, ROWS, CacheGroups, GroupKind, LayerView, describe
 from pdlink.integrations.vllm_parts.requests import RequestBook, Scheduled
 from pdlink.integrations.vllm_parts.steps import Steps
-from pdlink.integrations.vllm_parts.store_book import StoreBook
+from pdlink.integrations.vllm_parts.store_book import BookedSession, StoreBook
 from pdlink.integrations.vllm_parts.store_half import StoreHalf
 from pdlink.integrations.vllm_parts.worker import Results, WorkerHalf
 from pdlink.memory.buffers import Buffer
@@ -682,3 +682,54 @@ def _until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline_s
         threading.Event().wait(0.01)
+
+
+def others(made: Server, count: int) -> None:
+    """Prompts of others are kept, too."""
+    for number in range(count):
+        name = f"other-{number}"
+        made.arrive(name, [1000 * number + 7000 + token for token in range(TOKENS)])
+        made.find(name)
+        made.run(name, table(number))
+        made.finish(name)
+
+
+def test_a_session_keeps_its_prompt_for_its_next_turn() -> None:
+    with opened(records=16) as store, server(store) as made:
+        assert made.book.store is not None
+        for turn in ("first", "second"):
+            made.book.store.arrived(turn, PROMPT, "", "", (), session=BookedSession("agent", 60.0))
+            if turn == "first":
+                made.find(turn)
+                made.run(turn, table(1))
+            else:
+                assert made.load(turn, table(2)).received == {turn}
+                assert made.holds(table(2), 0, 32)
+            made.finish(turn)
+            made.settle()
+            (session,) = store.state().sessions
+            assert (session.name, session.records, session.waits) == ("agent", 2, True)
+            others(made, 12)
+
+
+def test_a_turn_whose_prompt_is_all_in_vllms_blocks_keeps_what_the_store_has() -> None:
+    with opened(records=16) as store, server(store) as made:
+        assert made.book.store is not None
+        keep(made, "before", 1)
+        made.book.store.arrived("r", PROMPT, "", "", (), session=BookedSession("agent", 60.0))
+        assert made.find("r", computed=TOKENS - 1) == 0
+        made.run("r", table(2), start=TOKENS - 1)
+        made.finish("r")
+        made.settle()
+        assert [(each.records, each.waits) for each in store.state().sessions] == [(2, True)]
+
+
+def test_a_session_keeps_nothing_where_nothing_is_stored() -> None:
+    with opened() as store, server(store) as made:
+        assert made.book.store is not None
+        session = BookedSession("agent", 60.0)
+        for name, receives in (("r", True), ("s", False)):
+            made.book.store.arrived(name, PROMPT, "", "", (), session=session, receives=receives, keeps=receives)
+            assert made.book.store._requests[name].prompt.session is None
+            made.finish(name)
+        assert store.state().sessions == []

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from aiohttp import web
 
+from pdlink.api.legs import PrefillAddress
+from pdlink.api.openai import parse
+from pdlink.api.session import DEFAULT_TTL_S
+from pdlink.integrations.vllm_parts.store_book import BookedSession
+from pdlink.integrations.vllm_parts.versions import session_of
+from pdlink_proxy.dialects import DIALECTS, TransferTerms
 from pdlink_proxy.fleet import Fleet
 from pdlink_proxy.placement import Pair, Placer
 from pdlink_proxy.sessions import MAX_SESSIONS, KnownSessions, SessionTurn
@@ -178,3 +186,23 @@ async def test_a_session_id_that_is_too_long_is_refused_by_name(prefill: FakeWor
                 assert answer.status == 400
                 assert named in (await answer.json())["error"]["message"]
         assert prefill.received == []
+
+
+def test_both_legs_of_vllm_name_the_session_to_its_connector() -> None:
+    call = parse("/v1/completions", b'{"model":"m","prompt":"x"}')
+    terms = TransferTerms(
+        transfer_id="xfer-1", created=1, seed=0, prefill=PrefillAddress("tcp://127.0.0.1:1"), turn=TURN
+    )
+    for body in DIALECTS["vllm"].legs(call, terms):
+        params = msgspec.json.decode(body)["kv_transfer_params"]
+        assert (params["session_id"], params["session_ttl_s"]) == ("agent", 60.0)
+        request = SimpleNamespace(kv_transfer_params=params)
+        assert session_of(request) == BookedSession("agent", 60.0)
+    for body in DIALECTS["vllm"].legs(call, msgspec.structs.replace(terms, turn=None)):
+        assert "session_id" not in msgspec.json.decode(body)["kv_transfer_params"]
+
+
+def test_vllm_hands_its_connector_the_session_of_a_client_from_0_33_on() -> None:
+    assert session_of(SimpleNamespace(kv_transfer_params=None, session_id="a")) == BookedSession("a", DEFAULT_TTL_S)
+    for params in (None, {}, {"session_id": 5}, {"session_id": "x" * 129}, {"session_id": "a", "session_ttl_s": -1}):
+        assert session_of(SimpleNamespace(kv_transfer_params=params)) is None

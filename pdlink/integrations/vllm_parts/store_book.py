@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from pdlink.kv.groups import BlockLists
 
 
+class BookedSession(NamedTuple):
+    """Of an agent, whose turn a request is."""
+
+    name: str
+    ttl_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class BookedPrompt:
     """All that the KV of a prompt depends on, beside the model."""
@@ -40,6 +47,8 @@ class BookedPrompt:
     """(First placeholder token, content hash), ascending."""
     adapter: Adapter | None = None
     """That `lora` names."""
+    session: BookedSession | None = None
+    """That keeps what is stored of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,13 +232,20 @@ class StoreBook:
         receives: bool = False,
         keeps: bool = True,
         caps: Caps = NO_CAPS,
+        session: BookedSession | None = None,
     ) -> None:
-        """A new request. receives: another server computes its prompt. keeps: what is computed of it is kept.
+        """A new request. receives: another server computes its prompt. keeps: what is computed of it is kept, and so
+        by its session.
 
         Raises OverflowError for a token that no vocabulary has.
         """
-        prompt = BookedPrompt(request_id, array("I", tokens).tobytes(), salt, lora, media, adapter)
-        self._requests[request_id] = _Request(prompt, len(tokens), receives, keeps and caps.keep != 0, caps)
+        keeps = keeps and caps.keep != 0
+        if not keeps or (receives and not self._keeps_answers):
+            session = None
+        prompt = BookedPrompt(request_id, array("I", tokens).tobytes(), salt, lora, media, adapter, session)
+        request = self._requests[request_id] = _Request(prompt, len(tokens), receives, keeps, caps)
+        if session is not None:  # it keeps the store's records, also where all of the prompt is in vLLM's blocks
+            self._name(request)
 
     def missing(self, request_id: str, num_computed: int) -> int | None:
         """How many tokens after the first `num_computed` come from the store. None: ask again in the next step.

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         BlocksToLoad,
         BlocksToSave,
         BookedPrompt,
+        BookedSession,
         Keep,
         Look,
         StorePlan,
@@ -65,6 +66,8 @@ class _Look:
     fetch: PromptFetch | None = None
     receives: bool = False
     """As of `Look`."""
+    session: BookedSession | None = None
+    """That keeps what is found, while its turn runs."""
     chosen: Choice | None = None
     wanted: bool = True
     answered: bool = False
@@ -240,9 +243,11 @@ class StoreHalf:
         `sent` are those whose blocks are not read any more, of the requests that something was kept of.
         """
         for request_id in over if self._prompts else ():
-            self._keys.pop(request_id, None)
-            if self._prompts.pop(request_id, None) is not None:
+            keys, prompt = self._keys.pop(request_id, None), self._prompts.pop(request_id, None)
+            if prompt is not None:
                 self._ended(request_id)
+                if prompt.session is not None:
+                    self.source.copier.put(partial(self._wait, prompt, prompt.session, keys))
         now_s = self._clock()
         with self._lock:
             results, self._results = self._results, Results()
@@ -272,6 +277,7 @@ class StoreHalf:
         self._drop(look.request_id)
         stored = self._stored(look.request_id)
         found = _Look(look.request_id, look.turn, self._clock(), stored, receives=look.receives)
+        found.session = None if look.receives else self._prompts[look.request_id].session
         with self._lock:
             self._looks[look.request_id] = found
         if not self._adapters.has(self._prompts[look.request_id].adapter):
@@ -282,6 +288,8 @@ class StoreHalf:
 
     def _find(self, look: _Look, begin: int) -> None:
         """In a thread that may wait for tiers: no longer than the prompt would take otherwise."""
+        if look.session is not None:
+            look.stored.hold(*look.session, waits=False)
         other = self.pace.receiving if look.receives else self.pace.computing
         timeout_s = self.source.lookup_timeout_s
         if self._load_if_faster:
@@ -390,7 +398,8 @@ class StoreHalf:
         self._saved.add(request_id)
         if not self._adapters.has(keep.prompt.adapter):
             return
-        stored = self.source.prompt(request_id, self._hashed(keep.prompt))
+        self._keys[request_id] = self._hashed(keep.prompt)
+        stored = self._stored(request_id)
         tables = self._cache.kernel_blocks(keep.blocks)
         for group, (planes, table) in enumerate(zip(self._planes, tables, strict=True)):
             for layer in range(len(planes)):
@@ -410,6 +419,11 @@ class StoreHalf:
             self._saved.discard(request_id)
             self.copying.add(request_id)
             self.source.when_settled(partial(self._copied, request_id))
+
+    def _wait(self, prompt: BookedPrompt, session: BookedSession, keys: PromptKeys | None) -> None:
+        """The turn of a session has ended. In the copier's thread: a store in another process may not answer."""
+        stored = self.source.prompt(prompt.request_id, keys or self._hashed(prompt))
+        stored.hold(*session, waits=True)
 
     def _copied(self, request_id: str) -> None:
         """In the copier's thread, after all that was in line for the request."""

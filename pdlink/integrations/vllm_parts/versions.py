@@ -12,6 +12,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pdlink.api.session import DEFAULT_TTL_S, MAX_ID_CHARS, MAX_TTL_S
 from pdlink.content import digest_of
 from pdlink.errors import ConfigError, LocalError
 from pdlink.integrations.vllm_parts import weights
@@ -20,6 +21,7 @@ from pdlink.integrations.vllm_parts.cache_groups import by_group, keeps_all, spe
 from pdlink.integrations.vllm_parts.contexts import check_ranks
 from pdlink.integrations.vllm_parts.layout import UnsupportedCache
 from pdlink.integrations.vllm_parts.shards import RankPlace
+from pdlink.integrations.vllm_parts.store_book import BookedSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -152,6 +154,16 @@ def identity(request: Any) -> PromptIdentity:
         content = adapter_content(getattr(adapter, "lora_path", ""))
         lora, named = f"{adapter.lora_name} {content}", Adapter(int(adapter.lora_int_id), content)
     return PromptIdentity(request.cache_salt or "", lora, tuple(media), named)
+
+
+def session_of(request: Any) -> BookedSession | None:
+    """Of an agent: as the proxy names it, or from 0.33 on the client."""
+    params = request.kv_transfer_params or {}
+    name = params.get("session_id") or getattr(request, "session_id", None)
+    ttl_s = params.get("session_ttl_s") or DEFAULT_TTL_S
+    if not (isinstance(name, str) and 0 < len(name) <= MAX_ID_CHARS and isinstance(ttl_s, int | float)):
+        return None
+    return BookedSession(name, float(ttl_s)) if 0 < ttl_s <= MAX_TTL_S else None
 
 
 def check_config(

@@ -14,6 +14,7 @@ import msgspec
 from pdlink.api.openai import CHAT, COMPLETIONS
 
 from ..rules import Rules
+from ..sessions import SessionTurn  # noqa: TC001  (msgspec reads the annotation at run time)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -40,6 +41,8 @@ class TransferTerms(msgspec.Struct, frozen=True, kw_only=True):
     prefill_url: str = ""
     link: Mapping[str, Any] = {}
     """`Health.link` of the prefill worker."""
+    turn: SessionTurn | None = None
+    """Of a session."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,9 +108,13 @@ def _legs(call: Call, transfer: TransferTerms) -> tuple[bytes, bytes]:
         data_parallel_rank=transfer.prefill.data_parallel_rank or 0,
         do_remote_decode=call.path == MESSAGES,
     )
+    to_decode = DecodeParams(transfer_id=transfer.transfer_id, prefill=transfer.prefill)
+    if (turn := transfer.turn) is not None:
+        to_prefill = msgspec.structs.replace(to_prefill, session_id=turn.id, session_ttl_s=turn.ttl_s)
+        to_decode = msgspec.structs.replace(to_decode, session_id=turn.id, session_ttl_s=turn.ttl_s)
     return (
         prefill_body(call, to_prefill, without, temperature=0),
-        call.with_params(DecodeParams(transfer_id=transfer.transfer_id, prefill=transfer.prefill)),
+        call.with_params(to_decode),
     )
 
 
