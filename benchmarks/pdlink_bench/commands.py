@@ -18,6 +18,7 @@ BENCHMARKS: dict[str, str] = {
     "control": "what the control plane costs: latency, transfers per second, idle CPU",
     "tiers": "records on disk beside bare reads and writes of the same size, and a restart",
     "warm": "time to first token of a long prompt that was seen before, beside a new one",
+    "agents": "time to first token of an agent's next turn, with sessions and without",
     "curves": "how long a server takes for prompts and decode steps, as a file for `pdlink plan`",
     "route": "routing policies of the proxy, in a simulated fleet",
     "proxy": "CPU of a routed request, beside other routers",
