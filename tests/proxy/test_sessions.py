@@ -135,6 +135,8 @@ async def test_turns_stay_at_their_workers_until_the_session_ends_by_a_call() ->
             async with proxy.client.get(f"{proxy.url}/pdlink/sessions") as answer:
                 (shown,) = (await answer.json())["sessions"]
                 assert (shown["id"], shown["turns"], shown["workers"]["prefill"]) == ("agent", 5, first)
+            async with proxy.client.get(f"{proxy.url}/pdlink/state") as answer:
+                assert (await answer.json())["sessions"] == [shown]
             async with proxy.client.delete(f"{proxy.url}/pdlink/sessions/agent") as answer:
                 assert (await answer.json()) == {"session_id": "agent", "ended": 4, "of": 4}
             assert [each.ended for each in workers] == [[{"session_id": "agent", "cache_salt": ""}]] * 4

@@ -32,6 +32,7 @@ _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 _MAX_ASKED = 64
 """Of more workers, nobody asks every step: while nobody looks, their KV is not in the charts."""
 _MAX_MISFITS = 8
+_MAX_SESSIONS = 20
 _ENGINES = {"pdlink": "built-in", "vllm": "vLLM", "vllm-nixl": "vLLM with NIXL", "sglang": "SGLang"}
 """By dialect."""
 _HEADERS = {
@@ -101,6 +102,7 @@ async def state_of(services: Services) -> dict[str, object]:
         happened=remembered["happened"],
     )
     shown |= remembered
+    shown["sessions"] = services.sessions.shown(time.monotonic())[:_MAX_SESSIONS]
     if services.siblings is not None:
         shown["processes"] = services.siblings.said(beside)
     return shown

@@ -63,6 +63,13 @@ function transfers(state) {
     { class: t.reason ? "bad" : "ok", text: t.reason || t.state.toLowerCase() }]))] : [el("p", { class: "quiet" }, "None yet.")]);
 }
 
+function sessions(state) {
+  $("sessions").parentNode.hidden = !state.sessions.length;
+  patch($("sessions"), [table("Sessions", ["session", "prefill", "decode", "n:turns", "n:moved", "n:prompt tokens", "n:kept", "now"], state.sessions.map((s) => [
+    short(s.id), s.workers.prefill ?? "–", s.workers.decode ?? "–", { class: "n", text: String(s.turns) }, { class: "n", text: String(s.moved) },
+    { class: "n", text: String(s.tokens) }, { class: "n", text: s.kept_tokens == null ? "–" : String(s.kept_tokens) }, s.running ? "a turn runs" : "waits"]))]);
+}
+
 const PARTS = ["queue", "lost", "prefill", "transfer"];
 
 function waterfall(r, longest) {
@@ -172,7 +179,7 @@ function findings(state) {
 function show(state) {
   judge(state.verdict.text, state.verdict.level);
   $("age").textContent = new Date(state.at_s * 1000).toLocaleTimeString();
-  findings(state); figures(state); showWorkers(state); transfers(state); before = state; requests(state); rest(state);
+  findings(state); figures(state); showWorkers(state); transfers(state); sessions(state); before = state; requests(state); rest(state);
   happened(state); drawCharts(state);
 }
 
