@@ -29,7 +29,8 @@ class StoreSettings(BaseModel):
     tiers: TiersConfig = TiersConfig()
     """The store: a process (`tiers.store`), or one inside of the scheduler."""
     admin: AdminConfig | None = None
-    """Where operators see and change what a store inside of the scheduler keeps (`pdlink cache`); None: nowhere."""
+    """Where operators see and change what a store inside of the scheduler keeps (`pdlink cache`): HOST:PORT, or
+    `address` and `key_file`, the secret that they send; rank r listens on the port + r. None: nowhere."""
     num_kv_heads: int | None = Field(default=None, ge=1)
     """KV heads of the model; None takes the model's config."""
     untested_sglang: Literal["refuse", "accept"] = "refuse"

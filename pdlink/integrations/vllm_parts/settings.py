@@ -58,7 +58,8 @@ class ConnectorSettings(BaseModel):
     """Where the KV of prompts is kept when vLLM needs its blocks for others; None: nowhere. Of each rank: {name} in
     `local_disk` is then the name and the rank."""
     admin: AdminConfig | None = None
-    """Where operators see and change what `tiers` keep in this server's processes (`pdlink cache`); None: nowhere."""
+    """Where operators see and change what `tiers` keep in this server's processes (`pdlink cache`): HOST:PORT, or
+    `address` and `key_file`, the secret that they send; rank r listens on the port + r. None: nowhere."""
     security: SecurityConfig = SecurityConfig()
     """Key files may hold `{shard}`: every shard is a peer of its own and needs its own key."""
     timeline: str | None = None
