@@ -62,10 +62,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fleet": BASE
     | {"api", "protocol", "endpoint.token", "serve", "engine.places", "integrations.vllm_parts.settings"}
     | {"pdlink_proxy"},
-    "plan": BASE | {"api", "observe", "pdlink_proxy"},
+    "plan": BASE | {"api", "observe", "pdlink_proxy", "_index"},  # plays the router
     "doctor": BASE
     | {"api", "serve", "observe", "protocol"}
-    | {"store.tiers.opening", "store.line"},  # asks remote tiers, and disks that may hang
+    | {"store.tiers.opening", "store.line", "memory.available"},  # asks remote tiers, and disks that may hang
     "integrations": BASE
     | {
         "api",
