@@ -41,7 +41,12 @@ def asked_session(session_id: str | None, ttl_s: float | None, said: Mapping[str
         if ttl_s is not None:
             raise BadField("session_ttl_s: has no use without session_id; send both", "session_ttl_s")
         return None
-    if len(name) > MAX_ID_CHARS:
+    if session_id:
+        if not name.isprintable():
+            raise BadField(f"session_id: got {name!a:.40}; expected printable characters; correct it", "session_id")
+    elif not (name.isascii() and name.isprintable()):  # proxies pass no other header on
+        raise BadField(f"X-Session-ID: got {name!a:.40}; expected printable ASCII; use session_id, or correct it")
+    elif len(name) > MAX_ID_CHARS:
         raise BadField(f"X-Session-ID: got {len(name)} characters; expected at most {MAX_ID_CHARS}; shorten it")
     if ttl_s is None and (text := said.get(TTL_HEADER)):
         try:

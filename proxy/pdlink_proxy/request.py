@@ -220,7 +220,7 @@ class Request:
             return
         self._closed = True
         self._admission.leave()
-        if (turn := self._admission.wanted.turn) is not None and self._attempts:
+        if (turn := self._admission.wanted.turn) is not None and self._admission.chosen:
             self._shared.sessions.ended(turn, time.monotonic())
         if self._flow.outcome is None:
             self.happen(ClientLeft())

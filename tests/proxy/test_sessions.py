@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from pdlink.api.legs import PrefillAddress
 from pdlink.api.openai import parse
@@ -85,6 +87,16 @@ def test_people_are_told_which_turn_it_is_and_when_it_moves() -> None:
     assert (shown.turns, shown.running) == (3, 3), "a retry is no turn"
     assert known.end("other", "agent") == []
     assert known.end("key", "agent") == ["salt"]
+
+
+def test_one_id_with_two_salts_is_two_sessions_which_one_call_ends() -> None:
+    known = KnownSessions()
+    known.placed(TURN, {"prefill": "prefill-0"}, 100, 0.0, again=False)
+    other = TURN._replace(salt="other")
+    assert known.where(other, 1.0) == {}, "its KV is another one"
+    known.placed(other, {"prefill": "prefill-1"}, 100, 1.0, again=False)
+    assert known.where(TURN, 2.0) == {"prefill": "prefill-0"}
+    assert known.end("key", "agent") == ["salt", "other"]
 
 
 def test_there_is_a_most_of_sessions() -> None:
@@ -181,6 +193,7 @@ async def test_a_session_id_that_is_too_long_is_refused_by_name(prefill: FakeWor
             ({"session_id": "x" * 129}, {}, "session_id"),
             ({"session_id": 5}, {}, "session_id"),
             ({}, {"X-Session-ID": "x" * 129}, "X-Session-ID"),
+            ({}, {"X-Session-ID": "caf\u00e9"}, "X-Session-ID"),
             ({"session_id": "a"}, {"X-Session-TTL": "for ever"}, "X-Session-TTL"),
             ({"session_ttl_s": 5}, {}, "session_ttl_s"),
         ):
@@ -188,6 +201,34 @@ async def test_a_session_id_that_is_too_long_is_refused_by_name(prefill: FakeWor
                 assert answer.status == 400
                 assert named in (await answer.json())["error"]["message"]
         assert prefill.received == []
+
+
+async def test_a_turn_whose_legs_cannot_begin_does_not_run_for_ever(
+    prefill: FakeWorker, decode: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(**_: object) -> None:
+        raise RuntimeError("a dialect has failed")
+
+    monkeypatch.setattr("pdlink_proxy.request.Attempt", broken)
+    async with proxy_of([prefill], [decode]) as proxy:
+        async with proxy.client.post(f"{proxy.url}/v1/completions", json=BODY | {"session_id": "a"}) as answer:
+            assert answer.status == 500
+        async with proxy.client.get(f"{proxy.url}/pdlink/sessions") as answer:
+            (shown,) = (await answer.json())["sessions"]
+            assert (shown["turns"], shown["running"]) == (1, 0)
+
+
+async def test_bytes_that_are_no_text_name_no_session(prefill: FakeWorker, decode: FakeWorker) -> None:
+    async with proxy_of([prefill], [decode]) as proxy:
+        body = msgspec.json.encode(BODY)
+        head = f"Host: x\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", URL(proxy.url).port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nX-Session-ID: \xff\r\n" + head.encode() + b"\r\n" + body)
+        answer = await reader.read()
+        writer.close()
+        async with proxy.client.get(f"{proxy.url}/pdlink/sessions") as shown:
+            assert (shown.status, await shown.json()) == (200, {"sessions": [], "of": 0})
+        assert answer.split()[1] == b"400"
 
 
 def test_both_legs_of_vllm_name_the_session_to_its_connector() -> None:
@@ -206,5 +247,12 @@ def test_both_legs_of_vllm_name_the_session_to_its_connector() -> None:
 
 def test_vllm_hands_its_connector_the_session_of_a_client_from_0_33_on() -> None:
     assert session_of(SimpleNamespace(kv_transfer_params=None, session_id="a")) == BookedSession("a", DEFAULT_TTL_S)
-    for params in (None, {}, {"session_id": 5}, {"session_id": "x" * 129}, {"session_id": "a", "session_ttl_s": -1}):
+    for params in (
+        None,
+        {},
+        {"session_id": 5},
+        {"session_id": "x" * 129},
+        {"session_id": "\udcff"},
+        {"session_id": "a", "session_ttl_s": -1},
+    ):
         assert session_of(SimpleNamespace(kv_transfer_params=params)) is None

@@ -134,3 +134,13 @@ def test_fields_come_before_headers_and_have_limits() -> None:
             asked_session(None, None, said)
     with pytest.raises(BadField, match="session_ttl_s"):
         asked_session(None, 5.0, {})
+
+
+def test_an_id_that_no_answer_could_show_is_refused() -> None:
+    assert asked_session("caf\u00e9", None, {}) == AskedSession("caf\u00e9", DEFAULT_TTL_S)
+    for name in ("a\nb", "\x1b[2J", "\udcff"):
+        with pytest.raises(BadField, match="session_id: got"):
+            asked_session(name, None, {})
+    for name in ("caf\u00e9", "\udcff", "a\tb"):
+        with pytest.raises(BadField, match="X-Session-ID: got"):
+            asked_session(None, None, {"x-session-id": name})

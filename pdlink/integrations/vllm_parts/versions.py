@@ -161,7 +161,9 @@ def session_of(request: Any) -> BookedSession | None:
     params = request.kv_transfer_params or {}
     name = params.get("session_id") or getattr(request, "session_id", None)
     ttl_s = params.get("session_ttl_s") or DEFAULT_TTL_S
-    if not (isinstance(name, str) and 0 < len(name) <= MAX_ID_CHARS and isinstance(ttl_s, int | float)):
+    if not (isinstance(name, str) and 0 < len(name) <= MAX_ID_CHARS and name.isprintable()):
+        return None
+    if not isinstance(ttl_s, int | float):
         return None
     return BookedSession(name, float(ttl_s)) if 0 < ttl_s <= MAX_TTL_S else None
 
