@@ -7,6 +7,7 @@ from array import array
 
 import pytest
 
+from pdlink.integrations.vllm_parts.params import Caps
 from pdlink.integrations.vllm_parts.requests import OfferedBlocks, RequestBook, Scheduled, StoppedRequest
 from pdlink.integrations.vllm_parts.store_book import (
     BlocksToLoad,
@@ -313,6 +314,29 @@ def test_a_step_says_how_many_tokens_of_prompts_it_computes() -> None:
     ]
     assert book.step(parts).store.num_computed == 25
     assert book.step([Scheduled("r", ((),), False, 50, 1)]).store.num_computed == 0
+
+
+def test_a_cap_that_cuts_what_was_found_leaves_whole_chunks() -> None:
+    """A layer's blocks may be of no use in part."""
+    store = StoreBook(CHUNK)
+    for cap, computed, loaded in ((40, 0, 32), (15, 0, 0), (20, 14, 18), (48, 0, 48), (100, 0, 48)):
+        store.arrived("r", PROMPT, "", "", (), caps=Caps(load=cap))
+        assert store.missing("r", computed) is None
+        store.looked([Looked("r", 1, 48)])
+        assert store.missing("r", computed) == loaded, (cap, computed)
+
+
+@pytest.mark.parametrize(("keeps_all", "receives"), [(True, False), (False, True), (False, False)])
+def test_a_promise_that_vllm_cuts_fails_where_a_part_is_of_no_use(keeps_all: bool, receives: bool) -> None:
+    """vLLM waits for the load: it computes then."""
+    store = StoreBook(CHUNK, keeps_all=keeps_all)
+    store.arrived("r", PROMPT, "", "", (), receives=receives)
+    assert store.missing("r", 0) is None
+    store.looked([Looked("r", 1, 48)])
+    assert store.missing("r", 0) == 48
+    assert store.allocated("r", ((3, 4),), 32) == 32
+    (load,) = store.step([], ()).loads
+    assert (load.end, load.fails) == (32, not keeps_all and not receives)
 
 
 def test_a_reset_forgets_what_was_found_but_not_loaded() -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from pdlink.integrations.vllm_parts.layout import CacheGroups
+from pdlink.integrations.vllm_parts.params import NO_CAPS, Caps
 from pdlink.integrations.vllm_parts.requests import RequestBook, Scheduled
 from pdlink.integrations.vllm_parts.steps import Steps
 from pdlink.integrations.vllm_parts.store_book import Looked, StoreBook
@@ -183,8 +184,8 @@ class Server:
 
     # -- the scheduler -----------------------------------------------------------------------------------------------
 
-    def arrive(self, request: Request) -> None:
-        self.store_book.arrived(request.name, request.prompt, "", "", ())
+    def arrive(self, request: Request, caps: Caps = NO_CAPS) -> None:
+        self.store_book.arrived(request.name, request.prompt, "", "", (), caps=caps)
         self.waiting.append(request)
 
     def admit(self) -> None:
@@ -334,11 +335,11 @@ class Server:
             self.steps.pause(0.02)
         self.settle()
 
-    def run(self, name: str, prompt: list[int]) -> int:
+    def run(self, name: str, prompt: list[int], caps: Caps = NO_CAPS) -> int:
         """One request by itself; tokens that were loaded."""
         before = self.num_loaded
         request = new_request(name, prompt)
-        self.arrive(request)
+        self.arrive(request, caps)
         self.until_over(request)
         return self.num_loaded - before
 
@@ -451,6 +452,15 @@ def test_windows_are_not_kept_of_blocks_that_others_have_written_to() -> None:
         server.until_over(request)
         assert server.run("again", PROMPT) == 0, "full attention alone is no prefix"
         assert server.run("third", PROMPT) == 96
+
+
+@pytest.mark.parametrize("packed", [(), (1,), (0, 1)], ids=str)
+def test_a_cap_takes_what_was_found_as_a_whole_or_not(packed: tuple[int, ...]) -> None:
+    """A shorter prefix needs an earlier state, and earlier tokens of the window."""
+    with serving(random.Random(0), packed=packed) as (server, _):
+        server.run("first", PROMPT)
+        for cap, loaded in ((0, 0), (40, 0), (95, 0), (96, 96)):
+            assert server.run(f"again {cap}", PROMPT, Caps(load=cap)) == loaded
 
 
 def test_ranks_that_have_found_different_prefixes_load_none() -> None:

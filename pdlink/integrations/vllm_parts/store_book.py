@@ -101,7 +101,8 @@ class BlocksToLoad:
     receives: bool = False
     """What follows comes from another server: there is an offer that waits for this load."""
     fails: bool = False
-    """What was found is of other weights: nothing is copied, and the load is reported as one that brought nothing."""
+    """What was found is of other weights, or of no use in part: nothing is copied, and the load is reported as one
+    that brought nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +280,8 @@ class StoreBook:
         count = min(num_external, max(0, found))
         if count:
             begin, end = request.computed, request.computed + count
-            self._plan.loads.append(BlocksToLoad(request_id, blocks, begin, end, request.receives, request.gone))
+            fails = request.gone or not (count == found or self._parts(request))
+            self._plan.loads.append(BlocksToLoad(request_id, blocks, begin, end, request.receives, fails))
             request.phase = _Phase.LOADING
             return count
         if request.phase in (_Phase.ASKED, _Phase.FOUND):
@@ -364,11 +366,17 @@ class StoreBook:
 
     # -- small things ------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _end(request: _Request) -> int:
-        """What is loaded of what was found ends there."""
+    def _end(self, request: _Request) -> int:
+        """What is loaded of what was found ends there: behind a whole chunk, if the request's cap cuts it."""
         cap = request.caps.load
-        return request.end if cap is None else min(request.end, request.computed + cap)
+        if cap is None or request.computed + cap >= request.end:
+            return request.end
+        return self._whole(request.computed + cap) if self._parts(request) else 0
+
+    def _parts(self, request: _Request) -> bool:
+        """Whether a part of what was found is of use. Windows and states are those of its end, or of the prompt's end
+        where what follows comes from another server."""
+        return self._keeps_all or request.receives
 
     def _kept(self, request: _Request, num_tokens: int) -> int:
         """Of so many tokens those that are kept."""
