@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 import time
+from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,19 @@ _MANY_SEGMENTS, _FEW_SEGMENTS = 16, 4
 """Of a small disk: where the largest record is known, and where it is not, and might not fit into a segment."""
 _SMALL_NBYTES = 64 << 20
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(slots=True)
+class _Carry:
+    """Records that are kept, from the next segment to go into the active one."""
+
+    segment: Segment
+    epoch: int
+    to: Segment
+    to_epoch: int
+    records: list[tuple[bytes, bytes, int]]
+    """Key, what the index says of it, and the page where it goes."""
+    begun: bool = False
 
 
 class Disk:
@@ -119,8 +133,9 @@ class Disk:
         """Entries that stand in the journal and are not in the index: of records that could not be read."""
         self._kept: Collection[bytes] = ()
         """Keys of records that do not go when room is made."""
-        self._looked_ahead: tuple[Segment, int] | None = None
-        """The segment, and its epoch, during which `_carry_ahead` came last."""
+        self._carry: _Carry | None = None
+        """That is to be made, or under way, by the thread that planned it."""
+        self._carried = threading.Condition(self._lock)
         self._ungrown = self._unwritten = ""
         self._growing = -1
         """The segment whose room was taken ahead last."""
@@ -271,6 +286,8 @@ class Disk:
             active = self._active = None
         if active is None:
             active = self._active = self._empty.pop() if self._empty else self._grown() or self._reclaimed()
+            if active is not None:
+                self._plan_carry(active, self._segment_pages - pages)
         return active
 
     def _grown(self) -> Segment | None:
@@ -297,8 +314,11 @@ class Disk:
         self._others.shrink(self.capacity_nbytes - own_nbytes)
 
     def _reclaimed(self) -> Segment | None:
-        """One that nobody writes to, without its records."""
+        """One that nobody writes to, without its records: a disk that takes nothing is worse than to lose one that is
+        to be kept."""
         segment = self._full.take(lambda segment: bool(self._kept_in(segment)))
+        if segment is None and self._carry is None:
+            segment = self._full.take()
         if segment is None:
             return None
         try:
@@ -358,6 +378,28 @@ class Disk:
         pages = sum(_num_pages(unpack(rest).nbytes) for rest in self._kept_in(segment).values())
         return 2 * pages > self._segment_pages
 
+    def _plan_carry(self, to: Segment, most_pages: int) -> None:
+        """Take room in a segment that has just become the active one for those records of the next to go that are
+        kept, so that this one can go when the active one is full. Later, others may have filled it."""
+        if not self._kept or self._carry is not None or self._empty or len(self._segments) < self._max_segments:
+            return
+        segment = self._full.take(self._is_mostly_kept)
+        if segment is None:
+            return
+        records = []
+        for key, rest in self._kept_in(segment).items():
+            pages = _num_pages(unpack(rest).nbytes)
+            if to.end_page + pages > most_pages:
+                break
+            records.append((key, rest, to.index * self._segment_pages + to.end_page))
+            to.end_page += pages
+        if not records:
+            self._full.add_first(segment)
+            return
+        to.writers += 1
+        segment.writers += 1
+        self._carry = _Carry(segment, segment.epoch, to, to.epoch, records)
+
     def _strike(self, key: bytes) -> None:
         """First in the journal: what is not in the index any more does not come back with a restart."""
         rest = self._index.get(key)
@@ -392,9 +434,10 @@ class Disk:
                 if not self._is_over(key):
                     return True
                 self._strike(key)
-            segment = self._segment_with(pages)
-            if segment is None:
-                return False
+            while (segment := self._segment_with(pages)) is None:
+                if self._carry is None:
+                    return False
+                self._carried.wait()
             page, epoch = self._begin_writing(segment, pages)
         try:
             digest = self._write(page, key, record)
@@ -409,53 +452,37 @@ class Disk:
             self._carry_ahead()
 
     def _carry_ahead(self) -> None:
-        """When the active segment is half full, write those records of the next to go that are kept again, so that it
-        can go."""
+        """Write again what `_plan_carry` has room for."""
         with self._lock:
-            active = self._active
-            if not self._kept or active is None or self._empty or len(self._segments) < self._max_segments:
+            carry = self._carry
+            if carry is None or carry.begun:
                 return
-            is_early = 2 * active.end_page <= self._segment_pages
-            if is_early or self._looked_ahead == (active, active.epoch):
-                return
-            self._looked_ahead = active, active.epoch
-            segment = self._full.take(self._is_mostly_kept)
-            if segment is None:
-                return
-            segment.writers += 1
-            epoch = segment.epoch
-            kept = self._kept_in(segment)
+            carry.begun = True
         try:
-            with contextlib.suppress(OSError):  # they stay where they are
-                all(self._carry(key, rest) for key, rest in kept.items())
+            with contextlib.suppress(OSError):  # the rest stays where it is
+                for key, rest, page in carry.records:
+                    self._write_again(carry, key, rest, page)
         finally:
             with self._lock:
-                segment.writers -= 1
-                if segment.epoch == epoch:  # else it was cleared meanwhile, and is in line
-                    self._full.add_first(segment)
+                self._carry = None
+                self._carried.notify_all()
+                carry.to.writers -= 1
+                carry.segment.writers -= 1
+                if carry.segment.epoch == carry.epoch:  # else it was cleared meanwhile, and is in line
+                    self._full.add_first(carry.segment)
 
-    def _carry(self, key: bytes, rest: bytes) -> bool:
-        """Write a record again, into the active segment; whether there was room. One that is damaged goes."""
+    def _write_again(self, carry: _Carry, key: bytes, rest: bytes, page: int) -> None:
+        """One that is damaged goes."""
         place = unpack(rest)
         record = memoryview(bytearray(place.nbytes))
         if self._read(place.page, key, record) != place.digest:
             self._drop(key, rest)
-            return True
+            return
+        self._write(page, key, record)
         with self._lock:
-            segment = self._segment_with(_num_pages(place.nbytes))
-            if segment is None:
-                return False
-            page, epoch = self._begin_writing(segment, _num_pages(place.nbytes))
-        try:
-            self._write(page, key, record)
-            with self._lock:
-                if segment.epoch == epoch and self._index.get(key) == rest:
-                    self._strike(key)
-                    self._list(segment, key, place._replace(page=page))
-            return True
-        finally:
-            with self._lock:
-                segment.writers -= 1
+            if carry.to.epoch == carry.to_epoch and self._index.get(key) == rest:
+                self._strike(key)
+                self._list(carry.to, key, place._replace(page=page))
 
     def _grow_ahead(self) -> None:
         """Take the next segment's room from the file system when this one is half full. All writers would wait for it

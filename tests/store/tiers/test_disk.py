@@ -672,8 +672,7 @@ def test_records_that_are_kept_outlive_any_number_of_others(tmp_path: Path) -> N
     numbers = [0, 1, 5, 9, 13, 17, 21]  # two in the first segment, one in each other one
     kept.update(key(number) for number in numbers)
     for number in range(400):
-        if not tier.put(key(number), record(number)):
-            assert tier.put(key(number), record(number)), "there is room for it in turn"
+        assert tier.put(key(number), record(number))
         assert set(numbers[: sum(one <= number for one in numbers)]) <= set(here(tier, 24))
     tier.close()
     tier = disk(tmp_path, 8 * (SEGMENT_NBYTES + SEGMENT_NBYTES // 64) + 4096)
@@ -681,6 +680,43 @@ def test_records_that_are_kept_outlive_any_number_of_others(tmp_path: Path) -> N
     for number in range(400, 500):
         assert tier.put(key(number), record(number))
     assert here(tier, 24) == [], "nobody keeps them any more"
+    tier.close()
+
+
+def full_of_kept(path: Path) -> tuple[Disk, list[int]]:
+    """A disk of 8 segments of 16 records, three of which are kept in each."""
+    tier = Disk(path, "model", 8 * ((1 << 20) + (1 << 14)) + 4096, 1 << 20)
+    numbers = [number for number in range(128) if number % 16 in (0, 5, 10)]
+    tier.keep({key(number) for number in numbers})
+    for number in range(128):
+        assert tier.put(key(number), record(number))
+    return tier, numbers
+
+
+def test_several_writers_find_room_where_every_segment_has_records_that_are_kept(tmp_path: Path) -> None:
+    tier, numbers = full_of_kept(tmp_path)
+    body, refused = record(0), list[int]()
+
+    def write(first: int) -> None:
+        refused.extend(number for number in range(first, 1024, 4) if not tier.put(key(number), body))
+
+    writers = [threading.Thread(target=write, args=[first]) for first in range(128, 132)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(WAIT_S)
+    assert refused == []
+    assert here(tier, 128) == numbers
+    tier.close()
+
+
+def test_a_disk_that_cannot_write_again_what_is_kept_takes_others_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, _ = full_of_kept(tmp_path)
+    monkeypatch.setattr(DirectFile, "read", failing(errno.EIO))
+    for number in range(128, 512):
+        assert tier.put(key(number), record(number))
     tier.close()
 
 
