@@ -22,7 +22,7 @@ from pdlink.api.fields import decoded
 from pdlink.api.session import SessionId  # noqa: TC001  (msgspec reads annotations at run time)
 from pdlink.errors import ConfigError, InvalidRequest, Overloaded
 from pdlink.serve.http import body_of, json_response
-from pdlink.store.interface import MEMORY, Found
+from pdlink.store.interface import MEMORY, REMOVED, Found
 from pdlink.store.lookup import look_up
 from pdlink.store.reach import chunks_of, part_of
 from pdlink.store.slots import tenant_of
@@ -366,11 +366,10 @@ class CacheDesk:
                 fetch.close()
 
     def _check_places(self, names: list[str]) -> None:
+        there = [place for place in self._store.places if not place.endswith(REMOVED)]
         for name in names:
-            if name not in self._store.places:
-                raise InvalidRequest(
-                    f"place: got {name!r:.100}; expected {', '.join(self._store.places)}; use one of them"
-                )
+            if name not in there:
+                raise InvalidRequest(f"place: got {name!r:.100}; expected {', '.join(there)}; use one of them")
 
 
 def add_cache_routes(app: web.Application, desk: CacheDesk) -> None:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 MEMORY = "memory"
 """The arena, among the names of places."""
+REMOVED = " (removed)"
+"""How the names of tiers end that were removed at run time: places are numbers of names, so they stay."""
 
 
 class Found(NamedTuple):

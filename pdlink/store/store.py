@@ -33,7 +33,17 @@ from pdlink.store.cleared import Cleared
 from pdlink.store.codec import make_codec
 from pdlink.store.extents import whole_pages
 from pdlink.store.fetching import Fetching, Wanted
-from pdlink.store.interface import MEMORY, AnyStore, Forgotten, Found, Kept, PlaceState, SessionState, StoreState
+from pdlink.store.interface import (
+    MEMORY,
+    REMOVED,
+    AnyStore,
+    Forgotten,
+    Found,
+    Kept,
+    PlaceState,
+    SessionState,
+    StoreState,
+)
 from pdlink.store.keeper import Keeper
 from pdlink.store.record import seal
 from pdlink.store.scope import Scopes
@@ -573,7 +583,7 @@ class Store(AnyStore):
         index = self._places.index(place)
         drained = self._writing.drain(index - 1, self._tier_deadline_s)
         self._below.remove(index - 1)
-        self._places = (*self._places[:index], f"{place} (removed)", *self._places[index + 1 :])
+        self._places = (*self._places[:index], place + REMOVED, *self._places[index + 1 :])
         self.places_changed(self._places)
         return drained
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -187,9 +188,11 @@ def layouts() -> list[KVLayout]:
 class Kept:
     """A store with a tier, used by an engine of full attention, a window and states."""
 
-    def __init__(self, *, verify: bool = False) -> None:
+    def __init__(self, *, verify: bool = False, tier_deadline_s: float = 10.0) -> None:
         self.tier = StubTier()
-        self.store = Store(1 << 20, Lru(), [self.tier], pin_quota_nbytes=1 << 20, verify=verify)
+        self.store = Store(
+            1 << 20, Lru(), [self.tier], pin_quota_nbytes=1 << 20, verify=verify, tier_deadline_s=tier_deadline_s
+        )
         groups = [
             RecordGroup(one, model="m", revision=f"group {index}", chunk_tokens=CHUNK)
             for index, one in enumerate(layouts())
@@ -276,6 +279,29 @@ def test_what_has_changed_in_memory_or_in_a_tier_is_counted_and_dropped() -> Non
         kept.store.check()
     finally:
         kept.close()
+
+
+def test_a_tier_that_stalls_keeps_a_check_waiting_for_one_deadline_alone() -> None:
+    kept = Kept(tier_deadline_s=0.05)
+    keys = kept.source.keys(prompt_of(64 * CHUNK, 1)).by_group[0]
+    kept.put(0, keys)
+    waited = list[float | None]()
+
+    def result(self: Future[Any], timeout: float | None = None) -> Any:
+        waited.append(timeout)
+        return right(self, timeout)
+
+    right = Future.result
+    kept.tier.going.clear()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Future, "result", result)
+            found = kept.store.verify(keys, kept.source.groups[0].shape)
+    finally:
+        kept.tier.going.set()
+        kept.close()
+    assert found["stub"].unknown == 64
+    assert waited == [0.05] + [0.0] * 63
 
 
 def test_a_record_without_a_checksum_is_neither_right_nor_wrong(kept: Kept) -> None:
@@ -393,6 +419,11 @@ def test_a_tier_comes_and_goes_while_fetches_are_in_flight(kept: Kept, tmp_path:
     assert kept.desk.add_tier(AddTierRequest(url=f"file://{tmp_path}/more")) == {"place": "shared_dir"}
     kept.store.clear(places=["memory"])
     assert kept.store.lookup(prompts[0], WAIT_S).places == (3,) * 4, "what it has stays there"
+    with pytest.raises(InvalidRequest, match="expected memory, shared_dir; use"):
+        kept.desk.remove_tier(RemoveTierRequest(place="shared_dir (removed)"))
+    kept.put(0, prompts[2])
+    kept.store.clear(places=["memory"])
+    assert kept.store.lookup(prompts[2], WAIT_S).places == (3,) * 4, "the new tier of that name is written to"
     kept.store.check()
 
 
