@@ -190,7 +190,11 @@ class Front(Requests, asyncio.Protocol):
 
     def _read_on(self) -> None:
         if self.transport is not None:
-            self.read_on()
+            try:
+                self.read_on()
+            except Exception:  # as where a read raises: the request would seem to run for ever
+                self.abort()
+                raise
 
     def look(self, now_s: float, keepalive_s: float, wait_s: float) -> None:
         """Close it if it has been idle for too long, or if a head does not come. A body that does not come is

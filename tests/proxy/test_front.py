@@ -99,6 +99,33 @@ async def test_aiohttp_goes_on_with_a_connection_whose_requests_differ(
     assert len(taken) == 2
 
 
+@pytest.mark.parametrize("before", [0, 1])
+async def test_a_fault_of_ours_closes_the_connection_and_ends_no_other(
+    prefill: FakeWorker, decode: FakeWorker, monkeypatch: pytest.MonkeyPatch, before: int
+) -> None:
+    """before: requests that came in the same read, and were served."""
+    from pdlink_proxy.app import Router
+
+    take = Router.taken
+    faults = iter([*[False] * before, True])
+
+    def taken(self: Router, *asked: object) -> object:
+        if next(faults, False):
+            raise ZeroDivisionError
+        return take(self, *asked)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Router, "taken", taken)
+    async with proxy_of([prefill], [decode]) as proxy:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        async with connected(proxy.url) as (reader, writer):
+            writer.write(ASKED * (before + 1))
+            for _ in range(before):
+                assert (await answer_of(reader))[0] == 200
+            with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+                await answer_of(reader)
+        assert await whole(proxy, ASKED) == [200]
+
+
 async def test_a_body_in_chunks_and_one_that_is_asked_for_are_served(prefill: FakeWorker, decode: FakeWorker) -> None:
     head, _, body = ASKED.partition(b"\r\n\r\n")
     start = head.split(b"\r\n")[0] + b"\r\nHost: x\r\n"
