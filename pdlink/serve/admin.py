@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from pdlink import threads
 from pdlink.config import read_secrets
 from pdlink.config.listen import HostPort
 from pdlink.serve.process import bind
@@ -48,7 +48,11 @@ class AdminServer:
                 await runner.cleanup()
                 bound.close()
 
-        self._thread = threading.Thread(target=asyncio.run, args=(serve(),), name="pdlink-admin", daemon=True)
+        def failed(why: str) -> None:
+            if not begun.done():
+                begun.set_exception(RuntimeError(why))
+
+        self._thread = threads.guarded("pdlink-admin", lambda: asyncio.run(serve()), failed)
         self._thread.start()
         self._loop = begun.result()
         self.url = f"http://{HostPort(*bound.getsockname()[:2])}"

@@ -47,7 +47,7 @@ def test_each_prompt_comes_from_where_its_row_says_and_nothing_is_left_on_the_di
     loaded = {name: one["loaded"] for name, (one,) in found["sources"].items()}
     assert loaded == {
         warm.COLD: 0,
-        **dict.fromkeys((warm.MEMORY, warm.PEER, warm.DISK, *restarted), 768),
+        **dict.fromkeys((warm.MEMORY, warm.PEER, warm.DISK, *restarted), 1023),
         warm.TURN: 1024,
     }
     assert set(found["floor_s"]) == {warm.MEMORY, warm.PEER, warm.DISK, *restarted}

@@ -56,10 +56,10 @@ class Split:
             for label in ("left", "right"):
                 self.post(label, "clear", prompt=head, places=["disk"])
             self.post("left", "clear", prompt=head, places=["shared_dir"])
-            assert self.post("left", "move", prompt=head[: TWO * 2], source="memory", destination="disk") == {
+            assert self.post("left store", "move", prompt=head[: TWO * 2], source="memory", destination="disk") == {
                 "tokens": 2 * TWO
             }
-            assert self.post("left", "move", prompt=head, source="memory", destination="shared_dir") == {
+            assert self.post("left store", "move", prompt=head, source="memory", destination="shared_dir") == {
                 "tokens": len(head)
             }
             self.post("right", "clear", prompt=head, places=["memory"])

@@ -157,7 +157,7 @@ def test_health_is_bad_when_a_part_of_the_worker_is_dead(deployment: Deployment,
         config=SimpleNamespace(
             timeouts=SimpleNamespace(peer_s=3.0), role="both", cache=SimpleNamespace(block_tokens=16)
         ),
-        model=SimpleNamespace(name="m"),
+        model=SimpleNamespace(name="m", revision=""),
         engine=SimpleNamespace(num_running=0, num_awaiting_kv=0, num_waiting=0),
         pool=SimpleNamespace(num_free=1, num_held=0, num_blocks=1),
         kv_events=None,

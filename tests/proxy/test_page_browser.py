@@ -341,7 +341,7 @@ async def of_many(browser: Browser, **more: Any) -> AsyncIterator[Page]:
         if each["state"] == "ok"
     }
     state = seen(workers=workers, reports=reports, records=[record(number) for number in range(50)])
-    body = msgspec.json.encode(state | {"history": [], "happened": []})
+    body = msgspec.json.encode(state | {"history": [], "happened": [], "sessions": []})
     async with fleet(1, 1) as (prefill, decode), proxy_of(prefill, decode) as proxy:
         window = await browser.new_context(**({"viewport": {"width": 1240, "height": 900}} | more))
         try:

@@ -162,8 +162,8 @@ async def test_who_has_no_key_hides_no_request_from_its_owner(
 
 FOR_ALL = {"/", "/health", "/readyz", "/livez", "/pdlink"}
 """Text, a status, and files of the page, which hold no data."""
-OF_A_KEY = {"/decisions", "/v1/models", "/v1/models/{id}", "/version", "/metrics"}
-"""Beside what generates: a key's own requests, and sums over all."""
+OF_A_KEY = {"/decisions", "/v1/models", "/v1/models/{id}", "/version", "/metrics", "/pdlink/sessions/{id}"}
+"""Beside what generates: a key's own requests and sessions, and sums over all."""
 OF_OPERATORS = {"/pdlink/state", "/pdlink/timeline", "/pdlink/probe", "/workers"}
 
 
@@ -188,7 +188,9 @@ async def test_every_route_is_open_or_asks_for_a_key_or_for_an_operators(
                 assert (await asked(proxy, method, url, "a", {}))[0] in (401, 403), (method, path)
                 assert (await asked(proxy, method, url, "boss", {}))[0] not in (401, 403), (method, path)
             else:
-                assert generates or path.removesuffix("/{id}") in OF_A_KEY, f"say whose {method} {path} is"
+                assert generates or path in OF_A_KEY or path.removesuffix("/{id}") in OF_A_KEY, (
+                    f"say whose {method} {path} is"
+                )
                 assert (await asked(proxy, method, url, "a", {}))[0] not in (401, 403), (method, path)
         assert set((await asked(proxy, "GET", "/health", "nobody"))[1]) == {"status"}
 
