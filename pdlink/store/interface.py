@@ -262,8 +262,8 @@ class AnyStore(ABC):
 
     @abstractmethod
     def hold(self, session: SessionTerms, keys: Sequence[bytes], sizes: Sequence[int], *, waits: bool) -> int:
-        """Keep the records of these keys, and no others, for a session: those that are here and those that come, in
-        memory until a tier has them, and there. How many leading ones the quota allows.
+        """Keep the records of these keys, and no others of its scope, for a session: those that are here and
+        those that come, in memory until a tier has them, and there. How many leading ones the quota allows.
 
         sizes: bytes of a record, in turns. waits: the session's turn has ended, so its records leave memory first.
         Costs some milliseconds for ten thousand keys that it did not keep.

@@ -29,6 +29,9 @@ class SessionTerms(NamedTuple):
     """As of `Retention`: each has names of its own."""
     ttl_s: float
     """How long it keeps its records, counted from the begin and from the end of each turn."""
+    scope: str = ""
+    """Whose keys these are (`Origin.scope`): a session keeps those of the last turn of each model, and of each rank
+    whose records are its own."""
 
 
 class Holding(NamedTuple):
@@ -83,7 +86,8 @@ class SessionHolds:
         self.nbytes = 0
         self._nbytes_of: Counter[str] = Counter()
         self._num_of: Counter[str] = Counter()
-        self._holders: dict[tuple[str, str], _Holder] = {}
+        self._holders: dict[tuple[str, str, str], _Holder] = {}
+        """By tenant, name and scope."""
         self._next_s = inf
         """No deadline is sooner."""
 
@@ -106,11 +110,11 @@ class SessionHolds:
     def hold(
         self, session: SessionTerms, keys: Sequence[bytes], sizes: Sequence[int], now_s: float, *, waits: bool
     ) -> Holding:
-        """The session keeps the leading ones of these keys that the quota allows, and no others.
+        """The session keeps the leading ones of these keys that the quota allows, and no others of its scope.
 
         sizes: bytes of a record, in turns. waits: its turn has ended.
         """
-        name = session.tenant, session.name
+        name = session.tenant, session.name, session.scope
         mine = self._holders.get(name)
         if mine is None:
             if len(self) >= MAX_SESSIONS or self._num_of[session.tenant] >= MAX_OF_TENANT:
@@ -140,26 +144,28 @@ class SessionHolds:
         return Holding(len(mine.keys), changed)
 
     def end(self, name: str, tenant: str) -> list[bytes] | None:
-        """It keeps nothing any more: what it kept; None if there is no such session."""
-        mine = self._holders.pop((tenant, name), None)
-        if mine is None:
-            return None
-        self._num_of[tenant] -= 1
-        return self._let_go(mine, 0)
+        """It keeps nothing any more, in all scopes: what it kept; None if there is no such session. Costs a look at
+        each session."""
+        found = [each for each in self._holders if each[:2] == (tenant, name)]
+        return [key for each in found for key in self._end(each)] if found else None
+
+    def _end(self, name: tuple[str, str, str]) -> list[bytes]:
+        self._num_of[name[0]] -= 1
+        return self._let_go(self._holders.pop(name), 0)
 
     def is_due(self, now_s: float) -> bool:
         """Whether the deadline of some session may be over."""
         return self._next_s <= now_s
 
     def expire(self, now_s: float) -> list[bytes]:
-        """End one session whose deadline is over: what it kept."""
+        """End one session, in one scope, whose deadline is over: what it kept."""
         if not self.is_due(now_s):
             return []
         first = min(self._holders.values(), key=lambda each: each.deadline_s, default=None)
         if first is None or first.deadline_s > now_s:
             self._next_s = inf if first is None else first.deadline_s
             return []
-        return self.end(first.session.name, first.session.tenant) or []
+        return self._end((first.session.tenant, first.session.name, first.session.scope))
 
     def rank(self, key: bytes) -> int | None:
         """Instead of a record's priority in memory; None for one that is as others."""
@@ -190,7 +196,7 @@ class SessionHolds:
         assert nbytes == self._nbytes_of
         assert self.nbytes == nbytes.total() <= self._total_nbytes
         assert all(used <= self._quota_nbytes for used in nbytes.values())
-        assert +self._num_of == Counter(tenant for tenant, _ in self._holders)
+        assert +self._num_of == Counter(tenant for tenant, *_ in self._holders)
         assert all(each.deadline_s >= self._next_s for each in holders)
 
     def _has_room(self, tenant: str, nbytes: int) -> bool:

@@ -86,6 +86,22 @@ def test_a_session_in_a_store_process_is_kept_and_ends(tmp_path: Path, monkeypat
         assert not one.source.store.end_session("agent", "")
 
 
+def test_an_engine_of_another_model_leaves_a_session_in_a_store_process_what_it_has(tmp_path: Path) -> None:
+    prompt = prompt_of(3 * CHUNK, 1)
+    with (
+        listening(tmp_path, 32 * (4096 + CHUNK * 2 * 2 * 512)) as listener,
+        worker(tmp_path, "a") as one,
+        worker(tmp_path, "b") as other,
+    ):
+        assert other.source is not None
+        other.source.rename("era")
+        for number, engine in enumerate((one, other)):
+            assert take_turn(engine, prompt, f"turn {number}") == 3 * CHUNK
+        assert [each.records for each in listener._store.state().sessions] == [3, 3]
+        assert other.source.store.end_session("agent", "")
+        assert listener._store.state().sessions == []
+
+
 def test_a_request_names_its_session_in_the_body_or_in_headers_and_ends_it_over_http() -> None:
     async def of_client(url: str, model: str) -> None:
         async with aiohttp.ClientSession(url) as client:

@@ -20,8 +20,8 @@ MINE = [b"mine%028d" % index for index in range(4)]
 OTHERS = [b"others%026d" % index for index in range(64)]
 
 
-def session(name: str = "agent", tenant: str = "", ttl_s: float = 60.0) -> SessionTerms:
-    return SessionTerms(name, tenant, ttl_s)
+def session(name: str = "agent", tenant: str = "", ttl_s: float = 60.0, scope: str = "") -> SessionTerms:
+    return SessionTerms(name, tenant, ttl_s, scope)
 
 
 def hold(store: Store, keys: list[bytes], *, waits: bool = True, of: SessionTerms | None = None) -> int:
@@ -195,6 +195,19 @@ def test_each_tenant_has_a_quota_and_names_of_its_own() -> None:
         store.close()
 
 
+def test_a_session_keeps_the_last_turn_of_each_model_and_one_call_ends_all() -> None:
+    with opened(32) as store:
+        assert hold(store, MINE, of=session(scope="model")) == 4
+        assert hold(store, OTHERS[:4], of=session(scope="other")) == 4
+        put(store, MINE + OTHERS[:4])
+        assert hold(store, OTHERS[1:3], of=session(scope="other")) == 2
+        assert {key for key in MINE + OTHERS if key in store._catalog.sessions.kept} == {*MINE, *OTHERS[1:3]}
+        store.check()
+        assert store.end_session("agent", "")
+        assert not store.state().sessions
+        assert not store.end_session("agent", "")
+
+
 def test_one_tenant_cannot_take_all_sessions() -> None:
     sessions = SessionHolds(1 << 40, 1 << 40)
     for number in range(MAX_OF_TENANT + 1):
@@ -210,7 +223,7 @@ def test_sessions_count_right_in_any_order() -> None:
         keys = [bytes([index]) for index in range(12)]
         for _ in range(80):
             now_s += rng.random()
-            one = session(f"s{rng.randrange(4)}", rng.choice("ab"), ttl_s=rng.uniform(0.5, 8))
+            one = session(f"s{rng.randrange(4)}", rng.choice("ab"), ttl_s=rng.uniform(0.5, 8), scope=rng.choice("mn"))
             match rng.randrange(5):
                 case 0:
                     sessions.end(one.name, one.tenant)

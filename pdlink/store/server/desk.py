@@ -43,7 +43,7 @@ _LEFT_SHARE = 8
 """Of the arena, how small a part one client leaves to the others when it has reserved all that it may."""
 _ALL_OF = 4
 """Records, or fewer, that fit into an arena: one client may reserve all of them. Of more it leaves one at least."""
-_MAX_TENANT_CHARS = 64
+_MAX_DIGEST_CHARS = 64
 _MAX_PARTS = 4096
 """Of a record; a model has fewer KV heads."""
 
@@ -286,14 +286,15 @@ def _unchecked(slots: Sequence[Slot], first: int, fetch: AnyFetch) -> tuple[int,
 def _checked(retention: Retention) -> Retention:
     """Raises ProtocolError for one that no request may ask for."""
     right = MIN_PRIORITY <= retention.priority <= MAX_PRIORITY and 0 < retention.priority_s <= MAX_PRIORITY_S
-    if not right or not retention.ttl_s > 0 or len(retention.tenant) > _MAX_TENANT_CHARS:
+    if not right or not retention.ttl_s > 0 or len(retention.tenant) > _MAX_DIGEST_CHARS:
         raise ProtocolError(f"retention: got {retention!r:.200}; expected what `Retention` says; correct it")
     return retention
 
 
 def _checked_session(session: SessionTerms) -> SessionTerms:
     """Raises ProtocolError for one that no request may name."""
-    right = 0 < len(session.name) <= MAX_NAME_CHARS and len(session.tenant) <= _MAX_TENANT_CHARS
+    right = 0 < len(session.name) <= MAX_NAME_CHARS
+    right &= max(len(session.tenant), len(session.scope)) <= _MAX_DIGEST_CHARS
     if not right or not 0 < session.ttl_s <= MAX_TTL_S:
         raise ProtocolError(f"session: got {session!r:.200}; expected what `SessionTerms` says; correct it")
     return session
