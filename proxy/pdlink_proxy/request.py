@@ -165,7 +165,7 @@ class Request:
             asked = asked_session(call.said.session_id, call.said.session_ttl_s, said)  # checked by `Entry`
         to_place = wanted(call, None if asked is None else asked.id)
         if asked is not None:
-            to_place.turn = SessionTurn(key_of(said), asked.id, to_place.salt, asked.ttl_s)
+            to_place.turn = SessionTurn(key_of(said), asked.id, to_place.salt, to_place.model, asked.ttl_s)
         self._admission = Admission(
             shared,
             to_place,

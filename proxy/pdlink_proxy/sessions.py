@@ -28,6 +28,7 @@ class SessionTurn(NamedTuple):
     id: str
     salt: str
     """Its `cache_salt`."""
+    model: str
     ttl_s: float
 
 
@@ -36,6 +37,7 @@ class KnownSession(msgspec.Struct, kw_only=True):
 
     id: str
     salt: str
+    model: str
     turns: int = 0
     running: int = 0
     """Turns that are not answered yet."""
@@ -57,21 +59,21 @@ class KnownSession(msgspec.Struct, kw_only=True):
 
 class KnownSessions:
     def __init__(self) -> None:
-        self._known: OrderedDict[tuple[str, str, str], KnownSession] = OrderedDict()
-        """By tenant, id and salt, as workers keep them; the one that was heard of last at the end."""
+        self._known: OrderedDict[tuple[str, str, str, str], KnownSession] = OrderedDict()
+        """By tenant, id, salt and model, as workers keep them; the one that was heard of last at the end."""
 
     def where(self, turn: SessionTurn, now_s: float) -> Mapping[str, str]:
         """By leg, the label of the worker that had the last turn."""
-        known = self._known.get(turn[:3])
+        known = self._known.get(turn[:4])
         return _NOWHERE if known is None or known.is_over(now_s) else known.workers
 
     def placed(self, turn: SessionTurn, workers: Mapping[str, str], tokens: int, now_s: float, *, again: bool) -> str:
         """A turn goes to these workers; what to tell people of it. again: it was placed before."""
-        known = self._known.get(turn[:3])
+        known = self._known.get(turn[:4])
         if known is None or known.is_over(now_s):
-            known = KnownSession(id=turn.id, salt=turn.salt)
-        self._known[turn[:3]] = known
-        self._known.move_to_end(turn[:3])
+            known = KnownSession(id=turn.id, salt=turn.salt, model=turn.model)
+        self._known[turn[:4]] = known
+        self._known.move_to_end(turn[:4])
         while len(self._known) > MAX_SESSIONS:
             self._known.popitem(last=False)
         left = [label for leg, label in known.workers.items() if workers.get(leg, label) != label]
@@ -87,12 +89,12 @@ class KnownSessions:
 
     def kept(self, turn: SessionTurn, tokens: int) -> None:
         """A worker has said how many tokens of the prompt the session keeps."""
-        if (known := self._known.get(turn[:3])) is not None:
+        if (known := self._known.get(turn[:4])) is not None:
             known.kept_tokens = tokens
 
     def ended(self, turn: SessionTurn, now_s: float) -> None:
         """A turn that was placed is over."""
-        if (known := self._known.get(turn[:3])) is not None:
+        if (known := self._known.get(turn[:4])) is not None:
             known.running, known.heard_s = max(0, known.running - 1), now_s
 
     def end(self, tenant: str | None, session_id: str) -> list[str]:

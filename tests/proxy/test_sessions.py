@@ -30,7 +30,7 @@ from tests.proxy.test_tenants import asked
 if TYPE_CHECKING:
     from pathlib import Path
 
-TURN = SessionTurn("key", "agent", "salt", 60.0)
+TURN = SessionTurn("key", "agent", "salt", "m", 60.0)
 BODY = {"model": "m", "prompt": "hello"}
 
 
@@ -89,14 +89,14 @@ def test_people_are_told_which_turn_it_is_and_when_it_moves() -> None:
     assert known.end("key", "agent") == ["salt"]
 
 
-def test_one_id_with_two_salts_is_two_sessions_which_one_call_ends() -> None:
+@pytest.mark.parametrize("other", [TURN._replace(salt="other"), TURN._replace(model="other")])
+def test_one_id_with_two_salts_or_models_is_two_sessions_which_one_call_ends(other: SessionTurn) -> None:
     known = KnownSessions()
     known.placed(TURN, {"prefill": "prefill-0"}, 100, 0.0, again=False)
-    other = TURN._replace(salt="other")
     assert known.where(other, 1.0) == {}, "its KV is another one"
     known.placed(other, {"prefill": "prefill-1"}, 100, 1.0, again=False)
     assert known.where(TURN, 2.0) == {"prefill": "prefill-0"}
-    assert known.end("key", "agent") == ["salt", "other"]
+    assert known.end("key", "agent") == [TURN.salt, other.salt]
 
 
 def test_there_is_a_most_of_sessions() -> None:
