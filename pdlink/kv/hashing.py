@@ -155,6 +155,28 @@ def beside(keys: Iterable[bytes], seed: bytes) -> list[bytes]:
     return [blake3(key, key=seed).digest() for key in keys]
 
 
+def chunk_keys(
+    origins: Sequence[Origin],
+    tokens: Sequence[int],
+    chunk_tokens: int,
+    salt: str = "",
+    lora: str = "",
+    media: Sequence[tuple[int, str]] = (),
+    hashed: Chain | None = None,
+) -> tuple[Sequence[bytes], ...]:
+    """By group of an engine's layers what a store calls the full chunks of a prompt. Costs one hash of it.
+
+    salt, lora: as of `Origin`; media: as of `chain`. hashed: of this request, of the same namespace and chunks; what
+    it has hashed is not hashed again. Raises OverflowError for a token id outside [0, 2**32).
+    """
+    first, *others = origins
+    if hashed is None:
+        keys: Sequence[bytes] = chain(namespace(first._replace(lora=lora, salt=salt)), tokens, chunk_tokens, media)
+    else:
+        keys = hashed.chunks_of(tokens)
+    return (keys, *(beside(keys, namespace(other)) for other in others))
+
+
 def named(seed: bytes, names: Iterable[str]) -> list[bytes]:
     """Keys of chunks that an engine names itself, by hashes that hold everything before the chunk.
 

@@ -200,7 +200,8 @@ class Catalog:
                 if record.expires_s < inf:
                     self._deadlines.add(record.expires_s, record)
                 self._raise(record, retention, now_s)
-                if self.sessions.place(key, is_below=False):
+                if key in self.sessions.kept:
+                    self.sessions.place(key, is_below=False)
                     self.rank([key])
             elif share.total == record.total and not parts & ~record.free:
                 slot = record.slot._replace(serial=next(self._serials))
@@ -376,7 +377,8 @@ class Catalog:
 
     def is_below(self, key: bytes) -> None:
         """A tier has this record, too."""
-        if self.sessions.place(key, is_below=True):
+        if key in self.sessions.kept:
+            self.sessions.place(key, is_below=True)
             self.rank([key])
 
     def set_quota(self, nbytes: int | None, tenant: str = "") -> None:

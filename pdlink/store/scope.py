@@ -69,12 +69,12 @@ class Scope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         return hashlib.blake2b(seeds, digest_size=8).hexdigest()
 
     def keys(self, tokens: Sequence[int], salt: str = "", lora: str = "") -> tuple[Sequence[bytes], ...]:
-        """As `chunk_keys`. lora: of SGLang the `extra_key` of requests."""
+        """As `hashing.chunk_keys`. lora: of SGLang the `extra_key` of requests."""
         if self.hashed_by == "sglang":
             names = sglang_names(tokens, self.chunk_tokens, salt, lora)
             names = [f"{name} changed {self.change}" if self.change else name for name in names]
             return tuple(hashing.named(hashing.namespace(origin), names) for origin in self.origins)
-        return chunk_keys(self.origins, tokens, self.chunk_tokens, salt, lora)
+        return hashing.chunk_keys(self.origins, tokens, self.chunk_tokens, salt, lora)
 
 
 @lru_cache(_MOST)
@@ -96,28 +96,6 @@ def _layouts(scope: Scope) -> tuple[KVLayout, ...]:
         )
         for group in scope.groups
     )
-
-
-def chunk_keys(
-    origins: Sequence[Origin],
-    tokens: Sequence[int],
-    chunk_tokens: int,
-    salt: str = "",
-    lora: str = "",
-    media: Sequence[tuple[int, str]] = (),
-    chain: hashing.Chain | None = None,
-) -> tuple[Sequence[bytes], ...]:
-    """By group of an engine's layers what a store calls the full chunks of a prompt. Costs one hash of it.
-
-    salt, lora, media: see `hashing`. chain: of this request, of the same namespace and chunks; what it has hashed is
-    not hashed again. Raises OverflowError for a token id outside [0, 2**32).
-    """
-    first, *others = origins
-    if chain is None:
-        keys = hashing.chain(hashing.namespace(first._replace(lora=lora, salt=salt)), tokens, chunk_tokens, media)
-    else:
-        keys = chain.chunks_of(tokens)
-    return (keys, *(hashing.beside(keys, hashing.namespace(other)) for other in others))
 
 
 def sglang_names(tokens: Sequence[int], page_tokens: int, salt: str = "", extra_key: str = "") -> list[str]:

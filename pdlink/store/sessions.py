@@ -176,12 +176,10 @@ class SessionHolds:
             return KEPT
         return None if kept.running else FIRST
 
-    def place(self, key: bytes, *, is_below: bool) -> bool:
-        """A tier below has its record, or only memory will; whether sessions keep it."""
-        kept = self.kept.get(key)
-        if kept is not None:
+    def place(self, key: bytes, *, is_below: bool) -> None:
+        """A tier below has its record, or only memory will."""
+        if (kept := self.kept.get(key)) is not None:
             kept.is_below = is_below
-        return kept is not None
 
     def check(self) -> None:
         """Raise AssertionError at the first broken invariant."""

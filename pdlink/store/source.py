@@ -24,11 +24,12 @@ from pdlink import _copy
 from pdlink.cuda.driver import CudaFailure
 from pdlink.errors import TransferFailed
 from pdlink.events import KVCopied, emit
+from pdlink.kv import hashing
 from pdlink.store.groups import RecordPlan, SlotPlan
 from pdlink.store.line import Line
 from pdlink.store.prompt import Prompt, PromptKeys
 from pdlink.store.record import layer_ranges
-from pdlink.store.scope import Scope, ScopeGroup, chunk_keys
+from pdlink.store.scope import Scope, ScopeGroup
 from pdlink.store.slots import USUAL, tenant_of
 from pdlink.store.worth import HALF_LIFE_S, Speed
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdlink.cuda.driver import CudaEvent
-    from pdlink.kv import hashing
     from pdlink.memory.buffers import AnyBuffer, HostBuffer
     from pdlink.store.gpu_pages import GpuPages, PageCopy
     from pdlink.store.groups import AnyPlan, Blocks, Chunks, RecordGroup
@@ -127,7 +127,7 @@ class Source:
         chain: of this request, of the same namespace and chunks; what it has hashed is not hashed again.
         """
         origins = [group.origin for group in self.groups]
-        by_group = chunk_keys(origins, tokens, self.chunk_tokens, salt, lora, media, chain)
+        by_group = hashing.chunk_keys(origins, tokens, self.chunk_tokens, salt, lora, media, chain)
         return PromptKeys(len(tokens), by_group, () if media else tokens, origins[0]._replace(lora=lora, salt=salt))
 
     def prompt(self, request_id: str, keys: PromptKeys, retention: Retention | None = USUAL) -> Prompt:
