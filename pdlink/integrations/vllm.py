@@ -127,6 +127,7 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         self._news = PDLinkNews({}, [], {})
         """That the scheduler's half has not been told."""
         self._sleep: Sleep | None = None
+        self._in_micro_batches = versions.in_micro_batches(vllm_config)
         self._rank: Rank | None = None
         if role == KVConnectorRole.WORKER:
             self._rank = Rank(vllm_config, kv_cache_config, settings)
@@ -258,7 +259,10 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         """
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        self._worker.steps.layer_saved(layer_name)
+        """Called once for each micro-batch, of which the first has only a part of the step's tokens: then layers are
+        ready when the step ends."""
+        if not self._in_micro_batches:
+            self._worker.steps.layer_saved(layer_name)
 
     def wait_for_save(self) -> None:
         """Model runner V1 calls it while the exception of a forward pass is on its way, too."""

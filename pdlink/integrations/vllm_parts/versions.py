@@ -414,6 +414,12 @@ def recomputes(vllm_config: Any) -> bool:
     return bool(vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute")
 
 
+def in_micro_batches(vllm_config: Any) -> bool:
+    """Whether a step's batch may be computed in several parts, in turns (`--enable-dbo`, `--ubatch-size`)."""
+    parallel = vllm_config.parallel_config
+    return bool(getattr(parallel, "enable_dbo", False)) or getattr(parallel, "ubatch_size", 0) > 1
+
+
 def watch_adapters(vllm_config: Any, loaded: LoadedAdapters) -> None:
     """Of a server that has adapters."""
     if getattr(vllm_config, "lora_config", None) is not None:

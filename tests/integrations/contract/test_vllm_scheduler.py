@@ -19,8 +19,10 @@ from vllm.v1.engine.core import EngineCore  # noqa: E402
 
 from pdlink.integrations.vllm import PDLinkMetadata  # noqa: E402
 from pdlink.integrations.vllm_parts.requests import NOTHING  # noqa: E402
+from pdlink.integrations.vllm_parts.steps import Steps  # noqa: E402
 from pdlink_proxy.dialects import DIALECTS  # noqa: E402
 from pdlink_proxy.kv_index import KVIndex, Publisher, events_in  # noqa: E402
+from tests.integrations.contract import vllm_server  # noqa: E402
 from tests.integrations.contract.vllm_server import Server, servers, tokens_of  # noqa: E402
 from tests.proxy.test_kv_index import tokens_in  # noqa: E402
 
@@ -63,6 +65,31 @@ def test_a_prompt_is_pushed_while_it_is_computed(tmp_path: Path, how: dict[str, 
         assert decode.computed["d"] == 1 + 2, "the last token of the prompt, and two of the answer"
         assert decode.said["d"]["pdlink_kv"] == "transferred"
         assert prefill.computed["p"] == 100
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_a_layer_of_micro_batches_is_ready_when_the_step_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
+) -> None:
+    """Its hook runs for the first of them before the others have computed it."""
+    config = vllm_server._config
+
+    def in_two(*given: Any, **more: Any) -> Any:
+        found = config(*given, **more)
+        found.parallel_config.enable_dbo = True
+        return found
+
+    monkeypatch.setattr(vllm_server, "_config", in_two)
+    said: list[str] = []
+    monkeypatch.setattr(Steps, "layer_saved", lambda _, name: said.append(name))
+    with servers(tmp_path, {"runner": runner}, {"runner": runner}) as (prefill, decode):
+        sends, receives = legs(prefill)
+        prefill.request("p", PROMPT, sends, max_tokens=1)
+        decode.request("d", PROMPT, receives)
+        decode.until_idle(prefill)
+        assert decode.outputs["d"] == tokens_of(PROMPT, 3)
+        assert decode.said["d"]["pdlink_kv"] == "transferred"
+    assert not said
 
 
 def store(folder: Path, **more: Any) -> dict[str, Any]:
