@@ -181,6 +181,12 @@ class SessionHolds:
         if (kept := self.kept.get(key)) is not None:
             kept.is_below = is_below
 
+    def in_no_tier(self) -> list[bytes]:
+        """Of no record it is known that a tier has it; all that sessions keep."""
+        for kept in self.kept.values():
+            kept.is_below = False
+        return list(self.kept)
+
     def check(self) -> None:
         """Raise AssertionError at the first broken invariant."""
         holders = self._holders.values()

@@ -582,6 +582,9 @@ class Store(AnyStore):
         """
         index = self._places.index(place)
         drained = self._writing.drain(index - 1, self._tier_deadline_s)
+        with self._lock:
+            kept = self._catalog.sessions.in_no_tier()
+        self._rank(kept)
         self._below.remove(index - 1)
         self._places = (*self._places[:index], place + REMOVED, *self._places[index + 1 :])
         self.places_changed(self._places)

@@ -134,16 +134,21 @@ class WriteThrough:
         """
         self._books, self._below, self._buffer, self._ingestion = books, below, buffer, ingestion
         self._sealed, self._deadline_s, self._clock = sealed, deadline_s, clock
+        self._last = set[str]()
+        """Tiers that keep the records of sessions."""
         for tier in below.tiers:
             self.owe(tier)
-        keeping = {tier.name for tier in below.tiers if isinstance(tier.tier, KeepingTier)}
-        self._last = keeping or set(books.debts)
-        """Tiers that keep the records of sessions."""
 
     def owe(self, tier: GuardedTier) -> None:
         """Have records written to it from now on. Under the lock."""
         if not isinstance(tier.tier, ReadOnly):
             self._books.debts[tier.name] = OrderedDict()
+            self._choose_last()
+
+    def _choose_last(self) -> None:
+        debts, there = self._books.debts, self._below.there
+        keeping = {tier.name for tier in there if tier.name in debts and isinstance(tier.tier, KeepingTier)}
+        self._last = keeping or set(debts)
 
     def drain(self, index: int, timeout_s: float) -> bool:
         """Write to one tier what it is to have, and nothing from then on; whether it has it all."""
@@ -154,6 +159,7 @@ class WriteThrough:
                 left = len(self._books.debts.get(tier.name, ())) + len(tier.queued)
                 if not left or left >= before or self._clock() >= deadline_s:
                     self._books.debts.pop(tier.name, None)
+                    self._choose_last()
                     tier.queued.clear()
                     return not left
             before = left

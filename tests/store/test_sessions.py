@@ -96,6 +96,26 @@ def test_a_session_that_waits_leaves_memory_before_others_once_a_tier_has_it() -
         assert read(store, MINE[:2]) == 2, "from the tier"
 
 
+def test_what_sessions_keep_stays_in_memory_when_the_tier_that_has_it_is_removed() -> None:
+    tier, other = StubTier(), StubTier()
+    with opened(16, [tier]) as store:
+        hold(store, MINE)
+        put_below(store, MINE, tier)
+        assert store.flush(WAIT_S)
+        assert store.remove_tier("stub")
+        for key in OTHERS[:32]:
+            assert put(store, [key]) == 1
+        assert in_memory(store, MINE) == 4
+        store.add_tier(other)
+        hold(store, MINE, waits=False)
+        hold(store, MINE)
+        assert store.flush(WAIT_S)
+        assert set(MINE) <= other.records.keys()
+        for key in OTHERS[32:]:
+            assert put(store, [key]) == 1
+        assert in_memory(store, MINE) == 0, "the new tier has it"
+
+
 def test_a_session_that_runs_again_is_as_others_in_memory() -> None:
     tier = StubTier()
     with opened(8, [tier]) as store:
