@@ -74,6 +74,8 @@ class _Holder:
     deadline_s: float = inf
     asked: int = 0
     keys: list[bytes] = field(default_factory=list)
+    nbytes: int = 0
+    """Of their records."""
 
 
 class SessionHolds:
@@ -99,7 +101,7 @@ class SessionHolds:
             SessionHeld(
                 each.session,
                 len(each.keys),
-                sum(self.kept[key].nbytes for key in each.keys),
+                each.nbytes,
                 each.asked,
                 each.waits,
                 each.deadline_s,
@@ -140,6 +142,7 @@ class SessionHolds:
             kept.sessions += 1
             kept.running += not waits
             mine.keys.append(key)
+            mine.nbytes += kept.nbytes
             changed.append(key)
         return Holding(len(mine.keys), changed)
 
@@ -202,6 +205,7 @@ class SessionHolds:
         assert all(used <= self._quota_nbytes for used in nbytes.values())
         assert +self._num_of == Counter(tenant for tenant, *_ in self._holders)
         assert all(each.deadline_s >= self._next_s for each in holders)
+        assert all(each.nbytes == sum(self.kept[key].nbytes for key in each.keys) for each in holders)
 
     def _has_room(self, tenant: str, nbytes: int) -> bool:
         in_all = self.nbytes + nbytes <= self._total_nbytes
@@ -213,6 +217,7 @@ class SessionHolds:
         del mine.keys[first:]
         for key in gone:
             kept = self.kept[key]
+            mine.nbytes -= kept.nbytes
             kept.sessions -= 1
             kept.running -= not mine.waits
             if not kept.sessions:
