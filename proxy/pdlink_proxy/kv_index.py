@@ -25,6 +25,7 @@ MAX_BLOCKS = 20_000_000
 """Of all workers, per block size: about 1.1 GB (54 bytes each, measured with 10 million of 16 tokens)."""
 MAX_SIZES = 8
 """Block sizes that are told apart; events about others are ignored."""
+_MAX_BLOCK_TOKENS = 1 << 20
 
 _MEDIA = {None: 0, "GPU": 0, "CPU": 1, "CPU_PINNED": 1, "cpu": 1, "EXTERNAL": 3}
 """DEVICE, HOST and SHARED, as vLLM, SGLang and their connectors call them; others are disks."""
@@ -160,7 +161,7 @@ class KVIndex:
         return self._publishers.held([*self._by_size.values()], _known_root(model, tuple(extra)), tokens)
 
     def _stored(self, publisher: Publisher, model: str, event: _Stored) -> None:
-        if event.kv_cache_spec_kind not in _WHOLE or event.block_size < 1:
+        if event.kv_cache_spec_kind not in _WHOLE or not 1 <= event.block_size <= _MAX_BLOCK_TOKENS:
             return
         if event.group_idx != self._group.setdefault(publisher, event.group_idx):
             return

@@ -168,6 +168,14 @@ def test_blocks_after_an_unknown_one_are_not_noted() -> None:
     assert len(index) == 0
 
 
+@pytest.mark.parametrize("block_size", [-1, 0, 1 << 21, (1 << 64) - 1])
+def test_a_block_size_that_no_engine_has_is_not_noted(block_size: int) -> None:
+    index = KVIndex(100)
+    apply(index, ONE, "m", batch(stored([1], None, [1, 2], block_size=block_size)))
+    apply(index, ONE, "m", batch(stored([2], None, [1, 2])))
+    assert tokens_in(index, "m", (), ids(1, 2, 3)) == {1: 2}
+
+
 def test_salts_and_adapters_share_no_prefix_with_others() -> None:
     index = KVIndex()
     apply(index, ONE, "m", batch(stored([1, 2], None, [1, 2, 3, 4], extra_keys=[["salt"], None])))

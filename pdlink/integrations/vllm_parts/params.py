@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOAD_TIERS = "kv_load_tiers"
-_CAPS = {"max_load_tokens", "max_offload_tokens", _LOAD_TIERS}
+_OF_THE_STORE = {"max_load_tokens", "max_offload_tokens", _LOAD_TIERS, "session_id", "session_ttl_s"}
+"""What a request may say that is served without a transfer. The session is read by `versions.session_of`."""
 _DIGEST_NBYTES = 8
 """Distinguishes the prompts of one HTTP request; a client that makes two collide hurts only its own request."""
 
@@ -40,8 +41,9 @@ class Caps(NamedTuple):
 
     @classmethod
     def of(cls, params: Mapping[str, object]) -> tuple[Caps, Mapping[str, object]]:
-        """The caps in `kv_transfer_params`, and what else is in them. A wrong value is logged, and caps nothing."""
-        others = {name: value for name, value in params.items() if name not in _CAPS}
+        """The caps in `kv_transfer_params`, and what is in them for a transfer. A wrong value is logged, and caps
+        nothing."""
+        others = {name: value for name, value in params.items() if name not in _OF_THE_STORE}
         load, keep = (_cap(params, name) for name in ("max_load_tokens", "max_offload_tokens"))
         tiers = params.get(_LOAD_TIERS)
         if tiers == []:
