@@ -85,6 +85,8 @@ class Split:
     def connected(self) -> None:
         clients = 'pdlink_store_clients{state="connected"}'
         until(lambda: self.deployment.metric("left store", clients) == 1, "the worker is connected to its store")
+        answers = 'pdlink_tier_answering{tier="store"}'
+        until(lambda: self.deployment.metric("left", answers) == 1, "the worker knows it")
 
     def idle(self) -> None:
         until(lambda: self.deployment.idle("left"), "the worker holds nothing")
