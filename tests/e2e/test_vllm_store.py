@@ -114,7 +114,7 @@ def test_what_was_kept_outlives_sigkill(server: Server, alone: Alone) -> None:
     server.kill()
     server.start().wait_ready()
     assert server.complete(prompt).tokens == [alone[tuple(prompt)]]
-    assert loaded(server) == 3840
+    assert loaded(server) == 4095
 
 
 def test_a_prompt_of_which_the_disk_has_lost_a_part_is_loaded_up_to_there(vllm_folder: Path, alone: Alone) -> None:

@@ -80,7 +80,7 @@ def test_what_one_rank_computed_is_loaded_by_two(servers: tuple[Server, Server],
     for server in reversed(servers):
         assert server.complete(prompt).tokens == [alone[tuple(prompt)]]
         until(server.holds_nothing, "all of it is kept")
-    assert loaded(servers[0]) == before + 3840
+    assert loaded(servers[0]) == before + 4095
 
 
 def test_a_store_that_was_killed_is_a_miss_and_its_next_life_is_filled_again(
