@@ -177,7 +177,10 @@ class Engine(UnifiedRadixCacheStorageFixtures, CustomTestCase):  # type: ignore[
         where, wrong = torch.arange(3 * PAGE, 4 * PAGE), 0
         for number, (backend, host) in enumerate(zip(backends, hosts, strict=True)):
             if number:
-                wrong += backend.batch_get_v1([f"layouts {number - 1}"], where) != [True]
+                key, deadline = f"layouts {number - 1}", time.monotonic() + 20
+                while not backend.batch_exists([key]) and time.monotonic() < deadline:
+                    time.sleep(0.01)  # the store hears of it on the connection of the one before
+                wrong += backend.batch_get_v1([key], where) != [True]
                 wrong += int((self._paged(host) != values).sum())
                 wrong += int((host.kv_buffer != 0).sum()) - int((values != 0).sum())
             wrong += backend.batch_set_v1([f"layouts {number}"], where) != [True]
