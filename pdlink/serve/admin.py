@@ -28,7 +28,7 @@ class AdminServer:
     """Of an open store, from the constructor on until `close`."""
 
     def __init__(self, name: str, store: Store, config: AdminConfig, rank: int = 0) -> None:
-        """name: of the server, in /health. Raises ConfigError for a port that is taken, and a key that is none."""
+        """name: of the server, in /health. Raises ConfigError for a port that is taken, and a file without a key."""
         key = None if config.key_file is None else read_secrets(config.key_file, "admin.key_file")[0]
         app = build_app(name, store, http_key=key, loopback=config.loopback, setting="admin.key_file")
         bound = bind(*config.of_rank(rank), "admin")

@@ -137,7 +137,7 @@ def choose(
     other: Speed,
     now_s: float,
 ) -> Choice:
-    """cached: leading tokens that are in the engine's blocks. end: of those that were found.
+    """cached: leading tokens that are in the engine's blocks. end: where what was found ends.
 
     places: of the chunks that hold them (`Found`).
     loading: seconds for bytes of each place, and under COPY for the bytes of all of them on the way into blocks.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MAX_SESSIONS = 16384
-"""Of those that are not heard of any more the oldest go."""
+"""Beyond them the session that was silent for longest is forgotten."""
 _NOWHERE: Mapping[str, str] = MappingProxyType({})
 
 

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pdlink.api.session import AskedSession
 from pdlink.integrations.vllm_parts.adapters import LoadedAdapters
 from pdlink.integrations.vllm_parts.layout import COLUMNS, PACKED, ROWS, CacheGroups, GroupKind, LayerView, describe
 from pdlink.integrations.vllm_parts.requests import RequestBook, Scheduled
 from pdlink.integrations.vllm_parts.steps import Steps
-from pdlink.integrations.vllm_parts.store_book import BookedSession, StoreBook
+from pdlink.integrations.vllm_parts.store_book import StoreBook
 from pdlink.integrations.vllm_parts.store_half import StoreHalf
 from pdlink.integrations.vllm_parts.worker import Results, WorkerHalf
 from pdlink.memory.buffers import Buffer
@@ -712,7 +713,7 @@ def test_a_session_keeps_its_prompt_for_its_next_turn() -> None:
     with opened(records=16) as store, server(store) as made:
         assert made.book.store is not None
         for turn in ("first", "second"):
-            made.book.store.arrived(turn, PROMPT, "", "", (), session=BookedSession("agent", 60.0))
+            made.book.store.arrived(turn, PROMPT, "", "", (), session=AskedSession("agent", 60.0))
             if turn == "first":
                 made.find(turn)
                 made.run(turn, table(1))
@@ -730,7 +731,7 @@ def test_a_turn_whose_prompt_is_all_in_vllms_blocks_keeps_what_the_store_has() -
     with opened(records=16) as store, server(store) as made:
         assert made.book.store is not None
         keep(made, "before", 1)
-        made.book.store.arrived("r", PROMPT, "", "", (), session=BookedSession("agent", 60.0))
+        made.book.store.arrived("r", PROMPT, "", "", (), session=AskedSession("agent", 60.0))
         assert made.find("r", computed=TOKENS - 1) == 0
         made.run("r", table(2), start=TOKENS - 1)
         made.finish("r")
@@ -741,7 +742,7 @@ def test_a_turn_whose_prompt_is_all_in_vllms_blocks_keeps_what_the_store_has() -
 def test_a_session_keeps_nothing_where_nothing_is_stored() -> None:
     with opened() as store, server(store) as made:
         assert made.book.store is not None
-        session = BookedSession("agent", 60.0)
+        session = AskedSession("agent", 60.0)
         for name, receives in (("r", True), ("s", False)):
             made.book.store.arrived(name, PROMPT, "", "", (), session=session, receives=receives, keeps=receives)
             assert made.book.store._requests[name].prompt.session is None

@@ -13,8 +13,7 @@ from yarl import URL
 
 from pdlink.api.legs import PrefillAddress
 from pdlink.api.openai import parse
-from pdlink.api.session import DEFAULT_TTL_S
-from pdlink.integrations.vllm_parts.store_book import BookedSession
+from pdlink.api.session import DEFAULT_TTL_S, AskedSession
 from pdlink.integrations.vllm_parts.versions import session_of
 from pdlink_proxy.dialects import DIALECTS, TransferTerms
 from pdlink_proxy.fleet import Fleet
@@ -240,13 +239,13 @@ def test_both_legs_of_vllm_name_the_session_to_its_connector() -> None:
         params = msgspec.json.decode(body)["kv_transfer_params"]
         assert (params["session_id"], params["session_ttl_s"]) == ("agent", 60.0)
         request = SimpleNamespace(kv_transfer_params=params)
-        assert session_of(request) == BookedSession("agent", 60.0)
+        assert session_of(request) == AskedSession("agent", 60.0)
     for body in DIALECTS["vllm"].legs(call, msgspec.structs.replace(terms, turn=None)):
         assert "session_id" not in msgspec.json.decode(body)["kv_transfer_params"]
 
 
 def test_vllm_hands_its_connector_the_session_of_a_client_from_0_33_on() -> None:
-    assert session_of(SimpleNamespace(kv_transfer_params=None, session_id="a")) == BookedSession("a", DEFAULT_TTL_S)
+    assert session_of(SimpleNamespace(kv_transfer_params=None, session_id="a")) == AskedSession("a", DEFAULT_TTL_S)
     for params in (
         None,
         {},

@@ -471,7 +471,7 @@ def test_clients_of_a_store_hear_of_a_tier_before_anything_is_found_in_it(
             assert said in operator.said(*words, *key, status=2)
 
 
-def test_a_store_without_a_key_takes_no_tier_from_whoever_calls(
+def test_a_store_without_a_key_takes_no_tier_from_callers(
     store: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused = operator_of(store, capsys).said("add-tier", "--tier", f"file://{tmp_path}/mine", status=2)

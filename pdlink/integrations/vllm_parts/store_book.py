@@ -22,16 +22,10 @@ from pdlink.integrations.vllm_parts.params import NO_CAPS, Caps
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
+    from pdlink.api.session import AskedSession
     from pdlink.integrations.vllm_parts.adapters import Adapter
     from pdlink.integrations.vllm_parts.requests import Scheduled
     from pdlink.kv.groups import BlockLists
-
-
-class BookedSession(NamedTuple):
-    """Of an agent, whose turn a request is."""
-
-    name: str
-    ttl_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +41,7 @@ class BookedPrompt:
     """(First placeholder token, content hash), ascending."""
     adapter: Adapter | None = None
     """That `lora` names."""
-    session: BookedSession | None = None
+    session: AskedSession | None = None
     """That keeps what is stored of it."""
 
 
@@ -233,7 +227,7 @@ class StoreBook:
         receives: bool = False,
         keeps: bool = True,
         caps: Caps = NO_CAPS,
-        session: BookedSession | None = None,
+        session: AskedSession | None = None,
     ) -> None:
         """A new request. receives: another server computes its prompt. keeps: what is computed of it is kept, and so
         by its session.
@@ -379,7 +373,7 @@ class StoreBook:
         return self._keeps_all or request.receives
 
     def _kept(self, request: _Request, num_tokens: int) -> int:
-        """Of so many tokens those that are kept."""
+        """How many leading tokens of so many are kept."""
         cap = request.caps.keep
         return self._whole(num_tokens if cap is None else min(num_tokens, cap))
 

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from concurrent.futures import Future
 
+    from pdlink.api.session import AskedSession
     from pdlink.integrations.vllm_parts.adapters import LoadedAdapters
     from pdlink.integrations.vllm_parts.layout import CacheGroups
     from pdlink.integrations.vllm_parts.store_book import (
         BlocksToLoad,
         BlocksToSave,
         BookedPrompt,
-        BookedSession,
         Keep,
         Look,
         StorePlan,
@@ -66,7 +66,7 @@ class _Look:
     fetch: PromptFetch | None = None
     receives: bool = False
     """As of `Look`."""
-    session: BookedSession | None = None
+    session: AskedSession | None = None
     """That keeps what is found, while its turn runs."""
     chosen: Choice | None = None
     wanted: bool = True
@@ -423,7 +423,7 @@ class StoreHalf:
             self.copying.add(request_id)
             self.source.when_settled(partial(self._copied, request_id))
 
-    def _wait(self, prompt: BookedPrompt, session: BookedSession, keys: PromptKeys | None) -> None:
+    def _wait(self, prompt: BookedPrompt, session: AskedSession, keys: PromptKeys | None) -> None:
         """The turn of a session has ended. In the copier's thread: a store in another process may not answer."""
         stored = self.source.prompt(prompt.request_id, keys or self._hashed(prompt))
         stored.hold(*session, waits=True)

@@ -12,7 +12,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pdlink.api.session import DEFAULT_TTL_S, MAX_ID_CHARS, MAX_TTL_S
+from pdlink.api.session import DEFAULT_TTL_S, MAX_ID_CHARS, MAX_TTL_S, AskedSession
 from pdlink.content import digest_of
 from pdlink.errors import ConfigError, LocalError
 from pdlink.integrations.vllm_parts import weights
@@ -21,7 +21,6 @@ from pdlink.integrations.vllm_parts.cache_groups import by_group, keeps_all, spe
 from pdlink.integrations.vllm_parts.contexts import check_ranks
 from pdlink.integrations.vllm_parts.layout import UnsupportedCache
 from pdlink.integrations.vllm_parts.shards import RankPlace
-from pdlink.integrations.vllm_parts.store_book import BookedSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -156,7 +155,7 @@ def identity(request: Any) -> PromptIdentity:
     return PromptIdentity(request.cache_salt or "", lora, tuple(media), named)
 
 
-def session_of(request: Any) -> BookedSession | None:
+def session_of(request: Any) -> AskedSession | None:
     """Of an agent: as the proxy names it, or from 0.33 on the client."""
     params = request.kv_transfer_params or {}
     name = params.get("session_id") or getattr(request, "session_id", None)
@@ -165,7 +164,7 @@ def session_of(request: Any) -> BookedSession | None:
         return None
     if not isinstance(ttl_s, int | float):
         return None
-    return BookedSession(name, float(ttl_s)) if 0 < ttl_s <= MAX_TTL_S else None
+    return AskedSession(name, float(ttl_s)) if 0 < ttl_s <= MAX_TTL_S else None
 
 
 def check_config(
