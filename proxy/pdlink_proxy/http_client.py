@@ -149,10 +149,13 @@ class HttpClient:
                 _, connection = await loop.create_connection(
                     lambda: Connection(self._poller), address.host, address.port, ssl=tls
                 )
-            connection.host = request.host
-            request.connecting = None
-            request.sent_on(connection)
-            return
+            if connection.keeps:
+                connection.host = request.host
+                request.connecting = None
+                request.sent_on(connection)
+                return
+            # Its loss was told before it had a listener: a worker that dies resets what it has not accepted.
+            error = NoConnection("the worker closed the connection at once")
         except TimeoutError:
             error = NoConnection(f"no connection within {self._connect_timeout_s:g} s")
         except (OSError, ssl.CertificateError) as problem:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import select
+import socket
 import ssl
 from typing import TYPE_CHECKING
 
@@ -137,6 +139,28 @@ def ask(http: HttpClient, url: str, method: str = "GET", body: bytes = b"", **he
     lines = http_client.header_lines({name.replace("_", "-"): headers[name] for name in headers})
     heard.request = http.start(method, url, heard, body, lines)
     return heard
+
+
+async def test_a_request_is_lost_at_once_if_its_worker_dies_before_it_accepts_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The reset is read in the turn that makes the connection, before anybody asks on it: a request waited for ever."""
+    listening = socket.create_server(("127.0.0.1", 0))  # which accepts nothing
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    made = Connection.connection_made
+    heard = Heard()
+    async with polling() as poller, HttpClient(poller=poller, connect_timeout_s=5) as http:
+
+        def made_and_reset(connection: Connection, transport: asyncio.BaseTransport) -> None:
+            made(connection, transport)
+            listening.close()
+            assert select.select([poller.fd], [], [], 10)[0]
+            poller.turn()
+
+        monkeypatch.setattr(Connection, "connection_made", made_and_reset)
+        heard.request = http.start("GET", url + "/x", heard)
+        with pytest.raises(NoConnection, match="closed the connection at once"):
+            await heard.ended()
 
 
 async def test_a_request_has_the_headers_of_the_client_and_its_own() -> None:
