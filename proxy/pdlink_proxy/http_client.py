@@ -27,6 +27,7 @@ KEEPALIVE_S = 2.5
 """Lifetime of an idle connection: shorter than the servers' (5 s for uvicorn and vLLM), or requests would go into
 closed connections."""
 _MAX_KNOWN = 10_000
+_ENDS = "the proxy ends"
 
 
 class HttpClient:
@@ -67,14 +68,15 @@ class HttpClient:
         """Ends running requests, too; each is lost to its listener."""
         if self._sweep is not None:
             self._sweep.cancel()
-        self._waiting.clear()
+        while self._waiting:
+            self._waiting.popleft().lost(NoConnection(_ENDS))
         connecting = [task for each in tuple(self._running) if (task := each.stop()) is not None]
         for host in self._resting:
             for connection in host.idle:
                 connection.abort()
             host.idle.clear()
         self._resting.clear()
-        await asyncio.gather(*connecting)
+        await asyncio.gather(*connecting, return_exceptions=True)
         await asyncio.sleep(0)  # asyncio closes the sockets in its next turn
 
     def start(
@@ -139,12 +141,10 @@ class HttpClient:
         request.connecting = asyncio.get_running_loop().create_task(self._connect(request))
 
     async def _connect(self, request: HttpRequest) -> None:
-        loop, address = asyncio.get_running_loop(), request.host.address
-        tls = None
-        if address.scheme == "https":
-            tls = self._tls = self._tls or ssl.create_default_context()
-        error = NoConnection("the proxy ends")
+        loop, address, tls = asyncio.get_running_loop(), request.host.address, None
         try:
+            if address.scheme == "https":
+                tls = self._tls = self._tls or ssl.create_default_context()
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await loop.create_connection(
                     lambda: Connection(self._poller), address.host, address.port, ssl=tls
@@ -158,11 +158,9 @@ class HttpClient:
             error = NoConnection("the worker closed the connection at once")
         except TimeoutError:
             error = NoConnection(f"no connection within {self._connect_timeout_s:g} s")
-        except (OSError, ssl.CertificateError) as problem:
+        except Exception as problem:  # noqa: BLE001 -- not OSError alone: a name that DNS cannot have is a ValueError
             error = NoConnection(str(problem))
             error.__cause__ = problem
-        except asyncio.CancelledError:
-            pass
         if request in self._running:
             self.finished(request)
             request.lost(error)
@@ -283,7 +281,9 @@ class HttpRequest:
         if self.connection is not None:
             self.connection.abort()
         elif self.connecting is not None:
-            self.connecting.cancel()
+            self.connecting.cancel()  # it may not have begun, so it tells nobody
+            self._client.finished(self)
+            self.lost(NoConnection(_ENDS))
         return self.connecting
 
 

@@ -81,7 +81,10 @@ class Relays:
         if self._native is not None:
             self._reports.extend(self._native.reports())
         while self._reports:
-            self._tell(self._reports.popleft())
+            try:
+                self._tell(self._reports.popleft())
+            except Exception:  # the others are told all the same: the native part tells each report once
+                log.exception("a lent stream failed unexpectedly")
 
     def _tell(self, report: Report) -> None:
         key, passed, over, unsent, unread = report

@@ -144,7 +144,7 @@ def ask(http: HttpClient, url: str, method: str = "GET", body: bytes = b"", **he
 async def test_a_request_is_lost_at_once_if_its_worker_dies_before_it_accepts_the_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The reset is read in the turn that makes the connection, before anybody asks on it: a request waited for ever."""
+    """The reset is read in the turn that makes the connection, before anybody asks: a request waited for ever."""
     listening = socket.create_server(("127.0.0.1", 0))  # which accepts nothing
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     made = Connection.connection_made
@@ -161,6 +161,27 @@ async def test_a_request_is_lost_at_once_if_its_worker_dies_before_it_accepts_th
         heard.request = http.start("GET", url + "/x", heard)
         with pytest.raises(NoConnection, match="closed the connection at once"):
             await heard.ended()
+
+
+async def test_a_request_is_lost_at_once_if_its_workers_name_is_none_that_dns_can_have() -> None:
+    """asyncio raises a UnicodeError, which is no OSError: the listener was told nothing."""
+    async with client() as http:
+        with pytest.raises(NoConnection, match="label"):
+            await ask(http, f"http://{'a' * 70}/x").ended()
+
+
+async def test_requests_that_connect_or_wait_for_a_connection_are_lost_when_the_client_ends() -> None:
+    """The task of a connection may not have begun, and tells nobody then."""
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async with server(silent) as url:
+        async with client(max_connections=1) as http:
+            heard = [ask(http, url + path) for path in ("/connects", "/waits")]
+        for each in heard:
+            with pytest.raises(HttpError):
+                await each.ended()
 
 
 async def test_a_request_has_the_headers_of_the_client_and_its_own() -> None:
