@@ -9,7 +9,8 @@ committed. Its slot is used again when it is gone and nobody can touch it any mo
   `release` afterwards whether the lease stood, and drops what it read if not.
 - A pin keeps a record from eviction, without deadline but within a quota, until it is taken back or the life of its
   holder ends.
-- A session keeps records from eviction until a tier has them (`SessionHolds`).
+- A session keeps records from eviction until a tier has them, and then until nothing else may go (`SessionHolds`). In
+  half of the arena: beyond it, what was used longest ago is as others, so none leaves before LRU would evict it.
 
 Nothing here waits. What does not fit is left out, so that those who want more while they hold some cannot block each
 other: they get a shorter prefix. There is no clock, lock or memory in it either; the caller brings the time.
@@ -28,7 +29,7 @@ from pdlink.store.kept import Emptied, Hold, Pins, Record, RecordDeadlines, Writ
 from pdlink.store.sessions import SessionHolds
 from pdlink.store.slots import (
     DEFAULT_PRIORITY,
-    FIRST,
+    HELD,
     KEPT,
     LIFE_BITS,
     USUAL,
@@ -50,7 +51,7 @@ _MOST_DUE = 512
 _MAX_WASTE = 4
 """Eviction for one record stops after that many times its bytes: records not in turn keep the free ones apart."""
 _KEPT_SHARE = 2
-"""Of the arena, how small a part sessions may keep from eviction, where tiers do not take their records."""
+"""Of the arena, how small a part sessions may keep from eviction."""
 
 
 class Catalog:
@@ -84,7 +85,7 @@ class Catalog:
         self.sessions = SessionHolds(0, 0) if sessions is None else sessions
         """Who changes them calls `rank` afterwards."""
         self._kept_nbytes = 0
-        """Of records with the rank `KEPT`."""
+        """Of records with a rank."""
         self._serials = count((life << LIFE_BITS) + 1)
         self.changes: list[Change] = []
         """What came and went, in order. Who hears of it empties it."""
@@ -315,8 +316,8 @@ class Catalog:
         hold = self._leases.pop(lease.serial, None)
         if hold is not None:
             for record in reversed(hold.records.values()) if used else ():
-                if record.listed and record.rank == FIRST:  # somebody has begun to use it again
-                    self._set_rank(record, None)
+                if record.listed and record.slot.key in self.sessions.kept:
+                    self.rank([record.slot.key])
                 elif record.listed:
                     self._turns.touch(record.slot.key)
             self._let_go(hold)
@@ -358,22 +359,33 @@ class Catalog:
         """Take back all pins of that name; of how many records."""
         return self._pins.end(name=name)
 
-    def rank(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Have records go in the turn that the sessions give them now; keys of those that only memory has, and that
-        can be read: tiers are to get them next."""
+    def rank(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Have records go in the turn that the sessions give them now, as the newest of it; keys of those that only
+        memory has, and that can be read: tiers are to get them next."""
         owed = []
-        for key in keys:
+        for key in reversed(keys):  # the head of a prefix is the newest, as in `commit`
             record = self._records.get(key)
             if record is None:
                 continue
             rank = self.sessions.rank(key)
             if rank == KEPT and not record.missing:
                 owed.append(key)
-            more_nbytes = record.slot.nbytes if record.rank != KEPT else 0
-            if rank == KEPT and self._kept_nbytes + more_nbytes > self.capacity_nbytes // _KEPT_SHARE:
-                rank = None
-            self._set_rank(record, rank)
+            if rank is not None and rank == record.rank:
+                self._turns.touch(key)
+            else:
+                self._set_rank(record, rank)
+            self._keep_to_share(record)
+        owed.reverse()
         return owed
+
+    def _keep_to_share(self, newest: Record) -> None:
+        """Sessions keep no more than their share: what was used longest ago is as others, as if it was used now; this
+        one instead, where no tier has anything of the rest."""
+        for _ in range(_MOST_DUE):  # more after the arena has shrunk: later, with others
+            if self._kept_nbytes <= self.capacity_nbytes // _KEPT_SHARE:
+                return
+            oldest = self._turns.evict(lambda _: True, from_priority=HELD)
+            self._set_rank(newest if oldest is None else self._records[oldest], None)
 
     def is_below(self, key: bytes) -> None:
         """A tier has this record, too."""
@@ -458,7 +470,7 @@ class Catalog:
         check(list(records.values()), leased, list(self._writing.values()))
         self._pins.check(records.values())
         self.sessions.check()
-        kept = [record.slot.nbytes for record in self._records.values() if record.rank == KEPT]
+        kept = [record.slot.nbytes for record in self._records.values() if record.rank is not None]
         assert self._kept_nbytes == sum(kept) <= self.capacity_nbytes
 
     def _take(self, nbytes: int, tenant: str) -> int | None:
@@ -500,7 +512,7 @@ class Catalog:
 
     def _set_rank(self, record: Record, rank: int | None) -> None:
         if rank != record.rank:
-            self._kept_nbytes += record.slot.nbytes * ((rank == KEPT) - (record.rank == KEPT))
+            self._kept_nbytes += record.slot.nbytes * ((rank is not None) - (record.rank is not None))
             record.rank = rank
             self._insert_again(record)
 
@@ -533,7 +545,7 @@ class Catalog:
             record.listed = False
             self._num_readable -= not record.missing
             del self._records[record.slot.key]
-            self._kept_nbytes -= record.slot.nbytes * (record.rank == KEPT)
+            self._kept_nbytes -= record.slot.nbytes * (record.rank is not None)
         self._pins.drop(record)
 
     def _end_leases(self, serials: Sequence[Serial]) -> int:

@@ -16,7 +16,7 @@ from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from zlib import crc32
 
-from pdlink.store.slots import DEFAULT_PRIORITY, KEPT
+from pdlink.store.slots import DEFAULT_PRIORITY, HELD, KEPT, MIN_PRIORITY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -350,7 +350,8 @@ class _Class(NamedTuple):
 class Turns:
     """Records with priorities, of tenants with a quota. Each class of them has a policy of its own.
 
-    The lowest priority goes first, and within it the tenant that uses most.
+    The lowest priority goes first, and within it the tenant that uses most. Of what sessions keep, what was used
+    longest ago goes first, whatever the policy of others is: it tells how long their pauses are.
     """
 
     def __init__(self, policy: EvictionPolicy, *, quota_nbytes: int) -> None:
@@ -379,7 +380,7 @@ class Turns:
         kind = _Class(retention.priority, retention.tenant if self.by_tenant else "")
         self._class_of[key] = kind
         if kind not in self._policies:
-            self._policies[kind] = type(self._policies[self._usual])()
+            self._policies[kind] = Lru() if kind.priority >= HELD else type(self._policies[self._usual])()
         self._policies[kind].insert(key, nbytes)
 
     def touch(self, key: Key) -> None:
@@ -416,10 +417,13 @@ class Turns:
         if not self.used_nbytes[tenant]:
             del self.used_nbytes[tenant]
 
-    def evict(self, may_evict: Callable[[Key], bool], tenant: str | None = None) -> Key | None:
-        """As `EvictionPolicy.evict`. tenant: only of that one. Costs a look at each class."""
+    def evict(
+        self, may_evict: Callable[[Key], bool], tenant: str | None = None, *, from_priority: int = MIN_PRIORITY
+    ) -> Key | None:
+        """As `EvictionPolicy.evict`. tenant: only of that one. from_priority: no lower one. Costs a look at each
+        class."""
         for kind in sorted(self._policies, key=lambda kind: (kind.priority, -self.used_nbytes[kind.tenant])):
-            may_go = kind.priority != KEPT and tenant in (None, kind.tenant)
+            may_go = from_priority <= kind.priority < KEPT and tenant in (None, kind.tenant)
             key = self._policies[kind].evict(may_evict) if may_go else None
             if key is not None:
                 del self._class_of[key]

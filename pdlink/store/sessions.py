@@ -1,8 +1,8 @@
 """`SessionHolds`: which records agents' sessions keep, until their deadlines, in a quota. Pure: no clock, no lock.
 
-A session keeps the records of its last turn, also those that are still to be written. While the turn runs they are as
-others in memory. Between two turns, in a tool call, those that a tier below has are the first to leave memory; those
-that only memory has are not evicted. The tier drops none of them.
+A session keeps the records of its last turn, also those that are still to be written. Those that only memory has are
+not evicted. Those that a tier below has leave memory after all others, and of them those of the longest pause first.
+The tier drops none of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdlink.store.slots import FIRST, KEPT
+from pdlink.store.slots import HELD, KEPT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,7 @@ class Holding(NamedTuple):
     num_keys: int
     """Leading ones that the session keeps."""
     changed: list[bytes]
-    """Keys whose `rank` may be another one now."""
+    """Keys that it keeps, which are used now, and those that it keeps no more."""
 
 
 class SessionHeld(NamedTuple):
@@ -62,8 +62,6 @@ class _Kept:
     nbytes: int
     tenant: str
     sessions: int = 0
-    running: int = 0
-    """Of those sessions."""
     is_below: bool = False
 
 
@@ -124,11 +122,7 @@ class SessionHolds:
             mine = self._holders[name] = _Holder(session, waits)
             self._num_of[session.tenant] += 1
         common = next((at for at, both in enumerate(zip(mine.keys, keys, strict=False)) if both[0] != both[1]), None)
-        changed = self._let_go(mine, min(len(mine.keys), len(keys)) if common is None else common)
-        if waits != mine.waits:
-            for key in mine.keys:
-                self.kept[key].running += -1 if waits else 1
-            changed += mine.keys
+        gone = self._let_go(mine, min(len(mine.keys), len(keys)) if common is None else common)
         mine.session, mine.waits, mine.asked, mine.deadline_s = session, waits, len(keys), now_s + session.ttl_s
         self._next_s = min(self._next_s, mine.deadline_s)
         for index in range(len(mine.keys), len(keys)):
@@ -140,11 +134,9 @@ class SessionHolds:
                 kept = self.kept[key] = _Kept(nbytes, session.tenant)
                 self._count(kept, 1)
             kept.sessions += 1
-            kept.running += not waits
             mine.keys.append(key)
             mine.nbytes += kept.nbytes
-            changed.append(key)
-        return Holding(len(mine.keys), changed)
+        return Holding(len(mine.keys), gone + mine.keys)
 
     def end(self, name: str, tenant: str) -> list[bytes] | None:
         """It keeps nothing any more, in all scopes: what it kept; None if there is no such session. Costs a look at
@@ -175,9 +167,7 @@ class SessionHolds:
         kept = self.kept.get(key)
         if kept is None:
             return None
-        if not kept.is_below:
-            return KEPT
-        return None if kept.running else FIRST
+        return HELD if kept.is_below else KEPT
 
     def place(self, key: bytes, *, is_below: bool) -> None:
         """A tier below has its record, or only memory will."""
@@ -194,9 +184,7 @@ class SessionHolds:
         """Raise AssertionError at the first broken invariant."""
         holders = self._holders.values()
         num_kept = Counter(key for each in holders for key in each.keys)
-        running = Counter(key for each in holders if not each.waits for key in each.keys)
         assert num_kept == {key: kept.sessions for key, kept in self.kept.items()}
-        assert all(kept.running == running[key] for key, kept in self.kept.items())
         nbytes = Counter[str]()
         for kept in self.kept.values():
             nbytes[kept.tenant] += kept.nbytes
@@ -219,7 +207,6 @@ class SessionHolds:
             kept = self.kept[key]
             mine.nbytes -= kept.nbytes
             kept.sessions -= 1
-            kept.running -= not mine.waits
             if not kept.sessions:
                 del self.kept[key]
                 self._count(kept, -1)

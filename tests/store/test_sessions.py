@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from math import inf
 from random import Random
 
 import pytest
 
+from pdlink.store.catalog import Catalog
 from pdlink.store.eviction import Lru
+from pdlink.store.extents import ALIGNMENT_NBYTES as PAGE
 from pdlink.store.sessions import MAX_OF_TENANT, SessionHolds, SessionTerms
-from pdlink.store.slots import FIRST, KEPT
+from pdlink.store.slots import HELD, KEPT
 from pdlink.store.store import Store
 
 from .process import until
@@ -82,18 +85,78 @@ def test_the_next_turn_keeps_its_own_records_and_no_others() -> None:
         assert store.holds(MINE) == [True, False, True, True]
 
 
-def test_a_session_that_waits_leaves_memory_before_others_once_a_tier_has_it() -> None:
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_a_session_keeps_leaves_memory_after_all_others(*, waits: bool) -> None:
     tier = StubTier()
     with opened(8, [tier]) as store:
-        put_below(store, OTHERS[:6], tier)
-        hold(store, MINE[:2], waits=False)
+        hold(store, MINE[:2], waits=waits)
         put_below(store, MINE[:2], tier)
         assert store.flush(WAIT_S)
-        assert hold(store, MINE[:2]) == 2
-        put_below(store, OTHERS[6:8], tier)
-        assert in_memory(store, OTHERS[:8]) == 8, "although they are older"
+        put_below(store, OTHERS[:20], tier)
+        assert in_memory(store, MINE) == 2, "although they are the oldest"
+        leases = [store.lend(key) for key in OTHERS[14:20]]
+        assert put(store, OTHERS[20:22]) == 2, "others need room, and nothing else may go"
         assert in_memory(store, MINE) == 0
+        for lease in leases:
+            assert lease is not None
+            store.take_back(lease)
         assert read(store, MINE[:2]) == 2, "from the tier"
+
+
+def test_beyond_half_of_memory_the_session_of_the_longest_pause_is_as_others() -> None:
+    tier = StubTier()
+    names = ["first", "second", "third"]
+    prompts = dict(zip(names, (OTHERS[:2], OTHERS[2:4], OTHERS[4:6]), strict=True))
+    tier.capacity_nbytes, tier.keep = 400 * NBYTES, lambda _keys: None  # type: ignore[attr-defined]
+    with opened(8, [tier]) as store:
+        for name in (*names, "first"):  # whose pause is the shortest one now
+            if not in_memory(store, prompts[name]):
+                put_below(store, prompts[name], tier)
+            assert store.flush(WAIT_S)
+            assert hold(store, prompts[name], of=session(name)) == 2
+        for key in OTHERS[6:30]:
+            put_below(store, [key], tier)
+        assert [in_memory(store, prompts[name]) for name in names] == [2, 0, 2]
+        assert read(store, prompts["second"]) == 2, "from the tier"
+        store.check()
+
+
+def test_no_record_of_a_session_leaves_memory_before_lru_would_evict_it() -> None:
+    """Here a tier has all of them at once: what only memory has may take the room of what a tier has, too."""
+    left_later = 0
+    for seed in range(60):
+        rng = Random(seed)
+        pages, lengths = rng.randint(4, 24), [rng.randint(1, 6) for _ in range(4)]
+        with_sessions, without = (Catalog(Lru(), sessions=SessionHolds(1 << 40, 1 << 40)) for _ in range(2))
+        for made in (with_sessions, without):
+            made.resize(pages * PAGE)
+        for _ in range(200):
+            agent = rng.randrange(8)
+            if agent < len(lengths):
+                lengths[agent] += rng.random() < 0.2
+                keys = [b"%d of %d" % (index, agent) for index in range(lengths[agent])]
+            else:
+                keys = [b"other %d" % rng.randrange(3 * pages)]
+            if agent < len(lengths):
+                held = with_sessions.sessions.hold(session(str(agent)), keys, [PAGE], 0.0, waits=False)
+                with_sessions.rank(held.changed)
+            for made in (with_sessions, without):
+                use(made, keys)
+            for key in with_sessions.sessions.kept:
+                assert with_sessions.lookup([key]) >= without.lookup([key])
+                left_later += with_sessions.lookup([key]) > without.lookup([key])
+            with_sessions.check()
+    assert left_later
+
+
+def use(made: Catalog, keys: list[bytes]) -> None:
+    """As a turn does, also with a tier: what is not there is brought, and all of it is the newest."""
+    for key in reversed(keys):
+        if made.lookup([key]):
+            made.release(made.lease([key], "r", "", inf), used=True)
+        else:
+            made.commit(made.reserve([key], PAGE, "w"))
+        made.is_below(key)
 
 
 def test_what_sessions_keep_stays_in_memory_when_the_tier_that_has_it_is_removed() -> None:
@@ -111,24 +174,15 @@ def test_what_sessions_keep_stays_in_memory_when_the_tier_that_has_it_is_removed
         hold(store, MINE)
         assert store.flush(WAIT_S)
         assert set(MINE) <= other.records.keys()
-        for key in OTHERS[32:]:
-            assert put(store, [key]) == 1
+        leave_no_other(store)
+        assert put(store, OTHERS[32:36]) == 4
         assert in_memory(store, MINE) == 0, "the new tier has it"
 
 
-def test_a_session_that_runs_again_is_as_others_in_memory() -> None:
-    tier = StubTier()
-    with opened(8, [tier]) as store:
-        hold(store, MINE[:2])
-        put_below(store, MINE[:2], tier)
-        assert store.flush(WAIT_S)
-        assert read(store, MINE[:2]) == 2
-        put_below(store, OTHERS[:6], tier)
-        assert in_memory(store, MINE[:2]) == 2
-        hold(store, MINE[:2], waits=False)
-        hold(store, MINE[:2])
-        put_below(store, OTHERS[6:8], tier)
-        assert in_memory(store, MINE[:2]) == 0, "it waits again"
+def leave_no_other(store: Store) -> None:
+    """Of what is in memory, only what sessions keep may go."""
+    for key in OTHERS:
+        store.lend(key)
 
 
 def test_no_record_of_a_session_leaves_memory_before_a_tier_has_it() -> None:
@@ -143,8 +197,8 @@ def test_no_record_of_a_session_leaves_memory_before_a_tier_has_it() -> None:
         tier.going.set()
         until(lambda: set(MINE[:2]) <= tier.records.keys(), "the tier has them")
         store.flush(WAIT_S)
-        for key in OTHERS[32:]:
-            put(store, [key])
+        leave_no_other(store)
+        assert put(store, OTHERS[32:34]) == 2
         assert in_memory(store, MINE) == 0
 
 
@@ -273,10 +327,9 @@ def test_the_rank_of_a_record_follows_all_who_keep_it() -> None:
     sessions.hold(session("a"), [key], [1], 0.0, waits=True)
     assert sessions.rank(key) == KEPT
     sessions.place(key, is_below=True)
-    assert sessions.rank(key) == FIRST
+    assert sessions.rank(key) == HELD
     assert sessions.hold(session("b"), [key], [1], 0.0, waits=False).changed == [key]
-    assert sessions.rank(key) is None, "a turn runs that needs it"
-    assert sessions.hold(session("b"), [key], [1], 0.0, waits=True).changed == [key]
-    assert sessions.rank(key) == FIRST
-    assert sessions.end("a", "") == sessions.end("b", "") == [key]
+    assert sessions.end("a", "") == [key]
+    assert sessions.rank(key) == HELD, "the other one keeps it"
+    assert sessions.end("b", "") == [key]
     assert sessions.rank(key) is None
