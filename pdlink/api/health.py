@@ -63,7 +63,7 @@ class Health(msgspec.Struct, frozen=True):
     revision: str = ""
     """For people: of its model. Empty where it does not say."""
     store: str = ""
-    """Control address by which other stores borrow KV from it."""
+    """Control address by which other stores borrow KV from its own, or from the one that it shares."""
     peers: tuple[dict[str, Any], ...] = ()
     """Sessions of its link, for people."""
 

@@ -14,7 +14,8 @@ MAX_ID_CHARS = 100
 TransferId = Annotated[str, Meta(pattern=rf"^[A-Za-z0-9][A-Za-z0-9._:-]{{0,{MAX_ID_CHARS - 1}}}\Z")]
 """It goes into logs and messages of two workers, so only harmless characters are allowed."""
 LegSession = Annotated[str, Meta(max_length=MAX_SESSION_CHARS)]
-_Address = Annotated[str, Meta(min_length=1, max_length=512)]
+MAX_ADDRESS_CHARS = 512
+_Address = Annotated[str, Meta(min_length=1, max_length=MAX_ADDRESS_CHARS)]
 
 
 class PrefillAddress(Struct, frozen=True, omit_defaults=True):
@@ -43,6 +44,8 @@ class LegParams(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field
     session_id: LegSession = ""
     """For servers of vLLM, whose connector sees no header: of an agent, whose KV is kept between its turns."""
     session_ttl_s: Annotated[float, Meta(ge=0, le=MAX_TTL_S)] = 0.0
+    source: Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)] = ""
+    """`Health.store` of the worker that has most of the prompt: what the store lacks is pulled from there."""
 
 
 class PrefillParams(LegParams, frozen=True, kw_only=True, omit_defaults=True, tag="prefill"):
@@ -62,6 +65,13 @@ class DecodeParams(LegParams, frozen=True, kw_only=True, tag="decode"):
 
     leg = "decode"
     prefill: PrefillAddress
+
+
+class AloneParams(Struct, frozen=True, kw_only=True, tag_field="leg", tag="alone"):
+    """This worker computes prompt and answer; no KV leaves it."""
+
+    source: _Address
+    """As of `LegParams`."""
 
 
 AnyParams = PrefillParams | DecodeParams

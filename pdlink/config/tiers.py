@@ -53,10 +53,10 @@ class TiersConfig(Section):
     and its kin, s3://BUCKET and its kin, or path.to.module:name (`pdlink.store.tiers.opening`)."""
     peers: tuple[str, ...] = ()
     """Stores of other nodes, tcp://HOST:PORT[?key=PUBLIC_KEY] with their `peer_port`. What they have in memory is
-    found, and pulled as `transport` says; they are asked after the disk."""
+    found, and pulled as `transport` says; they are asked after the disk. A proxy names them by itself."""
     peer_port: Port | None = None
     """Where stores of other nodes ask this one, on the host of `listen.control`; 0 takes a free one, which is
-    printed. None is 0 where there are `peers`, and else lends to nobody."""
+    printed. None is 0 where there are `peers`, and else lends to nobody and borrows from nobody."""
     ingestion: Literal["all", "second_sight"] = "all"
     """Which records go to the tiers below memory: all; or second_sight, those that are wanted a second time."""
     verify: bool = False

@@ -74,7 +74,7 @@ def table_of(explained: Explained) -> Table:
         cached = str(each["cached_tokens"]) if each["prefill"] else ""
         why = each["reason"] or (f"attempt: {each['why']}" if each["why"] else "")
         considered = [_considered(leg, of) for leg, of in each.get("considered", {}).items()]
-        why = "; ".join([*filter(None, (each.get("session"), why)), *considered])
+        why = "; ".join([*filter(None, (each.get("session"), each.get("source"), why)), *considered])
         rows.append((each["waited_s"], each["verdict"], *legs, cached, why))
     came_s = decisions[0]["at_s"] - decisions[0]["waited_s"]
     for each in explained.sources:

@@ -88,13 +88,21 @@ class PeerLink:
         self.address = ""
         """What other stores name as a peer; empty before `open`."""
 
-    def tier(self, address: str) -> PeerTier:
-        """The store at this address, as a tier of this one. Raises ConfigError for one that may not be asked."""
+    def tier(self, address: str, named_by: str = "tiers.peers") -> PeerTier:
+        """The store at this address, as a tier of this one. Raises ConfigError for one that may not be asked.
+
+        named_by: the setting, for people.
+        """
         try:
             check_dial(ControlAddress.parse(address), self._credentials, insecure=self._insecure)
         except InvalidRequest as error:  # an address of none, or of one that may not be dialed
-            raise ConfigError(f"tiers.peers: {error}") from error
+            raise ConfigError(f"{named_by}: {error}") from error
         return PeerTier(self, address)
+
+    def hang_up(self, address: str) -> None:
+        """Close the connection to this store, unless something is asked on it. The next question dials it again."""
+        self._ports.pop(address, None)
+        self._questions.hang_up(address)
 
     def open(self, store: Store) -> None:
         """Begin to lend and to borrow. Raises what `Node` raises."""
@@ -118,7 +126,7 @@ class PeerLink:
         except BaseException:
             self._node.close()
             raise
-        self.address = str(replace(ControlAddress.parse(self._node.address), port=bound))
+        self.address = store.lends_at = str(replace(ControlAddress.parse(self._node.address), port=bound))
         self._opened.set()
 
     def allow(self, allowed: AllowList) -> None:

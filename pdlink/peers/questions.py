@@ -116,6 +116,10 @@ class Questions:
         frames wait for it."""
         self._work.call(partial(self._send, address, body, failed))
 
+    def hang_up(self, address: str) -> None:
+        """Close the connection to this store, unless there is none, or something is asked on it."""
+        self._work.call(partial(self._hang_up, address))
+
     # --- The thread
 
     def _run(self) -> None:
@@ -158,6 +162,11 @@ class Questions:
         self._send(address, body, lambda why: _fail(answer, f"{address}: {why}"))
         if not answer.done():
             self._pending[body.number] = self._routes[address], answer
+
+    def _hang_up(self, address: str) -> None:
+        route = self._routes.get(address)
+        if route is not None and all(asked != route for asked, _ in self._pending.values()):
+            self._on_disconnected(Disconnected(route, "closed here"))
 
     def _send(self, address: str, body: PeerAsk | Pull, failed: Callable[[str], None]) -> None:
         try:

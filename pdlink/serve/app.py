@@ -18,7 +18,7 @@ from pdlink import threads
 from pdlink.api import kv_path
 from pdlink.api.errors import stream_error
 from pdlink.api.fields import decoder
-from pdlink.api.legs import MAX_ID_CHARS
+from pdlink.api.legs import MAX_ID_CHARS, AloneParams
 from pdlink.api.openai import CHAT, COMPLETIONS
 from pdlink.api.session import ID_HEADER, KEPT_HEADER, asked_session
 from pdlink.config import is_loopback
@@ -210,6 +210,9 @@ async def _generate(
     """Answer one request; its client's leaving aborts it."""
     request, prompt = await _request(worker, kind, await body_of(http), reader)
     params = request.kv_transfer_params
+    source = params.source if params is not None else ""
+    if isinstance(params, AloneParams):
+        params = None
     transfer_id = params.transfer_id if params else secrets.token_hex(16)
     answer = AnswerWriter(request, transfer_id, params.created if params else int(time.time()), len(prompt))
     request_id = f"{params.leg}-{transfer_id}" if params else transfer_id
@@ -234,6 +237,7 @@ async def _generate(
         salt=request.cache_salt or "",
         retention=request.retention(worker.config.tiers.priority_limit),
         turn=turn,
+        source=source,
     )
     response: web.StreamResponse | None = None
     headers: dict[str, str] = {}

@@ -42,7 +42,7 @@ def health(worker: Worker) -> Health:
         version=f"pdlink {__version__}",
         revision=worker.model.revision,
         control=worker.node.address,
-        store=worker.peers.address if worker.peers is not None else "",
+        store=worker.source.store.lends_at if worker.source is not None else "",
         running=engine.num_running + engine.num_awaiting_kv,
         waiting=engine.num_waiting,
         load_tokens=_load_tokens(worker),

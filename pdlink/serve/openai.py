@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from pdlink.api.fields import BadField, Int32, SomeTokens, decoded, decoder
-from pdlink.api.legs import AnyParams  # noqa: TC001  (msgspec reads the annotation at run time)
+from pdlink.api.legs import AloneParams, AnyParams, LegParams
 from pdlink.api.openai import CommonFields
 from pdlink.api.sse import DONE
 from pdlink.engine.request import SamplingParams
@@ -73,7 +73,7 @@ class _Generation(CommonFields, frozen=True, kw_only=True, forbid_unknown_fields
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
     kv_retention: KVRetention | None = None
-    kv_transfer_params: AnyParams | None = None
+    kv_transfer_params: AnyParams | AloneParams | None = None
     return_token_ids: bool | None = False
     """Write each token's id into its event, as vLLM does."""
     output_token_ids: tuple[Int32, ...] = ()
@@ -112,7 +112,8 @@ class _Generation(CommonFields, frozen=True, kw_only=True, forbid_unknown_fields
             )
         seed = self.seed
         if seed is None:
-            seed = self.kv_transfer_params.seed if self.kv_transfer_params else secrets.randbits(63)
+            params = self.kv_transfer_params
+            seed = params.seed if isinstance(params, LegParams) else secrets.randbits(63)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
             max_tokens=max_tokens,

@@ -6,11 +6,15 @@ import secrets
 from typing import TYPE_CHECKING
 
 from pdlink.peers.link import PeerLink
+from pdlink.peers.routed import RoutedPeers
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pdlink.config import StoreConfig, WorkerConfig
     from pdlink.protocol.auth import Credentials
     from pdlink.protocol.deadlines import Deadlines
+    from pdlink.store.tiers.base import Tier
 
 
 def make_link(
@@ -32,3 +36,10 @@ def make_link(
         credentials=credentials,
         insecure=insecure,
     )
+
+
+def tiers_of(link: PeerLink | None, config: WorkerConfig | StoreConfig) -> Sequence[Tier]:
+    """The stores that routers name, then those that the settings name. Raises ConfigError."""
+    if link is None:
+        return ()
+    return (RoutedPeers(link), *(link.tier(address) for address in config.tiers.peers))

@@ -111,7 +111,7 @@ def run_store(config: StoreConfig, parent: Parent | None, say: Callable[[str], N
     from pdlink.protocol.deadlines import Deadlines
     from pdlink.serve import keys
     from pdlink.serve.kv_events import open_publisher, tell_shared_records
-    from pdlink.serve.peers import make_link
+    from pdlink.serve.peers import make_link, tiers_of
     from pdlink.serve.store_app import build_app
     from pdlink.store.opening import disk_directory, make_store
     from pdlink.store.preimages import PreimageFile
@@ -126,8 +126,7 @@ def run_store(config: StoreConfig, parent: Parent | None, say: Callable[[str], N
         log.warning("listen %s without http_key_file: HTTP is open to anybody who reaches it", config.listen.host)
     credentials = keys.load_credentials(SecurityConfig(key_file=config.key_file, allow_file=config.allow_file))
     link = make_link(config, config.name, credentials, insecure=config.insecure, deadlines=Deadlines())
-    peers = [link.tier(address) for address in config.tiers.peers] if link is not None else ()
-    store = make_store(config.tiers, config.name, peers=peers)
+    store = make_store(config.tiers, config.name, peers=tiers_of(link, config))
     store.open()
     listener = Listener(store, path)
     publisher = file = None

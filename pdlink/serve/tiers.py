@@ -56,6 +56,8 @@ class _Request:
     turn: KeptTurn | None
     not_loaded: Reason
     """Why nothing of it is loaded, without a `prompt`."""
+    source: str
+    """Address of a store that may have KV of it; empty for none."""
     prompt: Prompt | None = None
     """Set when it is looked up, before the engine admits the request."""
     stored: Prompt | None = None
@@ -104,18 +106,19 @@ class Tiered:
         salt: str,
         retention: Retention | None,
         turn: KeptTurn | None = None,
+        source: str = "",
     ) -> bool:
         """The engine is about to get this request, which ends with `ended`. Whether it waits for a look-up.
 
         A prompt shorter than a chunk has nothing in the store, nor is it kept.
         """
-        source = self._source
+        kept = self._source
         why: Reason = "look_up_failed"
-        if source is None:
+        if kept is None:
             why = "no_tiers"
-        elif len(tokens) < source.chunk_tokens:
+        elif len(tokens) < kept.chunk_tokens:
             why = "not_found"
-        self._requests[request_id] = _Request(request_id, tokens, salt, retention, turn, why)
+        self._requests[request_id] = _Request(request_id, tokens, salt, retention, turn, why, source)
         return why == "look_up_failed"
 
     def look(self, request_id: str, chain: Chain, *, receives: bool) -> None:
@@ -140,6 +143,9 @@ class Tiered:
             if not receives:
                 request.stored = prompt
                 _hold(request, waits=False)
+            if request.source:
+                for each in keys.by_group:
+                    source.store.comes_from(request.source, each)
             request.found = prompt.lookup(timeout_s=max(0.0, deadline_s - time.monotonic()))
             request.prompt = prompt
         finally:

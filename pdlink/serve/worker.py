@@ -30,7 +30,7 @@ from pdlink.node.port import EnginePort
 from pdlink.protocol.deadlines import Deadlines
 from pdlink.protocol.handshake import ModelId
 from pdlink.serve.kv_events import open_publisher, tell_blocks, tell_records
-from pdlink.serve.peers import make_link
+from pdlink.serve.peers import make_link, tiers_of
 from pdlink.serve.stream import DecodeLeg, PrefillLeg, Stream
 from pdlink.serve.tiers import Tiered
 from pdlink.store.opening import SourceGroup, open_source
@@ -128,7 +128,7 @@ class Worker:
             self.pool,
             model=self.model.name,
             released=lambda: self.engine.wake(),
-            peers=[self.peers.tier(address) for address in config.tiers.peers] if self.peers is not None else (),
+            peers=tiers_of(self.peers, config),
         )
         if self.peers is not None and self.source is not None and isinstance(self.source.store, Store):
             self.peers.open(self.source.store)
@@ -182,11 +182,13 @@ class Worker:
         salt: str = "",
         retention: Retention | None = USUAL,
         turn: KeptTurn | None = None,
+        source: str = "",
     ) -> Stream:
         """Begin a request, alone or as one leg of a transfer; its tokens come through the stream.
 
         num_answered: last tokens of the prompt that are the answer's first ones (`GenerationRequest`).
         retention: of its KV in the tiers; None keeps none there. turn: of an agent's session, which keeps it there.
+        source: address of a store that may have KV of the prompt; empty for none.
 
         Raises what the engine's `submit` raises, InvalidRequest for a leg this role does not serve or a transfer id
         used before, TransferFailed if the other leg has failed already and the setting is to fail.
@@ -202,7 +204,7 @@ class Worker:
         try:
             leg = self._leg(stream, params) if params is not None else None
             is_prefill = isinstance(leg, PrefillLeg)
-            looks = self.tiers.begin(request_id, prompt, salt, retention, turn)
+            looks = self.tiers.begin(request_id, prompt, salt, retention, turn, source)
             chain = self.engine.submit(
                 GenerationRequest(
                     request_id,

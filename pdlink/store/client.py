@@ -122,6 +122,11 @@ class RemoteStore(AnyStore):
         return link.events if link is not None and not link.lost else ""
 
     @property
+    def lends_at(self) -> str:
+        link = self._link
+        return link.lends_at if link is not None and not link.lost else ""
+
+    @property
     def wants_sums(self) -> bool:
         link = self._link
         return link is not None and link.wants_sums
@@ -165,6 +170,10 @@ class RemoteStore(AnyStore):
             asked = wire.FetchRecords(call, found.keys, places, shape, request[: wire.MAX_TEXT], retention, checks)
             link.begin(fetch, asked)
         return fetch
+
+    def comes_from(self, address: str, keys: Sequence[bytes]) -> None:
+        if (link := self._link) is not None and link.lends_at:
+            link.say(wire.ComesFrom(tuple(keys[: wire.MAX_KEYS]), address))
 
     # --- Writing
 

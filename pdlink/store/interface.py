@@ -171,6 +171,11 @@ class AnyStore(ABC):
 
     @property
     @abstractmethod
+    def lends_at(self) -> str:
+        """The address at which stores of other nodes ask this one; empty if they cannot now."""
+
+    @property
+    @abstractmethod
     def wants_sums(self) -> bool:
         """Whether who fills a record may spare the store a pass over it by writing its sums (`record.said_sums`)."""
 
@@ -197,6 +202,13 @@ class AnyStore(ABC):
         """The place of each key, as in `Found`; -1 where it is not known. Waits `timeout_s` at most for the tiers.
 
         For what is needed of a prompt only in part: the last chunks of a window, a state.
+        """
+
+    @abstractmethod
+    def comes_from(self, address: str, keys: Sequence[bytes]) -> None:
+        """The store of another node at this address may have them: look-ups that follow ask it, too.
+
+        Waits for nothing. Does nothing in a store that lends to nobody.
         """
 
     @abstractmethod

@@ -96,7 +96,7 @@ class Link:
         """end: connected, and past the welcome. timeout_s: longest wait for an answer that waits for no tier."""
         self.places = welcome.places
         """Of this life of the store; what its former one found may be in more."""
-        self.events, self.wants_sums = welcome.events, welcome.wants_sums
+        self.events, self.wants_sums, self.lends_at = welcome.events, welcome.wants_sums, welcome.lends_at
         end.settimeout(timeout_s)
         self._end, self._frames, self._timeout_s = end, frames, timeout_s
         self._sending = threading.Lock()

@@ -49,7 +49,7 @@ from pdlink.store.record import seal
 from pdlink.store.scope import Scopes
 from pdlink.store.sessions import SessionHolds
 from pdlink.store.slots import MAX_LIFE, USUAL, WHOLE
-from pdlink.store.tiers.base import KeepingTier, ReadOnly, TellingTier
+from pdlink.store.tiers.base import KeepingTier, ReadOnly, RoutedTier, TellingTier
 from pdlink.store.verifying import Verified, Verifying
 from pdlink.store.write_through import SELF, WriteThrough, make_ingestion
 
@@ -78,6 +78,9 @@ _PEERS = "peers"
 
 class Store(AnyStore):
     """In this process. `open` acquires; `close` ends."""
+
+    lends_at = ""
+    """Who lends for it sets this."""
 
     def __init__(
         self,
@@ -306,6 +309,11 @@ class Store(AnyStore):
             below = self._below.ask(list(keys), timeout_s)
             places = [place if place == 0 else index + 1 or -1 for place, index in zip(places, below, strict=True)]
         return tuple(places)
+
+    def comes_from(self, address: str, keys: Sequence[bytes]) -> None:
+        for tier in self._given_tiers:
+            if isinstance(tier, RoutedTier):
+                tier.note(address, keys)
 
     def fetch(
         self,

@@ -23,13 +23,15 @@ from pdlink.store.slots import (
     Share,  # noqa: TC001  (msgspec reads the annotation at run time)
 )
 
-VERSION = 8
+VERSION = 9
 MAX_KEYS = 1 << 16
 """Of one message; a longer prefix is cut there."""
 MAX_TEXT = 256
 """Characters of a name."""
 MAX_WORDS = 4096
 """Characters of a model, a revision, a LoRA, a salt."""
+MAX_ADDRESS = 512
+"""Characters of a store's address, with its key."""
 MAX_FRAME_NBYTES = 4 << 20
 """MAX_KEYS with their places, and some."""
 _LENGTH = struct.Struct("<I")
@@ -86,6 +88,13 @@ class Lookup(Message, frozen=True):
     timeout_s: Timeout
     each: bool = False
     """Answer for every key, also behind one that is not known."""
+
+
+class ComesFrom(Message, frozen=True):
+    """Look-ups of these keys that follow ask the store at this address, too."""
+
+    keys: Keys
+    address: Annotated[str, Meta(min_length=1, max_length=MAX_ADDRESS)]
 
 
 class FetchRecords(Message, frozen=True, tag="fetch"):
@@ -188,6 +197,8 @@ class Welcome(Message, frozen=True):
     """Where the store publishes what it keeps: ENDPOINT or ENDPOINT,REPLAY; empty if it does not."""
     wants_sums: bool = False
     """Whether who fills a record should write its sums."""
+    lends_at: str = ""
+    """As `AnyStore.lends_at`."""
 
 
 class Places(Message, frozen=True):
@@ -252,6 +263,7 @@ class Count(Message, frozen=True):
 Request = (
     Hello
     | Lookup
+    | ComesFrom
     | FetchRecords
     | Release
     | Reserve

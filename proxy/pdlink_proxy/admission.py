@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from .fleet import PlacementRequest
+    from .lenders import KVSource
     from .pools import WorkerPair
     from .shared import Shared
     from .worker import Worker
@@ -30,6 +31,8 @@ class Admission:
 
     cached_tokens = 0
     """Of the prompt, expected at the chosen prefill worker."""
+    source: KVSource | None = None
+    """Whence the worker that computes the prompt of the newest attempt pulls what it lacks of it."""
     decision: Decision | None = None
     """The newest one about it."""
     recomputed: str | None = None
@@ -186,7 +189,7 @@ class Admission:
         recomputed = None
         if prefill is None or self._whole or not first:
             prefill, recomputed = self._unusual(action, choice)
-        self.cached_tokens, self.recomputed = choice.cached_tokens, recomputed
+        self.cached_tokens, self.recomputed, self.source = choice.cached_tokens, recomputed, choice.source
         shared.metrics.attempts.add(1, action.why.value)
         self.chosen = {Leg.DECODE: decode} if prefill is None else {Leg.PREFILL: prefill, Leg.DECODE: decode}
         told = ""
@@ -208,6 +211,7 @@ class Admission:
             cached_tokens=choice.cached_tokens if prefill is not None else 0,
             considered=wanted.considered or {},
             session=told,
+            source="" if choice.source is None else f"{choice.source.tokens} tokens from {choice.source.label}",
         )
         shared.decisions.append(said)
         return Placed(None if prefill is None else prefill.work.key, decode.work.key)

@@ -54,6 +54,7 @@ class Attempt:
         self._shared, self._number, self._call = shared, number, call
         self._leg_headers, self._lines = leg_headers, header_lines(leg_headers)
         self._wanted, self._cached_tokens, self._trace = admission.wanted, admission.cached_tokens, trace
+        self._source = "" if admission.source is None else admission.source.address
         self.chosen, self.decision = admission.chosen, admission.decision
         self.transfer_id = f"xfer-{new_id()}"
         self.legs: dict[Leg, WorkerLeg] = {}
@@ -68,11 +69,12 @@ class Attempt:
 
     def start(self, hears: Hears, seed: int, *, at_once: bool) -> None:
         """Send both legs, or only prefill's if decode's follows it. seed: of a client that gave none."""
-        prefill = self.chosen.get(Leg.PREFILL)
+        prefill, dialect = self.chosen.get(Leg.PREFILL), self._shared.dialect
         if prefill is None:
-            self._send(hears, Leg.DECODE, self._call.body, _NO_HEADERS)
+            alone = dialect.alone if self._source else None
+            body = self._call.body if alone is None else alone(self._call, self._source)
+            self._send(hears, Leg.DECODE, body, _NO_HEADERS)
             return
-        dialect = self._shared.dialect
         transfer = TransferTerms(
             transfer_id=self.transfer_id,
             created=int(time.time()),
@@ -81,6 +83,7 @@ class Attempt:
             prefill_url=prefill.url,
             link=prefill.link,
             turn=self._wanted.turn,
+            source=self._source,
         )
         prefill_body, decode_body = dialect.legs(self._call, transfer)
         to_prefill = _NO_HEADERS

@@ -48,6 +48,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Of the prompt, expected at the prefill worker."""
     considered: dict[str, Considered] = {}
     """By leg, of a decision that was sampled and had a choice."""
+    source: str = ""
+    """How many tokens of the prompt another worker's store is expected to have, and which, if that is more."""
     session: str = ""
     """Which turn of which session it is, and whether it is where the last one was."""
 

@@ -15,6 +15,7 @@ import msgspec
 from .engines import id_of, workers_of
 from .fleet import KEY_TOKENS, Fleet, PlacementRequest
 from .kv_events import KVEvents, source
+from .lenders import Lenders
 from .mismatches import mismatched
 from .outliers import leave_out
 from .pair_times import PairTimes
@@ -22,7 +23,7 @@ from .placement import Pair, Placer, ProxyBarred, Queued
 from .refusals import Refusals
 from .side import Side
 from .steps import Leg
-from .table import WorkerState, compare, mean_speed
+from .table import Workers, WorkerState, compare, mean_speed
 from .worker import State, Worker
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from pdlink.api.health import Health
 
+    from .lenders import KVSource
     from .members import Members
     from .mismatches import Mismatch
     from .records import Records
@@ -61,6 +63,7 @@ class Pools:
         self._labels = {side: itertools.count() for side in Leg}
         self._both = itertools.count()
         self.kv_events = KVEvents()
+        self._lenders = Lenders()
         self._compared_s = 0.0
         self._any_plain = False
         self.several = False
@@ -217,6 +220,7 @@ class Pools:
             self._fleets.clear()
         if said is None:
             return
+        self._lenders.heard(work, said.store)
         work.grouped((worker.cell, said.fingerprint))
         if not worker.plain and work.group not in self._groups:
             self._groups.add(work.group)
@@ -258,6 +262,7 @@ class Pools:
         self._pair_times.compare(mean_speed(each.work for each in self.workers[Leg.PREFILL]), now)
 
     def _forget(self, work: WorkerState) -> None:
+        self._lenders.forget(work)
         self._placer.forget(work)
         self._pair_times.forget(work.key)
 
@@ -295,19 +300,26 @@ class Pools:
         if not isinstance(placed, Pair):
             return placed
         to = sides[Leg.DECODE].workers[placed.decode.row]
+        source = self._source(request, placed) if self._lenders.at else None
         if placed.prefill is not None:
             one = sides[Leg.PREFILL].workers[placed.prefill.row]
             if not (refused_pairs and self.refusals.try_again(one, to)) and self._alone is not None:
                 self._tell_alone(None)
-            return WorkerPair(one, to, placed.cached_tokens)
+            return WorkerPair(one, to, placed.cached_tokens, source=source)
         if placed.misfit:
             refused = self.refusals.known(sides[Leg.PREFILL].workers[fleet.prefill[0].row], to)
             self._tell_alone(refused)
             factor = refused.factor if refused is not None else next((each.factor for each in self.mismatches), "")
-            return WorkerPair(None, to, differs=factor)
+            return WorkerPair(None, to, differs=factor, source=source)
         if placed.alone:
-            return WorkerPair(None, to, alone=placed.alone)
-        return WorkerPair(None, to, differs=self._without_prefill(request.model))
+            return WorkerPair(None, to, alone=placed.alone, source=source)
+        return WorkerPair(None, to, differs=self._without_prefill(request.model), source=source)
+
+    def _source(self, request: PlacementRequest, placed: Pair) -> KVSource | None:
+        """Whence the worker that computes the prompt pulls what it lacks of it."""
+        prefills = Workers(self._sides[Leg.PREFILL].table)
+        expected = self._placer.prefill.expected(request, prefills)
+        return self._lenders.source(request, placed.prefill or placed.decode, expected, prefills.table.states)
 
     def _known(self, model: str, *, needs_prefill: bool) -> _Known:
         """The workers for requests of this model now; kept if that is settled."""
@@ -384,3 +396,5 @@ class WorkerPair(msgspec.Struct, frozen=True):
     """Why there is no prefill although a prefill worker is healthy: the property in which it differs from decode."""
     alone: str = ""
     """See `Pair`."""
+    source: KVSource | None = None
+    """Whence the worker that computes the prompt pulls what it lacks of it."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pdlink.config import TransportConfig
 from pdlink.config.listen import HostPort, LinkListen
 from pdlink.peers.link import PeerLink
+from pdlink.peers.routed import RoutedPeers
 from pdlink.protocol.deadlines import Deadlines
 from pdlink.store.eviction import Lru
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdlink.protocol.auth import Credentials
+    from pdlink.store.tiers.base import Tier
 
 WAIT_S = 20.0
 TIMEOUTS = Deadlines(heartbeat_s=0.1, peer_s=1.0, connect_s=2.0, lease_s=4.0)
@@ -50,6 +52,7 @@ class StoreNode:
         credentials: Credentials | None = None,
         timeout_s: float = 5.0,
         store_class: type[Store] = Store,
+        routed: bool = False,
     ) -> None:
         self.shape = shape_of(payload_nbytes)
         self.link = PeerLink(
@@ -60,7 +63,10 @@ class StoreNode:
             credentials=credentials,
             timeout_s=timeout_s,
         )
-        self.tiers = [self.link.tier(peer) for peer in peers]
+        self.tiers: list[Tier] = [self.link.tier(peer) for peer in peers]
+        if routed:
+            self.routed = RoutedPeers(self.link)
+            self.tiers.append(self.routed)
         slot_nbytes = -(-self.shape.nbytes // 4096) * 4096
         self.store = store_class(records * slot_nbytes, Lru(), self.tiers, lends=True, tier_deadline_s=WAIT_S)
         self.store.open()
@@ -91,6 +97,11 @@ class StoreNode:
             assert payload.tobytes() == content(number, self.shape.payload_nbytes), f"record {number} is another one"
         assert fetch.close()
         return len(slots)
+
+    def pull(self, address: str, *numbers: int) -> int:
+        """The same, where they are said to come from there."""
+        self.store.comes_from(address, [key(number) for number in numbers])
+        return self.read(*numbers)
 
     def forget(self) -> int:
         """Drop what is in memory here, and only here."""

@@ -91,6 +91,8 @@ class Desk:
                 asked = message.keys, message.timeout_s
                 places = store.known_at(*asked) if message.each else store.lookup(*asked).places
                 self.tell(wire.FoundAt(message.call, places))
+            case wire.ComesFrom():
+                store.comes_from(message.address, message.keys)
             case wire.FetchRecords():
                 self._fetch(message)
             case wire.Release():

@@ -279,6 +279,7 @@ class _Session(threading.Thread):
             places,
             self._listener.events,
             store.wants_sums,
+            store.lends_at,
         )
         with self._sending:
             socket.send_fds(self.link, [wire.frame(welcome)], [buffer.fd])

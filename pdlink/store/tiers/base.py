@@ -94,6 +94,14 @@ class SettlingTier(Protocol):
         """What was removed stays so. Raises OSError."""
 
 
+@runtime_checkable
+class RoutedTier(Protocol):
+    """What a tier has in addition that looks for records only where it was told that they are."""
+
+    def note(self, address: str, keys: Sequence[bytes]) -> None:
+        """Of these keys: there. Waits for nothing."""
+
+
 class ReadOnly:
     """Base of a tier that others fill: the store writes nothing to it, and can only stop to look for a record."""
 

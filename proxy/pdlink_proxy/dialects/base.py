@@ -43,6 +43,8 @@ class TransferTerms(msgspec.Struct, frozen=True, kw_only=True):
     """`Health.link` of the prefill worker."""
     turn: SessionTurn | None = None
     """Of a session."""
+    source: str = ""
+    """Address of the store that has more of the prompt than prefill's; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,9 @@ class Dialect:
     """Whether decode must serve a request alone."""
     headers: Callable[[TransferTerms], tuple[Mapping[str, str], Mapping[str, str]]] | None = None
     """More headers of the prefill and the decode leg."""
+    alone: Callable[[Call, str], bytes] | None = None
+    """The body for decode alone, with the address of a store that has more of the prompt; None for an engine that
+    cannot be told."""
     decode_computes: bool = True
     """A decode worker can compute a prompt itself. If not, requests that no pair can serve are refused."""
     abort: Callable[[HttpClient, str, str, Call], Coroutine[Any, Any, None]] | None = None

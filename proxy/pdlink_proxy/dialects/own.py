@@ -9,7 +9,7 @@ import msgspec
 
 from pdlink.api.health import Health
 from pdlink.api.kv_path import HEADER
-from pdlink.api.legs import DecodeParams, PrefillParams
+from pdlink.api.legs import AloneParams, DecodeParams, PrefillParams
 from pdlink.errors import WorkerKeyRefused
 from pdlink.observe.sources import Sourced  # noqa: TC001  (msgspec reads the annotation at run time)
 
@@ -29,7 +29,7 @@ def _legs(call: Call, transfer: TransferTerms) -> tuple[bytes, bytes]:
     seed = call.seed if call.seed is not None else transfer.seed
     name, created = transfer.transfer_id, transfer.created
     return (
-        call.with_params(PrefillParams(transfer_id=name, seed=seed, created=created)),
+        call.with_params(PrefillParams(transfer_id=name, seed=seed, created=created, source=transfer.source)),
         call.with_params(DecodeParams(transfer_id=name, seed=seed, created=created, prefill=transfer.prefill)),
     )
 
@@ -97,6 +97,7 @@ PDLINK = Dialect(
     "pdlink",
     _legs,
     _look,
+    alone=lambda call, source: call.with_params(AloneParams(source=source)),
     prefill_streams=True,
     said=_said,
     resumes=Resumes(lambda _call, _links: "", _begun, _behind),

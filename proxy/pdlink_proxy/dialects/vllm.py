@@ -107,6 +107,7 @@ def _legs(call: Call, transfer: TransferTerms) -> tuple[bytes, bytes]:
         num_prompts=_num_prompts(call) if call.path == COMPLETIONS else 1,
         data_parallel_rank=transfer.prefill.data_parallel_rank or 0,
         do_remote_decode=call.path == MESSAGES,
+        source=transfer.source,
     )
     to_decode = DecodeParams(transfer_id=transfer.transfer_id, prefill=transfer.prefill)
     if (turn := transfer.turn) is not None:

@@ -41,6 +41,11 @@ class Policy:
         every placement. `Workers.of` them gives columns, where a loop over thousands would take too long."""
         raise NotImplementedError
 
+    def expected(self, request: PlacementRequest, workers: Workers) -> Sequence[float] | None:
+        """By row of their table, tokens of the prompt that each is expected to have; None from a policy that does not
+        know."""
+        return None
+
     def placed(self, request: PlacementRequest, worker: WorkerState) -> int:
         """The request goes to `worker`: the policy's pick, or the only candidate. Returns how many tokens of the
         prompt the worker lacks; 0 from a policy that does not know."""

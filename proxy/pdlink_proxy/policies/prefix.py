@@ -41,15 +41,15 @@ class Prefix(Policy):
     def pick(self, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
         found = Workers.of(workers)
         allowed = within(found, BOUND, request.num_tokens)
-        cached = np.array(
-            found.table.columns.cached(
-                self.sent_to, request.keys, request.key_tokens, request.num_tokens, request.held
-            )
-        )
+        cached = np.array(self.expected(request, found))
         most = int(allowed.among(cached).max())
         if most < WORTH * request.num_tokens:
             return Pick(least(found, turn))
         return Pick(least(allowed.only(cached == most), turn), most)
+
+    def expected(self, request: PlacementRequest, workers: Workers) -> Sequence[float]:
+        keys, key_tokens = request.keys, request.key_tokens
+        return workers.table.columns.cached(self.sent_to, keys, key_tokens, request.num_tokens, request.held)
 
     def placed(self, request: PlacementRequest, worker: WorkerState) -> int:
         if (keys := request.chain) is None:  # it was never looked up

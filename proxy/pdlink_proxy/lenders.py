@@ -1,0 +1,78 @@
+"""`Lenders`: which workers' stores lend KV to others, and which of them has most of a prompt. No I/O and no clock.
+
+A prompt that goes to a worker which lacks it is named such a store: pulled KV is a copy over the network, and is
+there sooner than computed KV, as the worker's own measurements decide (`load_if_faster`).
+"""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from pdlink.api.legs import MAX_ADDRESS_CHARS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .fleet import PlacementRequest
+    from .table import WorkerState
+
+LEAST_TOKENS = 256
+"""That a store must have more of a prompt than the worker that computes it: a chunk of the default size."""
+
+_NOWHERE = ("", "")
+
+
+class KVSource(NamedTuple):
+    """A store that has more of a prompt than the worker that it goes to."""
+
+    address: str
+    label: str
+    """Of the worker whose store it is."""
+    tokens: int
+    """Of the prompt, that are expected there."""
+
+
+class Lenders:
+    def __init__(self) -> None:
+        self.at: dict[int, tuple[str, str]] = {}
+        """By `WorkerState.number`, address of its store and its label. A worker that is away may have left a store
+        that is not: a process of its own."""
+
+    def heard(self, work: WorkerState, address: str) -> None:
+        """What a worker says of its store; empty for one that does not lend."""
+        if 0 < len(address) <= MAX_ADDRESS_CHARS:
+            self.at[work.number] = address, work.label
+        elif self.at:
+            self.at.pop(work.number, None)
+
+    def forget(self, work: WorkerState) -> None:
+        """This life of the worker is over."""
+        self.at.pop(work.number, None)
+
+    def source(
+        self,
+        request: PlacementRequest,
+        to: WorkerState,
+        expected: Sequence[float] | None = None,
+        workers: Sequence[WorkerState] = (),
+    ) -> KVSource | None:
+        """The store with most of the prompt, for the worker that computes it; None where no store has `LEAST_TOKENS`
+        more than that one.
+
+        expected: what each of `workers` is expected to have, by what it was sent, too.
+        """
+        at = self.at
+        own = at.get(to.number, _NOWHERE)[0]
+        if not own:  # without a peer port it can ask nobody
+            return None
+        shares = [(number, tokens) for number, tokens, _ in request.held.shares] if request.held else []
+        if expected is not None:
+            rows: list[int] = np.flatnonzero(np.asarray(expected) >= LEAST_TOKENS).tolist()
+            shares += [(workers[row].number, int(expected[row])) for row in rows]
+        has = max((tokens for number, tokens in shares if at.get(number, _NOWHERE)[0] == own), default=0)
+        others = [each for each in shares if at.get(each[0], _NOWHERE)[0] not in ("", own)]
+        number, tokens = max(others, key=itemgetter(1), default=(0, 0))
+        return KVSource(*at[number], tokens) if tokens >= has + LEAST_TOKENS else None

@@ -1,0 +1,165 @@
+"""Stores that a router names: asked for what they are said to have, opened at first use, and never in the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import cast
+
+import pytest
+
+from pdlink.errors import ConfigError
+from pdlink.fleet.ports import free_ports
+from pdlink.peers.link import PeerLink
+from pdlink.peers.routed import IDLE_S, MAX_OPEN, RoutedPeers
+from tests.other_process import PATIENCE_S
+
+from .store_node import OtherNode, StoreNode, key
+
+pytestmark = pytest.mark.timeout(120)
+
+MakeNode = Callable[..., StoreNode]
+
+
+@pytest.fixture
+def ends() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def make_node(ends: ExitStack) -> MakeNode:
+    def make(name: str, **more: object) -> StoreNode:
+        node = StoreNode(name, routed=True, **more)  # type: ignore[arg-type]
+        ends.callback(node.close)
+        return node
+
+    return make
+
+
+def test_each_prefix_comes_from_the_store_that_is_said_to_have_it(make_node: MakeNode) -> None:
+    asker, left, right = (make_node(name) for name in ("asker", "left", "right"))
+    left.put(0, 1)
+    right.put(10, 11)
+    assert asker.read(0) == 0, "nobody says where it is"
+    assert asker.pull(left.address(), 0, 1, 2) == 2
+    assert asker.pull(right.address(), 10, 11) == 2
+    assert asker.pull(left.address(), 10) == 1, "it is in memory here by now"
+    assert asker.routed.num_open == 2
+    asker.forget()
+    assert asker.pull(right.address(), 0) == 0, "that one never had it"
+    assert asker.pull(asker.address(), 5) == 0, "it does not ask itself"
+    assert asker.routed.num_open == 2
+    for node in (asker, left, right):
+        node.until_idle()
+
+
+def test_a_dead_source_is_a_miss_and_keeps_no_other_away(make_node: MakeNode, ends: ExitStack) -> None:
+    asker, other = make_node("asker", timeout_s=1.0), make_node("other")
+    dying = OtherNode("dying", kind="tcp")
+    ends.callback(dying.end)
+    dying.call("put", 0, 1)
+    other.put(10)
+    address = dying.call("address")
+    assert asker.pull(address, 0) == 1
+    asker.store.comes_from(address, [key(1)])
+    found = asker.store.lookup([key(1)], PATIENCE_S)
+    assert len(found.keys) == 1
+    dying.kill()
+    fetch = asker.store.fetch(found, asker.shape, "read")
+    assert fetch.done.result(PATIENCE_S) == ()
+    assert fetch.close()
+    for _ in range(5):  # a tier that raised as often would be left alone
+        assert asker.pull(address, 1) == 0
+        assert asker.pull(f"tcp://127.0.0.1:{free_ports(1)}", 2) == 0
+    assert asker.pull(other.address(), 10) == 1
+
+
+def test_an_address_that_may_not_be_asked_is_a_miss_that_the_log_tells_of(
+    make_node: MakeNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    asker = make_node("asker")
+    for _ in range(100):
+        assert asker.pull("tcp://10.0.0.7:8110", 0) == 0
+        assert asker.pull("file:///etc/passwd", 0) == 0
+    assert asker.routed.num_open == 0
+    assert "10.0.0.7" in caplog.text
+    assert len(caplog.records) <= 10
+
+
+class _Played:
+    """A peer, and the link to it."""
+
+    address = "tcp://127.0.0.1:1"
+
+    def __init__(self) -> None:
+        self.opened: list[str] = []
+        self.closed: list[str] = []
+        self.asked = 0
+        self.during: Callable[[], None] = lambda: None
+
+    def tier(self, address: str, _named_by: str) -> _Played:
+        if address.startswith("file:"):
+            raise ConfigError(address)
+        self.opened.append(address)
+        return self
+
+    def hang_up(self, address: str) -> None:
+        self.closed.append(address)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        self.asked += 1
+        self.during()
+        return [True] * len(keys)
+
+    def get(self, _key: bytes, _into: memoryview) -> None:
+        raise ConnectionError("dead")
+
+
+class _Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def played() -> tuple[RoutedPeers, _Played, _Clock]:
+    link, clock = _Played(), _Clock()
+    return RoutedPeers(cast("PeerLink", link), clock=clock), link, clock
+
+
+def test_a_source_that_was_not_used_for_long_is_closed() -> None:
+    routed, link, clock = played()
+    routed.note("a", [key(0)])
+    assert routed.contains([key(0)]) == [True]
+    clock.now_s = IDLE_S
+    routed.note("b", [key(1)])
+    assert link.closed == []
+    clock.now_s += 1.0
+    assert routed.contains([key(0), key(1)]) == [False, True], "it is found when it is noted again"
+    assert (link.closed, routed.num_open) == (["a"], 1)
+    routed.note("a", [key(0)])
+    assert routed.contains([key(0)]) == [True]
+
+
+def test_no_more_than_so_many_sources_are_open_and_one_in_use_stays() -> None:
+    routed, link, _ = played()
+    routed.note("a0", [key(0)])
+
+    def crowd() -> None:
+        for number in range(1, MAX_OPEN + 3):
+            routed.note(f"a{number}", [key(number)])
+
+    link.during = crowd
+    assert routed.contains([key(0)]) == [True]
+    assert routed.num_open == MAX_OPEN
+    assert link.closed == ["a1", "a2", "a3"], "those that were noted first, but for the one that answers"
+
+
+def test_a_source_that_fails_is_left_alone_and_tried_again() -> None:
+    routed, link, clock = played()
+    routed.note("a", [key(0)])
+    assert routed.get(key(0), memoryview(bytearray(8))) is None
+    assert (routed.contains([key(0)]), link.asked) == ([False], 0)
+    clock.now_s = 2.0
+    assert (routed.contains([key(0)]), link.asked) == ([True], 1)

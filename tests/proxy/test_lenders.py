@@ -1,0 +1,149 @@
+"""A prompt that goes to a worker which lacks it is named the store that has most of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pdlink._index import HeldKV
+from pdlink.api.legs import MAX_ADDRESS_CHARS
+from pdlink_proxy.lenders import LEAST_TOKENS, KVSource, Lenders
+from pdlink_proxy.steps import Leg
+from pdlink_proxy.table import WorkerState
+from tests.proxy.fakes import FakeWorker, proxy_of, until
+from tests.proxy.policies.fleets import request
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from pdlink_proxy.fleet import PlacementRequest
+    from tests.proxy.fakes import Proxy, Received
+
+PROMPT = "word " * 1000
+SETTINGS: dict[str, Any] = {"policy": {"prefill": "cost", "decode": "least_loaded"}, "health_interval_s": 0.05}
+
+
+def held(*shares: tuple[WorkerState, int]) -> PlacementRequest:
+    return request(1, 2, held=HeldKV([(work.number, tokens, 0.0) for work, tokens in shares]))
+
+
+def workers(*stores: str) -> tuple[Lenders, list[WorkerState]]:
+    lenders = Lenders()
+    works = [WorkerState(f"http://w{number}#1", f"prefill-{number}") for number in range(len(stores))]
+    for work, store in zip(works, stores, strict=True):
+        lenders.heard(work, store)
+    return lenders, works
+
+
+def test_the_source_is_the_store_with_most_of_the_prompt() -> None:
+    lenders, (to, some, most) = workers("tcp://a:1", "tcp://b:1", "tcp://c:1")
+    wanted = held((to, 512), (some, 1024), (most, 2048))
+    assert lenders.source(wanted, to) == KVSource("tcp://c:1", "prefill-2", 2048)
+    assert lenders.source(wanted, most) is None, "it has most itself"
+    lenders.forget(most)
+    assert lenders.source(wanted, to) == KVSource("tcp://b:1", "prefill-1", 1024)
+
+
+@pytest.mark.parametrize(("more", "named"), [(LEAST_TOKENS - 1, False), (LEAST_TOKENS, True)])
+def test_a_store_with_less_than_a_chunk_more_is_no_source(more: int, named: bool) -> None:
+    lenders, (to, other) = workers("tcp://a:1", "tcp://b:1")
+    assert (lenders.source(held((to, 512), (other, 512 + more)), to) is not None) == named
+
+
+def test_a_store_that_workers_share_is_not_pulled_from_by_them() -> None:
+    lenders, (to, beside, other) = workers("tcp://a:1", "tcp://a:1", "tcp://b:1")
+    assert lenders.source(held((beside, 2048)), to) is None
+    assert lenders.source(held((beside, 2048), (other, 2100)), to) is None, "its own store has nearly as much"
+
+
+def test_only_a_worker_that_lends_can_borrow() -> None:
+    lenders, (to, other) = workers("", "tcp://b:1")
+    assert lenders.source(held((other, 2048)), to) is None
+    lenders.heard(to, "tcp://a:1")
+    assert lenders.source(held((other, 2048)), to) is not None
+    lenders.heard(other, "")
+    assert lenders.source(held((other, 2048)), to) is None, "it lends no more"
+    lenders.heard(other, "x" * (MAX_ADDRESS_CHARS + 1))
+    assert lenders.source(held((other, 2048)), to) is None, "no leg takes that"
+
+
+def test_what_was_sent_to_a_worker_counts_where_no_events_tell() -> None:
+    lenders, works = workers("tcp://a:1", "tcp://b:1")
+    assert lenders.source(request(1, 2), works[0], [0.0, 1024.0], works) == KVSource("tcp://b:1", "prefill-1", 1024)
+    assert lenders.source(request(1, 2), works[1], [0.0, 1024.0], works) is None
+
+
+class Lending(FakeWorker):
+    def health(self) -> dict[str, Any]:
+        return {**super().health(), "store": f"tcp://{self.name}:7000"}
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[list[Lending]]:
+    found = [
+        await Lending(role=role, name=f"{role}{n}").start() for n, role in enumerate(("prefill", "prefill", "decode"))
+    ]
+    yield found
+    for each in found:
+        await each.stop()
+
+
+async def ask(proxy: Proxy, **fields: Any) -> str:
+    body = {"model": "m", "prompt": PROMPT, **fields}
+    async with proxy.client.post(f"{proxy.url}/v1/completions", json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        return answer.headers["X-Request-Id"]
+
+
+async def computed(prefills: list[Lending], count: int) -> None:
+    """Prefill has so many requests: decode may have answered before."""
+    await until(lambda: sum(len(each.received) for each in prefills) == count, "prefill's leg")
+
+
+async def away(proxy: Proxy, worker: FakeWorker, leg: Leg) -> None:
+    worker.status = "draining"
+    pools = proxy.router.services.pools
+    await until(lambda: worker.url not in {each.url for each in pools.usable(leg)}, "it gets no more")
+
+
+def params(received: Received) -> dict[str, Any]:
+    found: dict[str, Any] = received.body.get("kv_transfer_params", {})
+    return found
+
+
+async def test_the_prefix_of_a_worker_that_drains_is_pulled_from_its_store(fleet: list[Lending]) -> None:
+    one, two, decode = fleet
+    async with proxy_of([one, two], [decode], **SETTINGS) as proxy:
+        await ask(proxy)
+        await computed([one, two], 1)
+        first, other = (one, two) if one.received else (two, one)
+        assert "source" not in params(first.received[0]), "nobody has it"
+        await ask(proxy)
+        await computed([one, two], 2)
+        assert len(first.received) == 2, "where it is"
+        assert "source" not in params(first.received[1])
+        await away(proxy, first, Leg.PREFILL)
+        request_id = await ask(proxy, kv_transfer_params={"source": "tcp://liar:1", "leg": "prefill"})
+        await computed([one, two], 3)
+        (received,) = other.received
+        assert params(received)["source"] == f"tcp://{first.name}:7000"
+        assert all("source" not in params(each) for each in decode.received), "prefill pushes all of it to decode"
+        async with proxy.client.get(f"{proxy.url}/decisions?request={request_id}") as answer:
+            placed = next(each for each in (await answer.json())["decisions"] if each["verdict"] == "placed")
+        label = next(each.label for each in proxy.router.services.pools.workers[Leg.PREFILL] if each.url == first.url)
+        assert placed["source"] == f"1024 tokens from {label}"
+
+
+async def test_decode_that_computes_a_prompt_alone_is_named_the_store_and_nothing_else(fleet: list[Lending]) -> None:
+    one, two, decode = fleet
+    async with proxy_of([one, two], [decode], **SETTINGS) as proxy:
+        await ask(proxy)
+        await computed([one, two], 1)
+        first = one if one.received else two
+        for each in (one, two):
+            await away(proxy, each, Leg.PREFILL)
+        await ask(proxy)
+        assert params(decode.received[-1]) == {"leg": "alone", "source": f"tcp://{first.name}:7000"}
+        await ask(proxy, prompt="another " * 600)
+        assert params(decode.received[-1]) == {}
