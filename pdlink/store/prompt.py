@@ -23,7 +23,7 @@ from pdlink.store.sessions import SessionTerms
 from pdlink.store.worth import Choice, choose, choose_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from pdlink.store.groups import RecordGroup
     from pdlink.store.interface import AnyFetch
@@ -81,13 +81,19 @@ class Prompt:
             if stores
         ]
 
-    def lookup(self, begin: int = 0, timeout_s: float | None = None, goes_on: int | None = None) -> int:
+    def lookup(
+        self,
+        begin: int = 0,
+        timeout_s: float | None = None,
+        goes_on: int | None = None,
+        barred: Collection[int] = (),
+    ) -> int:
         """Where what the store has of the prompt ends; 0 for nothing.
 
         Somebody must compute the last token, so it ends before that one, in the middle of a chunk if need be. Where
         a part of a chunk is of no use it ends before that chunk.
         begin, goes_on: as of `reach`. Waits for the tiers' answers for `timeout_s` at most, by default
-        `lookup_timeout_s`.
+        `lookup_timeout_s`. barred: places whose records do not count.
         """
         source, last = self.source, self.num_tokens - 1
         self._goes_on = goes_on
@@ -101,6 +107,7 @@ class Prompt:
             source.lookup_timeout_s if timeout_s is None else timeout_s,
             begin,
             goes_on,
+            barred,
         )
         return self.end
 

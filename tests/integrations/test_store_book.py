@@ -326,6 +326,45 @@ def test_a_cap_that_cuts_what_was_found_leaves_whole_chunks() -> None:
         assert store.missing("r", computed) == loaded, (cap, computed)
 
 
+PLACES = ("memory", "disk", "shared_dir", "valkey-2", "peer 10.0.0.7:8110", "a tier of their own")
+
+
+@pytest.mark.parametrize(
+    ("asked", "barred"),
+    [
+        (None, ()),
+        ([{"medium": "STORAGE"}], (4,)),
+        ([{"medium": "cpu"}], (1, 2, 3)),
+        ([{"locality": "LOCAL"}], (2, 3, 4)),
+        ([{"medium": "STORAGE", "locality": "REMOTE"}, {"medium": "CPU"}], (1,)),
+        ([{}], ()),
+        ([{"medium": None, "locality": "REMOTE"}], (1,)),
+    ],
+)
+def test_a_request_bars_tiers_by_medium_and_locality(asked: object, barred: tuple[int, ...]) -> None:
+    """Not memory; nor a tier of which nobody knows where it is."""
+    caps, others = Caps.of({"kv_load_tiers": asked})
+    assert caps.barred(PLACES) == set(barred)
+    assert not others
+
+
+def test_a_request_that_names_no_tier_loads_nothing() -> None:
+    caps, _ = Caps.of({"kv_load_tiers": []})
+    assert caps.load == 0
+
+
+@pytest.mark.parametrize("wrong", ["STORAGE", 1, {"medium": 1}, {"medium": "TAPE"}, {"locality": "NEAR"}])
+def test_a_wrong_entry_of_tiers_is_named_and_counts_for_nothing(
+    wrong: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    caps, _ = Caps.of({"kv_load_tiers": [wrong, {"medium": "CPU"}]})
+    assert caps.barred(PLACES) == {1, 2, 3}
+    (said,) = caplog.messages
+    assert "kv_load_tiers" in said
+    assert repr(wrong) in said
+    assert Caps.of({"kv_load_tiers": wrong})[0] == Caps()
+
+
 @pytest.mark.parametrize(("keeps_all", "receives"), [(True, False), (False, True), (False, False)])
 def test_a_promise_that_vllm_cuts_fails_where_a_part_is_of_no_use(keeps_all: bool, receives: bool) -> None:
     """vLLM waits for the load: it computes then."""

@@ -31,6 +31,17 @@ _DIGEST_NBYTES = 8
 """Distinguishes the prompts of one HTTP request; a client that makes two collide hurts only its own request."""
 
 
+_MEDIA, _LOCALITIES = ("CPU", "STORAGE"), ("LOCAL", "REMOTE")
+_WHERE = {
+    "disk": ("STORAGE", "LOCAL"),
+    "shared_dir": ("STORAGE", "REMOTE"),
+    "objects": ("STORAGE", "REMOTE"),
+    "valkey": ("STORAGE", "REMOTE"),
+    "peer": ("CPU", "REMOTE"),
+}
+"""Medium and locality of the store's tiers, as vLLM calls them; who brings a tier of his own does not say."""
+
+
 class Caps(NamedTuple):
     """How much of a request the store may load and keep, as vLLM's OffloadingConnector is asked; None: no cap."""
 
@@ -38,6 +49,8 @@ class Caps(NamedTuple):
     """Tokens behind those that vLLM has."""
     keep: int | None = None
     """Tokens from the first one on."""
+    tiers: tuple[tuple[str | None, str | None], ...] = ()
+    """Medium and locality of those below memory that may be loaded from, None for any; empty: from all."""
 
     @classmethod
     def of(cls, params: Mapping[str, object]) -> tuple[Caps, Mapping[str, object]]:
@@ -48,17 +61,45 @@ class Caps(NamedTuple):
         tiers = params.get(_LOAD_TIERS)
         if tiers == []:
             load = 0
-        elif tiers is not None:
-            log.warning(
-                "kv_transfer_params: %s: got %.100r; expected none, because the store takes each chunk from where it "
-                "comes fastest; cap what is loaded by max_load_tokens",
-                _LOAD_TIERS,
-                tiers,
-            )
-        return cls(load, keep), others
+        return cls(load, keep, _tiers(tiers)), others
+
+    def barred(self, places: Sequence[str]) -> frozenset[int]:
+        """Which of the store's places (`AnyStore.places`) are not loaded from. Memory always is."""
+        where = [_WHERE.get(name.partition(" ")[0].rstrip("-0123456789"), (None, None)) for name in places]
+        allowed = [any(all(map(_matches, each, tier)) for each in self.tiers) for tier in where]
+        return frozenset(index for index, may in enumerate(allowed) if index and self.tiers and not may)
 
 
 NO_CAPS = Caps()
+
+
+def _matches(asked: str | None, has: str | None) -> bool:
+    return asked is None or has is None or asked == has
+
+
+def _tiers(given: object) -> tuple[tuple[str | None, str | None], ...]:
+    """Entries that are wrong are logged; without a right one nothing is barred."""
+    found = []
+    for entry in given if isinstance(given, list) else () if given is None else (given,):
+        medium, locality = (_word(entry, *each) for each in (("medium", _MEDIA), ("locality", _LOCALITIES)))
+        if medium == "" or locality == "":
+            log.warning(
+                "kv_transfer_params: %s: got %.100r; expected a list of {medium: CPU or STORAGE, locality: LOCAL or "
+                "REMOTE}, either left out for any; this entry counts for nothing",
+                _LOAD_TIERS,
+                entry,
+            )
+        else:
+            found.append((medium, locality))
+    return tuple(found)
+
+
+def _word(entry: object, name: str, known: Sequence[str]) -> str | None:
+    """In capitals; None if it is left out, empty if it is wrong."""
+    value = entry.get(name) if isinstance(entry, dict) else ""
+    if value is None:
+        return None
+    return value.upper() if isinstance(value, str) and value.upper() in known else ""
 
 
 def _cap(params: Mapping[str, object], name: str) -> int | None:

@@ -55,6 +55,8 @@ class Look:
     begin: int
     receives: bool = False
     """What is not loaded comes from another server; else it is computed here."""
+    caps: Caps = NO_CAPS
+    """Which tiers are asked; how much is loaded of it is cut later."""
 
 
 class Chosen(NamedTuple):
@@ -383,7 +385,7 @@ class StoreBook:
         request.turn += 1
         request.num_missing = self._num_ranks
         self._name(request)
-        self._plan.looks.append(Look(request.prompt.request_id, request.turn, begin, request.receives))
+        self._plan.looks.append(Look(request.prompt.request_id, request.turn, begin, request.receives, request.caps))
 
     def _save(self, part: Scheduled) -> None:
         request = self._requests.get(part.request_id)

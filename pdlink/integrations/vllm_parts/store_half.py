@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pdlink.integrations.vllm_parts.pace import VllmPace
+from pdlink.integrations.vllm_parts.params import NO_CAPS, Caps
 from pdlink.integrations.vllm_parts.store_book import Chosen, Looked
 from pdlink.integrations.vllm_parts.worker import Results
 from pdlink.store.line import Line
@@ -65,6 +66,7 @@ class _Look:
     stored: Prompt
     fetch: PromptFetch | None = None
     receives: bool = False
+    caps: Caps = NO_CAPS
     """As of `Look`."""
     session: AskedSession | None = None
     """That keeps what is found, while its turn runs."""
@@ -279,7 +281,7 @@ class StoreHalf:
     def _look(self, look: Look) -> None:
         self._drop(look.request_id)
         stored = self._stored(look.request_id)
-        found = _Look(look.request_id, look.turn, self._clock(), stored, receives=look.receives)
+        found = _Look(look.request_id, look.turn, self._clock(), stored, receives=look.receives, caps=look.caps)
         found.session = None if look.receives else self._prompts[look.request_id].session
         with self._lock:
             self._looks[look.request_id] = found
@@ -297,7 +299,9 @@ class StoreHalf:
         timeout_s = self.source.lookup_timeout_s
         if self._load_if_faster:
             timeout_s = longest_look_s(timeout_s, other, look.stored.num_tokens - begin, time.monotonic())
-        look.stored.lookup(begin, timeout_s, look.stored.num_tokens - 1 if look.receives else None)
+        goes_on = look.stored.num_tokens - 1 if look.receives else None
+        barred = look.caps.barred(self.source.store.places) if look.caps.tiers else frozenset[int]()
+        look.stored.lookup(begin, timeout_s, goes_on, barred)
         look.chosen = look.stored.choose(begin, other, always=not self._load_if_faster)
         if not look.wanted or look.chosen.end <= begin:
             self._answer(look, begin, 0)

@@ -126,6 +126,17 @@ def test_a_prompt_seen_before_is_loaded_from_the_store(tmp_path: Path, how: dict
         assert server.computed["f"] == 100 + 2
 
 
+@pytest.mark.parametrize(("asked", "loaded"), [("STORAGE", 96), ("CPU", 0)])
+def test_a_request_names_the_tiers_that_it_is_loaded_from(tmp_path: Path, asked: str, loaded: int) -> None:
+    extra = store(tmp_path, local_disk=str(tmp_path / "kv"), max_local_disk_size=0.1)
+    for name, expected in [("writes", 100), ("reads", 100 - loaded)]:
+        with servers(tmp_path, {"extra": extra}) as (server,):
+            server.request(name, PROMPT, {"kv_load_tiers": [{"medium": asked}]})
+            server.until_idle()
+            assert server.outputs[name] == tokens_of(PROMPT, 3)
+            assert server.computed[name] == expected + 2
+
+
 @each_order
 def test_a_decode_server_loads_what_it_has_and_receives_the_rest(tmp_path: Path, how: dict[str, Any]) -> None:
     keeps = how | {"extra": store(tmp_path, save_decode_cache=True)}
