@@ -294,6 +294,15 @@ def test_a_second_connector_of_a_process_hears_alone(monkeypatch: pytest.MonkeyP
     assert (len(first), len(second)) == (0, 1)
 
 
+def test_a_connector_and_a_tier_of_one_process_both_hear(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, connector, tier = engine_class(), list[str](), list[str]()
+    asleep = vllm.watch(kind, connector.append)
+    assert vllm.watch(kind, tier.append, "tier") is asleep
+    kind(Executor([Worker()], monkeypatch)).collective_rpc("reload_weights", args=(1,))
+    assert len(connector) == 1
+    assert connector == tier
+
+
 # -- SGLang ----------------------------------------------------------------------------------------------------------
 
 

@@ -90,7 +90,7 @@ class Rank:
                 f"kv_connector_extra_config: tiers.local_disk: got {shared!r} for {what}; "
                 "expected one each; put {name} into it"
             )
-        self._adapters = LoadedAdapters(versions.adapter_content)
+        self._adapters = LoadedAdapters(versions.content_at)
         versions.watch_adapters(vllm_config, self._adapters)
         self.counts = Counts()
         self._allocation = SharedAllocation()

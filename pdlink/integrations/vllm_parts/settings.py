@@ -17,6 +17,7 @@ from pdlink.config.admin import AdminConfig, check_admin
 from pdlink.config.foreign.vllm import VLLM
 from pdlink.config.listen import LinkListen
 from pdlink.config.loading import explain
+from pdlink.config.section import no_use
 from pdlink.errors import ConfigError
 from pdlink.protocol import auth
 from pdlink.transport.choice import check_kinds
@@ -100,6 +101,45 @@ class ConnectorSettings(BaseModel):
         security = self.security.model_copy(update={"key_file": key_file})
         port = self.listen.control_port + first_port + shard if self.listen.control_port else 0
         return self.model_copy(update={"security": security, "listen": self.listen.on_port(port)})
+
+
+class TierSettings(BaseModel):
+    """Of one of the `secondary_tiers` of vLLM's OffloadingConnector, beside vLLM's own keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    name: str = "vllm"
+    """Of this server, for {name} in `tiers.local_disk`. Data-parallel engines after the first add `-dp1`, ..."""
+    tiers: TiersConfig = TiersConfig()
+    """The store: a process (`tiers.store`), or one inside of the scheduler with a disk or a remote tier."""
+    revision: str = ""
+    """Of the model, where its name stands for several: what the server was given as `--revision`."""
+    locality: Literal["LOCAL", "REMOTE"] | None = None
+    """Where requests take this tier to be that name tiers to load from (`kv_load_tiers`). None: both."""
+    untested_vllm: Literal["refuse", "accept"] = "refuse"
+    """What to do on a vLLM that is newer than those this tier is known to work with."""
+
+    @model_validator(mode="after")
+    def _ours(self) -> TierSettings:
+        of_ours = ("save_decode_cache", "load_if_faster", "chunk_size", "priority_limit")
+        no_use(self.tiers, "tiers.", of_ours, "vLLM decides that")
+        no_use(self.tiers, "tiers.", ("peers", "peer_port"), "is for workers and store processes")
+        if self.tiers.max_local_cpu_size == 0:
+            raise ValueError("tiers.max_local_cpu_size: got 0; expected more; raise it")
+        if not (self.tiers.store or self.tiers.disks or self.tiers.remote_url):
+            raise ValueError(
+                "tiers: got memory alone, which vLLM has above this tier; expected a disk, a remote tier or a store "
+                "process; set tiers.local_disk, tiers.remote_url or tiers.store"
+            )
+        return self
+
+
+def read_tier(given: Mapping[str, Any]) -> TierSettings:
+    """Raises ConfigError naming every wrong key."""
+    try:
+        return TierSettings.model_validate(dict(given))
+    except ValidationError as error:
+        raise ConfigError(f"secondary_tiers: {'; '.join(explain(TierSettings, error, VLLM))}") from None
 
 
 def read(extra: Mapping[str, Any]) -> ConnectorSettings:

@@ -150,7 +150,7 @@ def identity(request: Any) -> PromptIdentity:
     media = sorted((feature.mm_position.offset, feature.identifier) for feature in request.mm_features or ())
     lora, named = "", None
     if adapter is not None:
-        content = adapter_content(getattr(adapter, "lora_path", ""))
+        content = content_at(getattr(adapter, "lora_path", ""))
         lora, named = f"{adapter.lora_name} {content}", Adapter(int(adapter.lora_int_id), content)
     return PromptIdentity(request.cache_salt or "", lora, tuple(media), named)
 
@@ -386,13 +386,14 @@ def content(vllm_config: Any) -> str:
     return digest_of(model, tokenizer, weights=not made_up)
 
 
-def adapter_content(place: str) -> str:
-    """What tells adapters of one name apart: their content, or where that is not here, where they come from."""
+def content_at(place: str) -> str:
+    """What tells adapters, or models, of one name apart: their content, or where that is not here, where they come
+    from."""
     found = _on_this_host(place, None, None)
     try:
         return place if found is None else digest_of(found)
     except ConfigError as error:  # taken away since; vLLM will say so
-        log.warning("adapter %r: %s", place, error)
+        log.warning("%s: %s", place, error)
         return place
 
 
@@ -427,11 +428,11 @@ def watch_adapters(vllm_config: Any, loaded: LoadedAdapters) -> None:
         loaded.watch(WorkerLoRAManager)
 
 
-def watch_weights(changed: Callable[[str], None]) -> weights.Sleep:
+def watch_weights(changed: Callable[[str], None], of: str = "connector") -> weights.Sleep:
     """As `weights.watch`, for this process' engine."""
     from vllm.v1.engine.core import EngineCore
 
-    return weights.watch(EngineCore, changed)
+    return weights.watch(EngineCore, changed, of)
 
 
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import logging
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdlink.integrations.loaded_weights import HERE
 
@@ -26,6 +26,8 @@ _SLEEPS = ("sleep", "release_kv_cache_memory")
 _RESETS = "_reset_caches"
 _VLLMS = "pdlink_wraps"
 """Attribute of a method of ours: vLLM's."""
+_HEARD = "pdlink_heard"
+"""Attribute of vLLM's class: who hears of changes."""
 _PARTS = ("start_weight_update", "update_weights")
 """Of a change that `finish_weight_update` ends."""
 
@@ -73,10 +75,24 @@ class Sleep:
         self._num_begun -= 1
 
 
-def watch(engine_class: Any, changed: Callable[[str], None]) -> Sleep:
+class _Heard(NamedTuple):
+    asleep: Sleep
+    changed: dict[str, Callable[[str], None]]
+    """By what it is."""
+
+
+def watch(engine_class: Any, changed: Callable[[str], None], of: str = "connector") -> Sleep:
     """engine_class: `vllm.v1.engine.core.EngineCore`. changed(era): other weights are loaded since the last call, or
-    may be; era names those of all ranks. In the scheduler's thread."""
-    asleep = Sleep()
+    may be; era names those of all ranks. In the scheduler's thread.
+
+    of: what hears of it, a connector or a tier; a process may have one of each.
+    """
+    known: _Heard | None = engine_class.__dict__.get(_HEARD)
+    if known is not None and of not in known.changed:
+        known.changed[of] = changed
+        return known.asleep
+    asleep, hearing = Sleep(), {of: changed}
+    setattr(engine_class, _HEARD, _Heard(asleep, hearing))
     found: list[str] = []
     """By rank, what is loaded."""
 
@@ -86,7 +102,8 @@ def watch(engine_class: Any, changed: Callable[[str], None]) -> Sleep:
         before = list(found)
         found[:] = engine.model_executor.collective_rpc(look_here, args=(method,))
         if before and before != found:
-            changed(hashlib.blake2b(repr(found).encode(), digest_size=16).hexdigest())
+            for tell in hearing.values():
+                tell(hashlib.blake2b(repr(found).encode(), digest_size=16).hexdigest())
 
     def watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
@@ -38,14 +39,13 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from pdlink.integrations.vllm import PDLinkConnector
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 BLOCK, HEADS, SIZE, NUM_BLOCKS = 16, 2, 4, 32
 NAMES = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
+OURS = "PDLinkConnector"
 WAIT_S = 60.0
 _STEP_TOKENS = 64
 """A longer prompt is computed in several steps."""
@@ -64,7 +64,9 @@ class Tiny(torch.nn.Module):
     def compute_logits(self, hidden_states: Any) -> Any: ...
 
 
-def _config(folder: Path, extra: dict[str, Any], *, role: str, asynchronous: bool, policy: str) -> Any:
+def _config(
+    folder: Path, extra: dict[str, Any], *, role: str, asynchronous: bool, policy: str, connector: str
+) -> Any:
     if "TinyForCausalLM" not in ModelRegistry.get_supported_archs():
         ModelRegistry.register_model("TinyForCausalLM", Tiny)
     shape = {"hidden_size": HEADS * SIZE, "num_attention_heads": HEADS, "num_hidden_layers": len(NAMES)}
@@ -72,8 +74,8 @@ def _config(folder: Path, extra: dict[str, Any], *, role: str, asynchronous: boo
     model = {"architectures": ["TinyForCausalLM"], "model_type": "llama", **shape, **size}
     (folder / "config.json").write_text(json.dumps(model))
     transfer = {
-        "kv_connector": "PDLinkConnector",
-        "kv_connector_module_path": "pdlink.integrations.vllm",
+        "kv_connector": connector,
+        "kv_connector_module_path": "pdlink.integrations.vllm" if connector == OURS else None,
         "kv_role": role,
         "engine_id": f"engine-{time.monotonic_ns()}",
         "kv_load_failure_policy": policy,
@@ -136,14 +138,17 @@ class Server:
         asynchronous: bool = False,
         policy: str = "recompute",
         num_blocks: int = NUM_BLOCKS,
+        connector: str = OURS,
     ) -> None:
         """extra: `kv_connector_extra_config`. asynchronous: steps are planned before the last one's output is known.
 
         policy: `kv_load_failure_policy`.
         """
         self.runner, self._depth = runner, 2 if asynchronous else 1
-        settings = {"transport": {"kind": "tcp"}} | (extra or {})
-        self.config = _config(folder, settings, role=role, asynchronous=asynchronous, policy=policy)
+        settings = ({"transport": {"kind": "tcp"}} if connector == OURS else {}) | (extra or {})
+        self.config = _config(
+            folder, settings, role=role, asynchronous=asynchronous, policy=policy, connector=connector
+        )
         if runner == "v2":  # here, for a configuration with it wants Triton
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         self.config.cache_config.num_gpu_blocks = num_blocks
@@ -162,7 +167,8 @@ class Server:
         taken = inspect.signature(Scheduler.__init__).parameters
         self.scheduler = kind(**{name: value for name, value in given.items() if name in taken})
         self.cache = {name: torch.zeros(num_blocks, HEADS, BLOCK, 2 * SIZE) for name in NAMES}
-        self.connector: Any = PDLinkConnector(self.config, KVConnectorRole.WORKER, self.cache_config)
+        found = KVConnectorFactory.get_connector_class(self.config.kv_transfer_config)
+        self.connector: Any = found(self.config, KVConnectorRole.WORKER, self.cache_config)
         with self._agent():
             self._calls = self._open()
         self._held: dict[str, _Held] = {}

@@ -1,0 +1,70 @@
+"""`RecordRows`: rows of an engine's memory, each a record of its own: bytes of which the store knows no layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pdlink import _copy
+from pdlink.store.record import HEADER_NBYTES, Group, RecordShape, said_sums
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from pdlink.memory.buffers import Bytes
+    from pdlink.store.interface import AnyStore
+    from pdlink.store.record import Sums
+    from pdlink.store.slots import Slot
+
+
+def row_shape(nbytes: int) -> RecordShape:
+    """Of the record of a row with so many bytes, a multiple of 64."""
+    return RecordShape("uint8", 1, (Group("latent", (0,), 1, 1, nbytes),))
+
+
+class RecordRows:
+    """Copies in the calling thread, without the GIL, in one native call. Rows are named by number."""
+
+    def __init__(self, memory: Bytes, row_nbytes: int) -> None:
+        """memory: of all rows, one after the other; borrowed."""
+        self._memory, self._row_nbytes, self._shape = memory, row_nbytes, row_shape(row_nbytes)
+
+    def save(self, store: AnyStore, slots: Sequence[Slot], rows: Sequence[int]) -> bool:
+        """Fill reserved records, one for each row. Whether they have sums, as `AnyStore.commit` wants to know."""
+        summed = store.wants_sums
+        for slot, of_it in zip(slots, self._copy(store, slots, rows, loading=False, summed=summed), strict=True):
+            if summed:
+                said_sums(store.array[slot.offset :], self._shape)[0] = of_it
+        return summed
+
+    def load(
+        self, store: AnyStore, slots: Sequence[Slot], rows: Sequence[int], unchecked: Collection[bytes]
+    ) -> list[Slot]:
+        """Fill rows from leased records. unchecked: as of `AnyFetch`; those of them that are not what was put."""
+        unsure = [slot.key in unchecked for slot in slots]
+        sums = self._copy(store, slots, rows, loading=True, summed=any(unsure))
+        compared = zip(slots, unsure, sums, strict=True)
+        return [slot for slot, is_unsure, of_it in compared if is_unsure and not self._says(store, slot, of_it)]
+
+    def _says(self, store: AnyStore, slot: Slot, sums: Sums) -> bool:
+        return np.array_equal(said_sums(store.array[slot.offset :], self._shape)[0], sums)
+
+    def _copy(
+        self, store: AnyStore, slots: Sequence[Slot], rows: Sequence[int], *, loading: bool, summed: bool
+    ) -> Sums:
+        """The sums of each record; zeros if not summed."""
+        sums = np.zeros((len(slots), 2), np.uint64)
+        if not slots:
+            return sums
+        starts = np.array([slot.offset + HEADER_NBYTES for slot in slots])
+        places = np.array(rows, np.int64) * self._row_nbytes
+        of, to = (starts, places) if loading else (places, starts)
+        runs = np.stack([of, to, np.full(len(slots), self._row_nbytes)], axis=1)
+        source, target = (store.array, self._memory) if loading else (self._memory, store.array)
+        if summed:
+            ends = np.arange(1, len(slots) + 1)
+            _copy.nt_runs_summed(target, source, runs, ends, starts, sums, not loading)
+        else:
+            _copy.nt_runs(target, source, runs)
+        return sums
