@@ -78,9 +78,27 @@ class Headers {
     std::vector<std::pair<std::size_t, std::size_t>> ends_;  // of each name, and of its value
 };
 
+// A name that `text_of` made, or any other text.
+std::optional<std::string_view> find(const Headers& self, const nb::str& name) {
+    Py_ssize_t nbytes = 0;
+    if (const char* const text = PyUnicode_AsUTF8AndSize(name.ptr(), &nbytes))
+        return self.find({text, static_cast<std::size_t>(nbytes)});
+    PyErr_Clear();
+    if (PyObject* const encoded = PyUnicode_AsEncodedString(name.ptr(), "utf-8", "surrogateescape"))
+        return self.find(view(nb::steal<nb::bytes>(encoded)));
+    PyErr_Clear();
+    return std::nullopt;  // no bytes are decoded to such a text
+}
+
 nb::object get(const Headers& self, const nb::str& name, nb::object otherwise) {
-    const auto found = self.find(name.c_str());
+    const auto found = find(self, name);
     return found ? text_of(*found) : otherwise;
+}
+
+nb::str item(const Headers& self, const nb::str& name) {
+    if (const auto found = find(self, name)) return text_of(*found);
+    PyErr_SetObject(PyExc_KeyError, name.ptr());
+    throw nb::python_error();
 }
 
 nb::list names(const Headers& self) {
@@ -106,14 +124,8 @@ void add_headers(nb::module_& m) {
             },
             "pairs"_a)
         .def("get", &get, "name"_a, "default"_a = nb::none())
-        .def("__getitem__",
-             [](const Headers& self, const nb::str& name) {
-                 const auto found = self.find(name.c_str());
-                 if (!found) throw nb::key_error(name.c_str());
-                 return text_of(*found);
-             })
-        .def("__contains__",
-             [](const Headers& self, const nb::str& name) { return self.find(name.c_str()).has_value(); })
+        .def("__getitem__", &item)
+        .def("__contains__", [](const Headers& self, const nb::str& name) { return find(self, name).has_value(); })
         .def("__iter__", [](const Headers& self) { return nb::iter(names(self)); })
         .def("__len__", [](const Headers& self) { return nb::len(names(self)); })
         .def("keys", &names)

@@ -318,3 +318,14 @@ def test_headers_are_found_in_any_case_the_first_of_a_name() -> None:
     with pytest.raises(KeyError):
         headers["none"]
     assert Headers([]).content_type == ""
+
+
+def test_headers_are_asked_for_any_text() -> None:
+    headers = Headers([(b"odd-\xff", b"1"), (b"a", b"2")])
+    assert [headers[name] for name in headers] == ["1", "2"]
+    for name in ("\ud800", "odd-\udcfe", "a\0", "\udcff" * 9):
+        assert headers.get(name) is None
+        assert name not in headers
+        with pytest.raises(KeyError) as caught:
+            headers[name]
+        assert caught.value.args == (name,)
