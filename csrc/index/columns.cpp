@@ -1,6 +1,7 @@
 #include "index/columns.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 namespace pdlink::index {
@@ -12,15 +13,18 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kSpared = 16;
 constexpr double kMargin = 0.25;  // shares of a pool by which workers may differ: less is chance
 
+// NaN is no less than any value, nor equal to itself: it counts as the largest.
+double ordered(double value) { return std::isnan(value) ? kInfinity : value; }
+
 // Of the rows that `among`, the one with the smallest value; equal ones take turns.
 template <class Among>
 std::size_t least_of(std::span<const double> values, std::size_t turn, Among&& among) {
     double smallest = kInfinity;
     std::size_t first = 0, equal = 0;
     for (std::size_t row = 0; row < values.size(); ++row) {
-        if (!among(row) || values[row] > smallest) continue;
-        if (values[row] < smallest || !equal) {
-            smallest = values[row];
+        if (!among(row) || ordered(values[row]) > smallest) continue;
+        if (ordered(values[row]) < smallest || !equal) {
+            smallest = ordered(values[row]);
             first = row;
             equal = 0;
         }
@@ -28,7 +32,7 @@ std::size_t least_of(std::span<const double> values, std::size_t turn, Among&& a
     }
     if (equal < 2) return first;
     for (std::size_t row = first, left = turn % equal;; ++row) {
-        if (!among(row) || values[row] != smallest) continue;
+        if (!among(row) || ordered(values[row]) != smallest) continue;
         if (!left--) return row;
     }
 }
@@ -44,7 +48,7 @@ std::size_t least(std::span<const double> values, Fit fit, std::size_t turn) {
 Scored lowest(std::span<const double> values, Fit fit, std::size_t most) {
     Scored found;
     for (std::size_t row = 0; row < values.size(); ++row)
-        if (fits(fit, row)) found.emplace_back(row, values[row]);
+        if (fits(fit, row)) found.emplace_back(row, ordered(values[row]));
     const auto end = found.begin() + static_cast<std::ptrdiff_t>(std::min(most, found.size()));
     std::partial_sort(found.begin(), end, found.end(), [](const auto& one, const auto& other) {
         return std::pair(one.second, one.first) < std::pair(other.second, other.first);
@@ -58,12 +62,12 @@ std::size_t cheapest(const Columns& of, std::span<const double> costs, std::span
     double smallest = kInfinity;
     for (std::size_t row = 0; row < costs.size(); ++row)
         if (fits(fit, row)) smallest = std::min(smallest, costs[row]);
-    const std::size_t row =
-        least_of(of.taken, turn, [&](std::size_t each) { return fits(fit, each) && costs[each] == smallest; });
+    const std::size_t row = least_of(
+        of.taken, turn, [&](std::size_t each) { return fits(fit, each) && ordered(costs[each]) == smallest; });
     if (of.taken[row] <= 0) return row;
-    const double busy = of.load[row] * of.slowness[row];
-    const std::size_t other = least_of(
-        of.taken, 0, [&](std::size_t each) { return fits(fit, each) && of.load[each] * of.slowness[each] <= busy; });
+    const auto busy = [&](std::size_t each) { return ordered(of.load[each] * of.slowness[each]); };
+    const std::size_t other =
+        least_of(of.taken, 0, [&](std::size_t each) { return fits(fit, each) && busy(each) <= busy(row); });
     const double more = (of.taken[row] - of.taken[other]) / unit;
     const bool spares = costs[other] - costs[row] <= kSpared * (num_tokens - cached[row]) * (more - kMargin);
     return spares ? other : row;

@@ -66,6 +66,22 @@ def test_the_cheapest_worker_is_taken_unless_one_that_computed_less_costs_little
     assert columns.held(said) == columns.cached(NONE, [], 1, tokens, said) == cached
 
 
+@pytest.mark.parametrize("bad", [[0], [2], [0, 1, 2]])
+def test_a_worker_whose_load_is_no_number_is_chosen_last(bad: list[int]) -> None:
+    load = np.array([3.0, 4.0, 5.0])
+    load[bad] = np.nan
+    columns = Columns(load, np.ones(3), np.array([0.0, 2.0, 1.0]), np.zeros(3, np.uint32), {})
+    fit = np.array([True, False, True])
+    fine = [row for row in (0, 2) if row not in bad] or [0, 2]
+    for turn in range(4):
+        row, _, scores = columns.cheapest(NONE, [], 1, 10, None, None, 1.0, fit, turn, 8)
+        assert row == fine[0]
+        assert columns.least(fit, turn) in (fine if bad == [0, 1, 2] else fine[:1])
+        assert sorted(each for each, _ in scores) == [0, 2]
+        assert scores[0][0] == fine[0]
+    assert columns.lowest(fit, 1)[0][0] == fine[0]
+
+
 def test_equal_loads_take_turns_and_a_change_of_a_column_is_seen() -> None:
     load = np.array([1.0, 2.0, 1.0])
     columns = Columns(load, np.ones(3), np.zeros(3), np.zeros(3, np.uint32), {})
