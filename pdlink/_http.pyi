@@ -26,27 +26,10 @@ FAILED: int
 
 END: int
 """The answer is over."""
-BETWEEN: int
-"""The bytes end between two chunks."""
 BAD: int
 """They are no HTTP; nothing more can be read."""
 MORE: int
 """More came than the answer."""
-
-Head = tuple[int, list[tuple[bytes, bytes]], bool]
-"""Status; fields as they came; whether the body is of type application/json, without parameters."""
-
-class Answers:
-    """Reads the answers on one connection, one after the other, in whatever pieces they come."""
-
-    def feed(self, data: bytes) -> tuple[Head | None, bytes, int] | None:
-        """The head, if it came with these bytes; what they have of the body, without the frames of its chunks; and
-        which of END, BETWEEN, BAD and MORE is so.
-
-        None if an answer begins with them that is not plain, of which nothing was read: its head must come in one
-        piece, be of at most 16 KB and say how long the body is or that it comes in chunks, and the connection must
-        stay after it.
-        """
 
 class Headers(Mapping[str, str]):
     """Of an answer, as they came: names in any case, the first of a name. Decoded when they are asked for."""
@@ -68,8 +51,8 @@ class SocketPoller:
         """Readable when there is something to read: then call `turn`."""
 
     def turn(self) -> None:
-        """Reads once from each socket that has something, 64 of them at most, and tells those that have them. What
-        one of them raises is raised; the others have their turn in the next call."""
+        """Reads once from each socket that has something, 64 of them at most, and tells their owners. What an owner
+        raises is raised; the other sockets have their turn in the next call."""
 
 class Socket:
     """One connected socket, read by a poller and written to natively."""
@@ -90,9 +73,10 @@ class Socket:
 class Exchange(Socket):
     """One connection to a worker: `ask` sends a request, and its listener (`AnswerListener`) hears the answer.
 
-    The heir does what is seldom needed: `abort`, `resume`, `broke(errno)`, `send_rest(data)`; `unusual(data)` for an
-    answer that is not plain, as `Unusual.feed`, and `usual()` when that is over; `too_long(most_nbytes)` and
-    `bad(most_nbytes)` of an answer that is lost.
+    A plain answer has a head of at most 16 KB that comes in one piece and says how long the body is or that it comes
+    in chunks, and the connection stays after it. A subclass does what is seldom needed: `abort`, `resume`,
+    `broke(errno)`, `send_rest(data)`; `unusual(data)` for an answer that is not plain, as `Unusual.feed`, and
+    `usual()` when that is over; `too_long(most_nbytes)` and `bad(most_nbytes)` of an answer that is lost.
     """
 
     keeps: bool
@@ -101,7 +85,7 @@ class Exchange(Socket):
     clogged: bool
     """The transport has bytes to send, so what follows must go there, too."""
     paused: bool
-    """The heir reads no more, until `resume`, which the end of an answer calls."""
+    """The subclass reads no more, until `resume`, which the end of an answer calls."""
     between: bool
     """What was read ends between two chunks."""
 
@@ -129,10 +113,15 @@ class Exchange(Socket):
         """Something of the answer has come."""
 
 class Requests(Socket):
-    """One connection of a client: reads its plain requests. The heir has `take(path, fields, body, keep)`, which gets
-    a whole one and says whether it serves it; `admits(fields)`, whether the rest of a body is waited for;
-    `hand_over(data)`, which gets everything else as it came; `pause`, when more came than the request that runs;
-    `broke(errno)`, `abort` and `send_rest(data)`."""
+    """One connection of a client: reads its plain requests. Their first line is one of `paths`; each field comes once
+    and is a token (RFC 9110 5.6.2), a colon and printable ASCII; there are a host and a length, and no field that
+    changes how a request is read.
+
+    The subclass has `take(path, fields, body, keep)`, which gets a whole one (names in lower case, values without the
+    spaces around them; keep: the connection stays after it) and says whether it serves it; `admits(fields)`, whether
+    the rest of a body is waited for; `hand_over(data)`, which gets everything else as it came; `pause`, when more
+    came than the request that runs; `broke(errno)`, `abort` and `send_rest(data)`.
+    """
 
     idle_since_s: float
     """Since its last request, or since the first bytes of the next one, on the monotonic clock; while one runs,
@@ -192,12 +181,6 @@ def marks_of(events: bytes, wanted: int) -> int:
 def usage_of(events: bytes) -> tuple[int, int]:
     """`prompt_tokens` and `completion_tokens` as the last usage in whole events or in a whole answer says, 0 where it
     does not."""
-
-def plain_request(data: bytes, start: int, end: int) -> tuple[dict[str, str], int, bool] | None:
-    """The fields of a request in these bytes, which end with an empty line: each name once, in lower case; values
-    without the spaces around them. Then the bytes of its body, and whether the connection stays. None if a name comes
-    twice, a line is not a token (RFC 9110 5.6.2), a colon and printable ASCII, there is no host or length, or a field
-    changes how it is read. Raises IndexError for an `end` beyond the bytes."""
 
 def server_timing(
     queue_s: float,

@@ -23,7 +23,7 @@ std::optional<Part> Answers::feed(std::string_view bytes) {
         std::optional<PlainHead> found = plain_head(bytes);
         if (!found) return std::nullopt;
         bytes.remove_prefix(found->head_nbytes);
-        part_.head = AnswerHead{found->status, std::move(found->fields), found->is_json};
+        part_.head = AnswerHead{found->status, std::move(found->fields)};
         left_ = found->nbytes.value_or(0);
         num_read_ = 0;
         state_ = found->nbytes ? State::kLength : State::kSize;

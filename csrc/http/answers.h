@@ -23,7 +23,6 @@ enum Where : unsigned {
 struct AnswerHead {
     int status;
     std::vector<Field> fields;
-    bool is_json;  // its one Content-Type says application/json and no more
 };
 
 struct Part {

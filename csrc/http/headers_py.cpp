@@ -26,7 +26,7 @@ nb::str text_of(std::string_view bytes) {
 
 class Headers {
   public:
-    explicit Headers(const std::vector<Field>& fields, bool json = false) : is_json(json) {
+    explicit Headers(const std::vector<Field>& fields) {
         std::size_t nbytes = 0;
         for (const auto& [name, value] : fields) nbytes += name.size() + value.size();
         text_.reserve(nbytes);
@@ -61,7 +61,6 @@ class Headers {
     }
 
     std::string content_type() const {
-        if (is_json) return "application/json";
         const std::string_view said = find("content-type").value_or("");
         std::string_view type = said.substr(0, said.find(';'));
         while (!type.empty() && (type.front() == ' ' || type.front() == '\t')) type.remove_prefix(1);
@@ -70,8 +69,6 @@ class Headers {
         std::ranges::transform(found, found.begin(), lower);
         return found;
     }
-
-    const bool is_json;
 
   private:
     std::string text_;                                       // names and values, without anything between them
@@ -109,7 +106,7 @@ nb::list names(const Headers& self) {
 
 }  // namespace
 
-nb::object headers_of(const AnswerHead& head) { return nb::cast(Headers(head.fields, head.is_json)); }
+nb::object headers_of(const AnswerHead& head) { return nb::cast(Headers(head.fields)); }
 
 void add_headers(nb::module_& m) {
     nb::class_<Headers>(m, "Headers")

@@ -144,8 +144,8 @@ std::optional<PlainHead> plain_head(std::string_view bytes) {
     const std::size_t begin = line + kLineEnd.size();
     std::optional<std::vector<Field>> found = fields(bytes.substr(begin, end + kHeadEnd.size() - begin));
     if (!found) return std::nullopt;
-    PlainHead head{status, {}, end + kHeadEnd.size(), std::nullopt, false};
-    bool chunked = false, has_type = false;
+    PlainHead head{status, {}, end + kHeadEnd.size(), std::nullopt};
+    bool chunked = false;
     for (const auto& [name, value] : *found) {
         switch (name.size()) {  // that of one of these names
             case 14:
@@ -153,12 +153,6 @@ std::optional<PlainHead> plain_head(std::string_view bytes) {
                     std::uint64_t nbytes = 0;
                     if (head.nbytes || !read_length(value, nbytes)) return std::nullopt;
                     head.nbytes = nbytes;
-                }
-                break;
-            case 12:
-                if (same(name, "content-type")) {
-                    head.is_json = !has_type && value == "application/json";
-                    has_type = true;
                 }
                 break;
             case 10:

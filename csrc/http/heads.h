@@ -41,7 +41,6 @@ struct PlainHead {
     std::vector<Field> fields;
     std::size_t head_nbytes;
     std::optional<std::uint64_t> nbytes;  // of the body; none if it comes in chunks
-    bool is_json;                         // its one Content-Type says application/json and no more
 };
 
 // The head with which these bytes begin, if it is whole, says how long the body is or that it comes in chunks, and

@@ -5,13 +5,11 @@
 #include <nanobind/stl/optional.h>
 
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "common/native_py.h"
-#include "http/answers.h"
 #include "http/events.h"
 #include "http/heads.h"
 #include "http/packed.h"
@@ -39,36 +37,12 @@ nb::object request_of(std::string_view lines) {
 
 namespace {
 
-std::string_view part(const nb::bytes& data, std::size_t start, std::size_t end) {
-    const std::string_view all = view(data);
-    if (start > end || end > all.size()) throw std::out_of_range("start, end: expected a range of the bytes");
-    return all.substr(start, end - start);
-}
-
-nb::object request_in(const nb::bytes& data, std::size_t start, std::size_t end) {
-    return request_of(part(data, start, end));
-}
-
 nb::str timing_of(double queue_s, double placement_s, std::optional<double> prefill_s,
                   std::optional<double> transfer_s, std::optional<double> decode_s, const nb::str& last,
                   double until_now_s) {
     const std::string text =
         server_timing({queue_s, placement_s, prefill_s, transfer_s, decode_s}, last.c_str(), until_now_s);
     return nb::str(text.data(), text.size());
-}
-
-// Status, fields and whether it is JSON; None if there is none.
-nb::object head_of(const std::optional<AnswerHead>& head) {
-    if (!head) return nb::none();
-    nb::list pairs;
-    for (const auto& [name, value] : head->fields) pairs.append(nb::make_tuple(bytes_of(name), bytes_of(value)));
-    return nb::make_tuple(head->status, pairs, head->is_json);
-}
-
-nb::object feed(Answers& self, const nb::bytes& data) {
-    const auto part = self.feed(view(data));
-    if (!part) return nb::none();
-    return nb::make_tuple(head_of(part->head), bytes_of(part->body), part->where);
 }
 
 nb::bytes take(Packed& self) { return bytes_of(self.take()); }
@@ -96,10 +70,8 @@ NB_MODULE(_http, m) {
     m.attr("ANYTHING") = static_cast<unsigned>(pdlink::http::kAnything);
     m.attr("FAILED") = static_cast<unsigned>(pdlink::http::kFailed);
     m.attr("END") = static_cast<unsigned>(pdlink::http::kEnd);
-    m.attr("BETWEEN") = static_cast<unsigned>(pdlink::http::kBetween);
     m.attr("BAD") = static_cast<unsigned>(pdlink::http::kBad);
     m.attr("MORE") = static_cast<unsigned>(pdlink::http::kMore);
-    nb::class_<pdlink::http::Answers>(m, "Answers").def(nb::init<>()).def("feed", &pdlink::http::feed, "data"_a);
     nb::class_<pdlink::http::Packed>(m, "Packed")
         .def(nb::init<>())
         .def(
@@ -118,7 +90,6 @@ NB_MODULE(_http, m) {
         },
         "events"_a);
     m.def("marks_of", &pdlink::http::marks, "events"_a, "wanted"_a);
-    m.def("plain_request", &pdlink::http::request_in, "data"_a, "start"_a, "end"_a);
     m.def("server_timing", &pdlink::http::timing_of, "queue_s"_a, "placement_s"_a, "prefill_s"_a.none(),
           "transfer_s"_a.none(), "decode_s"_a.none(), "last"_a, "until_now_s"_a);
 }

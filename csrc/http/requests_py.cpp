@@ -1,5 +1,5 @@
 // A connection of a client, for Python: it reads plain requests (heads.h) and tells of each once it is whole. What is
-// unusual its heir gets as it came. `pdlink/_http.pyi` is its manual.
+// unusual its subclass gets as it came. `pdlink/_http.pyi` is its manual.
 #include <nanobind/stl/shared_ptr.h>
 #include <time.h>
 

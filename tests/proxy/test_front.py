@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from typing import TYPE_CHECKING
 
-import httptools
 import pytest
 
-from pdlink._http import plain_request
 from pdlink_proxy import front
 from tests.proxy.fakes import FakeWorker, proxy_of, until
 from tests.proxy.test_client_answer import connected, request
@@ -237,41 +234,3 @@ async def test_an_idle_connection_is_closed_and_a_used_one_is_not(
         (one,) = proxy.doors._fronts
         one.idle_since_s -= 10_000
         assert await reader.read() == b""
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_head_that_is_taken_reads_as_llhttp_reads_it(seed: int) -> None:
-    rng = random.Random(seed)
-    lines = [
-        b"Host: x",
-        b"Content-Length: 12",
-        b"Connection: close",
-        b"X-A:b",
-        b"X-A: b",
-        b"Accept: */*\t ",
-        b"A b: c",
-    ]
-    lines += [b"X-Odd: \x01", b"X-Empty:", b" folded"]
-    lines += [b"x-long: " + b"v" * 300, b"Te: trailers", b"Host:", b": none"]
-    accepted = 0
-    for _ in range(3000):
-        head = b"\r\n".join(rng.sample(lines, rng.randrange(2, 6))) + b"\r\n\r\n"
-        if rng.random() < 0.3:
-            at = rng.randrange(len(head) - 4)
-            head = head[:at] + bytes([rng.randrange(256)]) + head[at + 1 :]
-        found = plain_request(head, 0, len(head))
-        if found is None:
-            continue
-        accepted += 1
-        pairs: list[tuple[str, str]] = []
-
-        class Heard:
-            def on_header(self, name: bytes, value: bytes) -> None:
-                pairs.append((name.decode().lower(), value.decode().rstrip()))  # noqa: B023
-
-        httptools.HttpRequestParser(Heard()).feed_data(b"POST / HTTP/1.1\r\n" + head)
-        fields, nbytes, keep = found
-        assert dict(pairs) == fields, head
-        assert len(pairs) == len(fields)
-        assert (nbytes, keep) == (int(fields["content-length"]), fields.get("connection") != "close")
-    assert accepted > 20
