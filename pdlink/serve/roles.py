@@ -225,7 +225,10 @@ def run_proxy(
     serving = serve(
         app, bound, parent, ready=ready, drain=router.drain, say=say, tls=tls, reload=reload, runner_of=FrontRunner
     )
-    asyncio.run(serving)
+    try:
+        asyncio.run(serving)
+    finally:
+        gc.unfreeze()  # else what is in a cycle outlives the interpreter, of which nanobind tells on stderr
 
 
 def keep_freed_memory() -> None:

@@ -162,6 +162,17 @@ def test_worker_without_ucx_runs_on_mapped_memory_and_says_so(caplog: pytest.Log
     assert "alone: transport cannot be used: ucx" in caplog.text
 
 
+def test_processes_that_are_stopped_tell_of_no_leaked_objects(capfd: pytest.CaptureFixture[str]) -> None:
+    workers = {role: worker_settings(role) for role in ("prefill", "decode")}
+    with Deployment.launch(workers) as deployment:
+        assert deployment.complete(prompt_of(20)).status == 200
+        for label in deployment.children:
+            deployment.kill(label, signal.SIGTERM)
+        for child in deployment.children.values():
+            assert child.process.wait(20) == 0
+    assert "leaked" not in capfd.readouterr().err
+
+
 def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones() -> None:
     settings = worker_settings("both")
     launched = Deployment.launch({"alone": settings}, routed=False, slow={"alone": 0.1})

@@ -119,9 +119,11 @@ async def processes(prefill: FakeWorker, decode: FakeWorker, *more: str) -> Asyn
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(START_S):
-            print((await reading).decode())
+            told = (await reading).decode()
+            print(told)
             await process.wait()
     assert process.returncode == 0
+    assert "nanobind" not in told
 
 
 async def test_two_processes_serve_one_port_and_answer_as_one(
