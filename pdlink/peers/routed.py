@@ -51,7 +51,7 @@ class _Peer:
 class RoutedPeers(ReadOnly):
     """Implements `Tier` and `RoutedTier`. Nothing that a peer does is an error of the tier: it is a miss."""
 
-    name = "peer"
+    name = medium = "peer"
 
     def __init__(self, link: PeerLink, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._link, self._clock = link, clock

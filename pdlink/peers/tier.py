@@ -21,7 +21,7 @@ class PeerTier(ReadOnly):
 
     def __init__(self, link: PeerLink, address: str) -> None:
         self._link, self._address = link, address
-        self.name = f"peer {address.removeprefix('tcp://').partition('?')[0]}"
+        self.name = self.medium = f"peer {address.removeprefix('tcp://').partition('?')[0]}"
         self._closed = False
         self._lock = threading.Lock()
         self._hidden: OrderedDict[bytes, None] = OrderedDict()

@@ -61,7 +61,7 @@ class GuardedTier:
         cleared: by earlier processes, and not dropped by the tier yet; read and written in `noting`'s thread.
         """
         self.tier, self.name, self.codec = tier, name, codec
-        self.verifies: bool = getattr(tier, "verifies", False)
+        self.verifies = tier.verifies
         """Whether what `get` brings is what was put, by a checksum of the tier's own."""
         self.askers = Line(f"pdlink-ask-{name}")
         self.readers = Line(f"pdlink-read-{name}", FIRST, Width(FIRST))
@@ -75,11 +75,10 @@ class GuardedTier:
         self._refusals, self._told = 0, ""
         self.try_again_s = self._pause_s = 0.0
         """When to offer it one again, and how long the pause before that is."""
-        self._is_server: bool = getattr(tier, "is_server", False)
-        self._unheard = self._is_server
+        self._unheard = tier.is_server
         """Whether it is a server that has answered no look-up since the last one that failed, or none yet."""
         self._looking = False
-        self.medium: str = getattr(tier, "medium", tier.name)
+        self.medium = tier.medium
         """What keeps the records, by a name that the next process knows it by."""
         self._cleared, self._noting = cleared, noting
         self._knows_cleared = False
@@ -118,8 +117,7 @@ class GuardedTier:
         """Why it keeps less than its settings say; empty while it does not."""
         if not self._knows_cleared:
             return "the file that says what was cleared does not answer; the tier is used as soon as it does"
-        known: str = getattr(self.tier, "problem", "")
-        return known or ("it takes no records" if self._refusals >= _REFUSALS else "")
+        return self.tier.problem or ("it takes no records" if self._refusals >= _REFUSALS else "")
 
     @property
     def available(self) -> bool:
@@ -130,8 +128,7 @@ class GuardedTier:
     @property
     def answers(self) -> bool:
         """False while it is left alone, and while its medium has not answered yet."""
-        opened: bool = getattr(self.tier, "answers", True)
-        return opened and not self.is_left_alone
+        return self.tier.answers and not self.is_left_alone
 
     @property
     def is_left_alone(self) -> bool:
@@ -161,7 +158,7 @@ class GuardedTier:
         except OSError as error:
             told, self.failure = self.failure, f"{what} failed: {error}"
             if self.failure != told:
-                remedy = _OF_SERVERS if self._is_server else ""
+                remedy = _OF_SERVERS if self.tier.is_server else ""
                 log.warning("tier %s (%s): %s%s", self.name, self.medium, self.failure, remedy)
         except Exception as error:
             self.failure = f"{what} failed: {type(error).__name__}: {error}"
@@ -173,7 +170,7 @@ class GuardedTier:
             now_away = self._kept_away
             if not (failed or now_away):
                 self.failure = ""
-            if what == "contains" and self._is_server:
+            if what == "contains" and self.tier.is_server:
                 self._unheard = failed
         if now_away and not kept_away:
             log.warning("tier %s is left alone for a while", self.name)
@@ -304,12 +301,12 @@ class Below:
         cleared: what was cleared before and may still be there.
         """
         self._cleared = cleared
-        self.hashed = hashed or not all(getattr(tier, "verifies", False) for tier in tiers)
+        self.hashed = hashed or not all(tier.verifies for tier in tiers)
         """One for all tiers: copies of one header may go to two of them at the same time."""
         self._deadline_s, self._clock = deadline_s, clock
         self._noting = Line("pdlink-store-note")
         self.tiers = [self._guarded(*each) for each in zip(tiers, names, codecs, strict=True)]
-        """Also those that were removed: places are numbers of them."""
+        """Removed ones, too: places are numbers of them."""
         self._learn(self.tiers)
 
     def _guarded(self, tier: Tier, name: str, codec: Codec | None) -> GuardedTier:
@@ -352,7 +349,7 @@ class Below:
 
     @property
     def there(self) -> list[GuardedTier]:
-        """Those that were not removed."""
+        """Not the removed ones."""
         return [tier for tier in self.tiers if not tier.removed]
 
     def close(self) -> None:

@@ -18,9 +18,12 @@ WAIT_S = 10.0
 class StubTier:
     """Implements `pdlink.store.tiers.base.Tier`."""
 
-    name = "stub"
-    capacity_nbytes = 0
+    name = medium = "stub"
+    is_server = False
     verifies = False
+    answers = True
+    problem = ""
+    capacity_nbytes = 0
 
     def __init__(self) -> None:
         self.records: dict[bytes, bytes] = {}

@@ -16,18 +16,33 @@ class Tier(Protocol):
     Methods block, and are called from several of the store's threads at once. Damaged, foreign and short records are
     misses (None, False), never wrong bytes. An OSError says that the medium fails (gone, lying); the store takes
     it for a miss, and keeps away for a while from a tier that fails often or takes longer than its deadline.
-
-    A tier may have a `problem`: why it keeps less than its settings say, empty while it does not; operators see it.
-    And `answers`: False while its medium has not answered since the tier was made; everything is a miss meanwhile.
-    A tier may have a `medium`: a name, without secrets, by which the next process knows again what keeps the records;
-    two tiers of one name share it. A tier may have `verifies = True`: `get` compares a checksum of key and record
-    that `put` made, so that the store need not hash the payload itself, neither before `put` nor after `get`. A tier
-    may have `is_server = True`: it is asked when the store begins, so that people hear if nobody answers.
     """
 
     @property
     def name(self) -> str:
         """For messages and metrics: "disk", "shared", "valkey"."""
+
+    @property
+    def medium(self) -> str:
+        """What keeps the records, by a name without secrets by which the next process knows it again. Two tiers of
+        one name share it."""
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it is asked when the store begins, so that people hear if nobody answers."""
+
+    @property
+    def verifies(self) -> bool:
+        """Whether `get` compares a checksum of key and record that `put` made, so that the store need not hash the
+        payload itself, neither before `put` nor after `get`."""
+
+    @property
+    def answers(self) -> bool:
+        """False while its medium has not answered since the tier was made; everything is a miss meanwhile."""
+
+    @property
+    def problem(self) -> str:
+        """Why it keeps less than its settings say, empty while it does not; operators see it."""
 
     @property
     def nbytes(self) -> int:
@@ -105,6 +120,10 @@ class RoutedTier(Protocol):
 class ReadOnly:
     """Base of a tier that others fill: the store writes nothing to it, and can only stop to look for a record."""
 
+    is_server = False
+    verifies = False
+    answers = True
+    problem = ""
     nbytes = 0
     capacity_nbytes = 0
 

@@ -71,6 +71,9 @@ class Disk:
     """In ROOT/NAMESPACE, which one process has at a time."""
 
     name = "disk"
+    is_server = False
+    verifies = False
+    answers = True
 
     def __init__(
         self,

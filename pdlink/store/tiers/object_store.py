@@ -39,8 +39,10 @@ class Objects:
     """Objects NAMESPACE/KEY below the bucket's prefix."""
 
     name = "objects"
-    verifies = True
     is_server = True
+    verifies = True
+    answers = True
+    problem = ""
     nbytes = 0
     capacity_nbytes = 0
 

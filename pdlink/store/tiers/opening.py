@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 ALL = "all"
 """Namespace of tiers that keep the records of all models: their keys tell them apart."""
-_VERBS = ("name", "nbytes", "capacity_nbytes", "contains", "get", "put", "remove", "clear", "close")
+_TIER = (
+    *("name", "medium", "is_server", "verifies", "answers", "problem", "nbytes", "capacity_nbytes"),
+    *("contains", "get", "put", "remove", "clear", "close"),
+)
 _BUCKETS = ("s3", "gs", "az", "abfs")
 _EXPECTED = "expected file:///DIRECTORY, redis://HOST and its kin, s3://BUCKET and its kin, or path.to.module:name"
 
@@ -62,7 +65,7 @@ def open_tier(url: str, namespace: str = ALL) -> Tier:
         got = f"a URL of {scheme!r}" if scheme else "no URL and no path of a module"
         raise ConfigError(f"tiers.remote_url: got {got}; {_EXPECTED}; use one of them")
     tier: Tier = make_by_path("tiers.remote_url", url, _EXPECTED, namespace)
-    if missing := [verb for verb in _VERBS if not hasattr(tier, verb)]:
+    if missing := [name for name in _TIER if not hasattr(tier, name)]:
         raise ConfigError(
             f"tiers.remote_url: got {url!r}, which has no {', '.join(missing)}; expected what `Tier` has; "
             "add what is missing"

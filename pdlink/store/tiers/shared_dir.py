@@ -42,7 +42,9 @@ class SharedDir:
     """Records at ROOT/NAMESPACE/xx/yyyy.., named by the key in hexadecimal; temporary files in ROOT/NAMESPACE/tmp."""
 
     name = "shared_dir"
+    is_server = False
     verifies = True
+    answers = True
 
     def __init__(self, root: Path, namespace: str, capacity_nbytes: int = 0) -> None:
         """Removes what killed writers left, before this returns if the directory answers (`Late`).

@@ -29,6 +29,8 @@ class Striped:
     """As `Tier`, `TellingTier`, `ListingTier`, `KeepingTier` and `SettlingTier` say."""
 
     name = Disk.name
+    is_server = Disk.is_server
+    verifies = Disk.verifies
 
     def __init__(self, roots: Sequence[Path], namespace: str, capacity_nbytes: int, record_nbytes: int = 0) -> None:
         """As `Disk`; each directory has an equal part of the capacity.
@@ -57,7 +59,7 @@ class Striped:
 
     @property
     def _disks(self) -> list[Disk]:
-        """Those that are open."""
+        """The open ones."""
         return [part.opened for part in self._parts if part.opened is not None]
 
     @property

@@ -52,8 +52,10 @@ class Valkey:
     """One server (a primary; no cluster slots), over a pool of connections that are made when needed."""
 
     name = "valkey"
-    verifies = True
     is_server = True
+    verifies = True
+    answers = True
+    problem = ""
     nbytes = 0
     capacity_nbytes = 0
 

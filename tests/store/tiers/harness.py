@@ -61,7 +61,11 @@ class Entry:
 class MemoryTier:
     """Records in a dict, oldest out first."""
 
-    name = "memory"
+    name = medium = "memory"
+    is_server = False
+    verifies = False
+    answers = True
+    problem = ""
 
     def __init__(self, capacity_nbytes: int = CAPACITY_NBYTES) -> None:
         self.capacity_nbytes = capacity_nbytes

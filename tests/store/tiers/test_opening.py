@@ -88,7 +88,7 @@ def test_a_store_that_cannot_be_made_leaves_its_disk_to_others(tmp_path: Path) -
         ("redis://:hunter2@host?other=1", "expected redis"),
         ("no.such.module:Tier", "No module named"),
         ("pdlink.store.tiers.opening:Nothing", "no attribute"),
-        ("builtins:str", "has no name, nbytes"),
+        ("builtins:str", "has no name, medium"),
     ],
 )
 def test_a_tier_that_cannot_be_made_is_a_wrong_setting(url: str, said: str) -> None:

@@ -105,7 +105,7 @@ def test_damaged_bytes_are_a_miss_and_can_be_put_again(nodes: tuple[StoreNode, S
     """`get` brings them, and the record's own checksum tells (`verifies` is not set)."""
     owner, asker = nodes
     owner.put(1)
-    assert not getattr(asker.tiers[0], "verifies", False)
+    assert not asker.tiers[0].verifies
     right = owner.store.lend
 
     def damaged(key: bytes) -> object:
