@@ -143,6 +143,8 @@ class Tiered:
             if not receives:
                 request.stored = prompt
                 _hold(request, waits=False)
+                if self._requests.get(request.request_id) is not request:  # it has ended, and `ended` may be first
+                    _hold(request, waits=True)
             if request.source:
                 for each in keys.by_group:
                     source.store.comes_from(request.source, each)

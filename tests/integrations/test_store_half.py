@@ -739,6 +739,33 @@ def test_a_turn_whose_prompt_is_all_in_vllms_blocks_keeps_what_the_store_has() -
         assert [(each.records, each.waits) for each in store.state().sessions] == [(2, True)]
 
 
+def test_a_session_waits_though_its_turn_ends_before_the_store_hears_that_it_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told, may_hear = threading.Event(), threading.Event()
+    with opened() as store, server(store) as made:
+        hold = store.hold
+
+        def late(*held: Any, waits: bool) -> int:
+            if not waits:
+                told.set()
+                _wait(may_hear)
+            return hold(*held, waits=waits)
+
+        monkeypatch.setattr(store, "hold", late)
+        assert made.book.store is not None
+        made.book.store.arrived("r", PROMPT, "", "", (), session=AskedSession("agent", 60.0))
+        assert made.book.missing("r", 0)[0] is None
+        made.step()
+        _wait(told)
+        made.finish("r")
+        made.settle()
+        assert [each.waits for each in store.state().sessions] == [True]
+        may_hear.set()
+        made.store._lookers.submit(lambda: None, alone=True).result(WAIT_S)
+        assert [each.waits for each in store.state().sessions] == [True]
+
+
 def test_a_session_keeps_nothing_where_nothing_is_stored() -> None:
     with opened() as store, server(store) as made:
         assert made.book.store is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -11,9 +12,11 @@ from aiohttp.test_utils import TestServer
 
 from pdlink.api.fields import BadField
 from pdlink.api.session import DEFAULT_TTL_S, MAX_ID_CHARS, MAX_TTL_S, AskedSession, asked_session
+from pdlink.errors import RequestAborted
 from pdlink.serve.app import build_app
 from pdlink.serve.tiers import KeptTurn
 
+from ..store.process import until
 from .test_shared_store import listening, worker
 from .tiered import CHUNK, SAMPLING, WAIT_S, Computed, answers, opened, prompt_of, settle, store_of
 
@@ -54,6 +57,40 @@ def test_the_next_turn_computes_only_what_is_new(
         state = store_of(one).state()
         assert [(each.name, each.records, each.waits) for each in state.sessions] == [("agent", 3, True)]
         store_of(one).check()
+
+
+def test_a_session_waits_though_its_turn_ends_before_the_store_hears_that_it_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told, may_hear = threading.Event(), threading.Event()
+    with opened(records=16) as one:
+        store, tiers = store_of(one), one.tiers
+        assert tiers is not None
+        hold = store.hold
+
+        def late(*held: Any, waits: bool) -> int:
+            if not waits:
+                told.set()
+                assert may_hear.wait(WAIT_S)
+            return hold(*held, waits=waits)
+
+        monkeypatch.setattr(store, "hold", late)
+
+        async def leave() -> None:
+            stream = one.start("r", prompt_of(3 * CHUNK, 1), SAMPLING, None, turn=KeptTurn("agent", 60.0))
+            assert await asyncio.to_thread(told.wait, WAIT_S)
+            one.engine.abort("r")
+            with pytest.raises(RequestAborted):
+                async for _ in stream:
+                    pass
+
+        asyncio.run(leave())
+        until(lambda: not tiers._requests, "the engine has heard that it has ended")
+        settle(one)
+        assert [each.waits for each in store.state().sessions] == [True]
+        may_hear.set()
+        tiers._lookers.submit(lambda: None, alone=True).result(WAIT_S)
+        assert [each.waits for each in store.state().sessions] == [True]
 
 
 def test_without_a_session_the_same_turn_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,6 +295,8 @@ class StoreHalf:
         """In a thread that may wait for tiers: no longer than the prompt would take otherwise."""
         if look.session is not None:
             look.stored.hold(*look.session, waits=False)
+            if look.request_id not in self._prompts:  # it has ended, and `_wait` may have been first
+                look.stored.hold(*look.session, waits=True)
         other = self.pace.receiving if look.receives else self.pace.computing
         timeout_s = self.source.lookup_timeout_s
         if self._load_if_faster:
