@@ -8,6 +8,8 @@ from pydantic import Field, field_validator, model_validator
 
 from pdlink.config.section import Port, Seconds, Section, in_pairs, no_use
 
+A_BYTE = 1e-9
+"""In GiB, and a little more: int() of less is no quota at all."""
 OF_A_WORKER = (
     "store_timeout_s",
     "store",
@@ -36,7 +38,7 @@ class TiersConfig(Section):
     choice."""
     max_pinned_size: float | None = Field(default=None, ge=0)
     """What operators may pin of it, in GiB; None is a quarter of it."""
-    session_quota: float | None = Field(default=None, gt=0)
+    session_quota: float | None = Field(default=None, ge=A_BYTE)
     """What the sessions of agents (`session_id`) with one `cache_salt` keep together, in GiB. All of them keep a
     quarter of the disk at most, or of memory without one; None allows that. Turns beyond it are served."""
     local_disk: str | tuple[str, ...] | None = None
@@ -58,14 +60,15 @@ class TiersConfig(Section):
     """Where stores of other nodes ask this one, on the host of `listen.control`; 0 takes a free one, which is
     printed. None is 0 where there are `peers`, and else lends to nobody and borrows from nobody."""
     ingestion: Literal["all", "second_sight"] = "all"
-    """Which records go to the tiers below memory: all; or second_sight, those that are wanted a second time."""
+    """Which records go to the tiers below memory: all; or second_sight: a record goes when it is
+    wanted a second time."""
     verify: bool = False
     """Check records when they are read from memory, too, by a checksum made when they are stored. What is read
     from below memory is always checked."""
     ttl_s: Seconds | None = None
     """How long KV is found, here and in the tiers, counted from when it is stored; a request may ask for less
     (`kv_retention`). Without it, until its room is needed."""
-    quota_per_salt: float | None = Field(default=None, gt=0)
+    quota_per_salt: float | None = Field(default=None, ge=A_BYTE)
     """Memory for the KV of requests with one `cache_salt`, in GiB; those without a salt have no quota."""
     priority_limit: int | None = None
     """Keep the KV of requests up to this `priority` only (lower is more urgent)."""

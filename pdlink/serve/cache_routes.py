@@ -20,6 +20,7 @@ from msgspec import Meta, Struct
 
 from pdlink.api.fields import decoded
 from pdlink.api.session import SessionId  # noqa: TC001  (msgspec reads annotations at run time)
+from pdlink.config.tiers import A_BYTE
 from pdlink.errors import ConfigError, InvalidRequest, Overloaded
 from pdlink.serve.http import body_of, json_response
 from pdlink.store.interface import MEMORY, REMOVED, Found
@@ -106,8 +107,8 @@ class FreezeRequest(Struct, frozen=True, forbid_unknown_fields=True):
 class QuotaRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cache_salt: str = ""
     """Whose; empty for all salts that have none of their own."""
-    gib: Annotated[float, Meta(gt=0, le=2**20)] | None = None
-    """None takes it away."""
+    gib: Annotated[float, Meta(ge=A_BYTE, le=2**20)] | None = None
+    """A byte at least; None takes it away."""
 
 
 class AddTierRequest(Struct, frozen=True, forbid_unknown_fields=True):

@@ -110,6 +110,8 @@ def test_a_near_miss_in_the_environment_is_refused(kind: Any, name: str, near: s
         (WorkerConfig, {"model.name": 1.1}, "model.name: must be text (write it in quotes), got 1.1"),
         (ProxyConfig, {"prefill": "http://a:1"}, "prefill: must be a list, got 'http://a:1'"),
         (WorkerConfig, {"cache.num_blocks": 1}, "cache.num_blocks: must be greater than or equal to 2, got 1"),
+        (WorkerConfig, {"tiers.quota_per_salt": 1e-12}, "tiers.quota_per_salt: must be greater than or equal to"),
+        (WorkerConfig, {"tiers.session_quota": 1e-12}, "tiers.session_quota: must be greater than or equal to"),
         (WorkerConfig, {"transport": "tcp"}, "transport: is a section, got 'tcp'; its settings are transport.kind, "),
         (UpConfig, {"decode.security.tls_cert": "c"}, "decode.security.tls_key: missing"),
         (

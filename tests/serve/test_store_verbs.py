@@ -374,6 +374,7 @@ def test_verbs_of_operators_are_commands(store: Process, tmp_path: Path, capsys:
         )
         for words, said in (
             (("quota", "--gib", "0"), "gib"),
+            (("quota", "--gib", "1e-12"), "gib"),
             (("compress", "--tokens", "1", "--place", "moon"), "place: got 'moon'"),
             (("verify",), "everything: got"),
         ):
