@@ -33,11 +33,12 @@ def cache_of(node: Node, ratio: int = 1) -> CacheGroups:
 
 
 def half_of(
-    node: Node, ratio: int = 1, *, preemption_s: float = 5.0, news: threading.Event, zeroed: bool = False
+    node: Node, ratio: int = 1, *, preemption_s: float = 5.0, news: threading.Event, held_steps: int = 0
 ) -> WorkerHalf:
     cache = cache_of(node, ratio)
     shards = [(0, node.node, cache)]
-    return WorkerHalf(shards, cache, preemption_s=preemption_s, news=news, adapters=NO_ADAPTERS, zeroed=zeroed)
+    adapters = NO_ADAPTERS
+    return WorkerHalf(shards, cache, preemption_s=preemption_s, news=news, adapters=adapters, held_steps=held_steps)
 
 
 class Server:
@@ -343,16 +344,19 @@ def test_a_preempted_prompt_is_sent_from_its_new_blocks(pair: Pair, servers: tup
     assert same(pair, other, DST), "what landed before the preemption came from blocks that may have been zeroed"
 
 
-def test_where_vllm_zeroes_blocks_a_prompt_is_complete_when_the_next_step_has_not_taken_its_blocks(
-    pair: Pair, servers: tuple[Server, Server]
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_where_vllm_zeroes_blocks_a_prompt_is_complete_when_no_step_in_flight_has_taken_its_blocks(
+    pair: Pair, servers: tuple[Server, Server], num_stages: int
 ) -> None:
     """Model runner V2 zeroes blocks before it says whose they were, while the last pushes may be in flight."""
     prefill, decode = servers
     news = threading.Event()
-    prefill.half = Steps(news, half_of(pair.prefill, news=news, zeroed=True))
+    prefill.half = Steps(news, half_of(pair.prefill, news=news, held_steps=num_stages))
     offered(pair, prefill, decode)
     prefill.step([Scheduled("p", (tuple(SRC),), True, 0, 30)])
     until(lambda: same(pair, SRC, DST), "all has landed")
+    for _ in range(num_stages - 1):
+        prefill.step()
     pair.prefill.buffer.array[:] = 0
     prefill.step(preempted=frozenset({"p"}))
     assert decode.step() == Results(), "decode was not told that it has all"
@@ -384,14 +388,14 @@ def test_a_forward_pass_that_fails_publishes_nothing_and_ends_its_transfers(
     prefill.until_reported(sent="p")
 
 
-@pytest.mark.parametrize("zeroed", [False, True])
+@pytest.mark.parametrize("held_steps", [0, 1])
 def test_a_step_whose_end_nobody_says_is_complete_when_all_layers_are_there(
-    pair: Pair, servers: tuple[Server, Server], zeroed: bool
+    pair: Pair, servers: tuple[Server, Server], held_steps: int
 ) -> None:
     """Model runner V1 with drafts says it in the last pipeline stage alone."""
     prefill, decode = servers
     news = threading.Event()
-    prefill.half = Steps(news, half_of(pair.prefill, news=news, zeroed=zeroed))
+    prefill.half = Steps(news, half_of(pair.prefill, news=news, held_steps=held_steps))
     offered(pair, prefill, decode)
     for part in (Scheduled("p", (tuple(SRC[:4]),), True, 0, 16), Scheduled("p", (tuple(SRC[4:]),), False, 16, 14)):
         prefill.half.begin(prefill.book.step([part]))

@@ -141,7 +141,7 @@ class Rank:
             node = self._open_shard(number, cache, buffers)
             self._nodes.append(node)
             shards.append((number, node, cache))
-        news = threading.Event()
+        news, zeroed = threading.Event(), cache_groups.are_zeroed(self._cache_config)
         whole = CacheGroups.of(caches, num_blocks)
         half = WorkerHalf(
             shards,
@@ -149,7 +149,7 @@ class Rank:
             preemption_s=self._settings.transport.batch_timeout_s,
             news=news,
             adapters=self._adapters,
-            zeroed=cache_groups.are_zeroed(self._cache_config),
+            held_steps=self._place.num_stages if zeroed else 0,
         )
         for node in self._nodes:
             node.short_of_blocks = lambda: half.short_of_blocks
@@ -168,7 +168,7 @@ class Rank:
                 load_if_faster=self._settings.tiers.load_if_faster,
                 recomputes=versions.recomputes(self._config),
                 by_blocks=cache_groups.is_plain(self._cache_config),
-                zeroed=cache_groups.are_zeroed(self._cache_config),
+                zeroed=zeroed,
             )
         host = None
         if through_host:

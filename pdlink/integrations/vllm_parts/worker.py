@@ -114,18 +114,21 @@ class WorkerHalf:
         preemption_s: float,
         news: threading.Event,
         adapters: LoadedAdapters,
-        zeroed: bool = False,
+        held_steps: int = 0,
     ) -> None:
         """shards: of this rank: number, node and cache. cache: whose lists of blocks are those of all shards.
 
-        preemption_s: longest wait for pushes of a preempted request. news: set when there is a result. zeroed: vLLM
-        zeroes the blocks that it gives to others. Its runner V2 does so before it says whose they were
-        (`handle_preemptions`), so a prompt is complete when the step after its last one has not taken its blocks.
+        preemption_s: longest wait for pushes of a preempted request. news: set when there is a result.
+
+        held_steps: where vLLM zeroes the blocks that it gives to others, how many steps it may plan, and take a
+        prompt's blocks in, before it knows that the prompt is computed: one for each pipeline stage. Its runner V2
+        zeroes them before it says whose they were (`handle_preemptions`), so a prompt is complete when these steps
+        have not taken its blocks, or when its request has ended.
         """
         self._lanes = [_Lane(number, EnginePort(node), part.planes) for number, node, part in shards]
         self._ports = [lane.port for lane in self._lanes]
         self._cache = cache
-        self._preemption_s, self._adapters, self._zeroed = preemption_s, adapters, zeroed
+        self._preemption_s, self._adapters, self._held_steps = preemption_s, adapters, held_steps
         self._lock = threading.Lock()
         self._requests: dict[str, _Request] = {}
         self._results = Results()
@@ -134,8 +137,8 @@ class WorkerHalf:
         """What this step computes for others: (request, start, end)."""
         self._complete: list[str] = []
         """Requests whose last chunk is among them."""
-        self._held: dict[str, None] = {}
-        """Requests of earlier steps that are complete if this one does not preempt them."""
+        self._held: dict[str, int] = {}
+        """Requests of earlier steps that are complete if so many more do not preempt them."""
         self._offers: dict[str, OfferedBlocks] = {}
         """Requests that wait for a load of the store's. vLLM's thread only."""
         self.short_of_blocks = False
@@ -153,10 +156,11 @@ class WorkerHalf:
     def begin(self, plan: StepPlan) -> None:
         """Before the forward pass."""
         self.short_of_blocks = plan.short
-        held, self._held = self._held, {}
-        for request_id in held:
-            for port in self._ports:
-                port.finished(request_id)
+        for request_id, left in list(self._held.items()):
+            if left > 1:
+                self._held[request_id] = left - 1
+            else:
+                self._finished(request_id)
         for announce in plan.announces:
             self._announce(announce)
         for attempt, num_prompts in plan.complete:
@@ -203,8 +207,8 @@ class WorkerHalf:
     def layer_saved(self, name: str) -> None:
         """In the forward pass: this layer's KV of the step's tokens is in its blocks.
 
-        A prompt is complete on a shard with the last of its layers of the last chunk, unless vLLM zeroes blocks:
-        decode need not wait for what follows that layer's attention here, nor for a token that nobody reads.
+        A prompt is complete on a shard with the last of its layers of the last chunk, unless it is held: decode need
+        not wait for what follows that layer's attention here, nor for a token that nobody reads.
         """
         if not self._spans:
             return
@@ -214,7 +218,7 @@ class WorkerHalf:
             lane.unsaved.discard(name)
             for plane in lane.planes[name]:
                 lane.port.layer_written(plane, self._spans)
-            for request_id in () if lane.unsaved or self._zeroed else self._complete:
+            for request_id in () if lane.unsaved or self._held_steps else self._complete:
                 lane.port.finished(request_id)
 
     def end(self) -> None:
@@ -224,8 +228,8 @@ class WorkerHalf:
             for lane in self._lanes:
                 for name in lane.planes:
                     self.layer_saved(name)
-            if self._zeroed:
-                self._held.update(dict.fromkeys(self._complete))
+            if self._held_steps:
+                self._held.update(dict.fromkeys(self._complete, self._held_steps))
             self._spans, self._complete = [], []
 
     def abandon(self) -> None:
@@ -241,6 +245,9 @@ class WorkerHalf:
 
     def results(self, over: Collection[str]) -> Results:
         """What has ended. over: requests that vLLM has finished since the last call."""
+        for request_id in over if self._held else ():
+            if request_id in self._held:
+                self._finished(request_id)
         with self._lock:
             for request_id in over if self._requests else ():
                 request = self._requests.get(request_id)
@@ -332,6 +339,12 @@ class WorkerHalf:
                 del self._requests[stop.request_id]
         for port in self._ports:
             port.ended(stop.request_id, stop.reason)
+
+    def _finished(self, request_id: str) -> None:
+        """Nobody takes the blocks of this complete prompt any more."""
+        del self._held[request_id]
+        for port in self._ports:
+            port.finished(request_id)
 
     def _prefilling(self, on: bool) -> None:
         for port in self._ports:
