@@ -128,6 +128,7 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         """That the scheduler's half has not been told."""
         self._sleep: Sleep | None = None
         self._in_micro_batches = versions.in_micro_batches(vllm_config)
+        self._ends_unsaid = versions.ends_unsaid(vllm_config)
         self._rank: Rank | None = None
         if role == KVConnectorRole.WORKER:
             self._rank = Rank(vllm_config, kv_cache_config, settings)
@@ -283,6 +284,8 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         return versions.transfer_results(results.sent, results.received, results.failed)
 
     def _results(self, over: set[str]) -> Results:
+        if self._ends_unsaid:
+            self.wait_for_save()
         results = self._worker.steps.results(over)
         metadata = self._connector_metadata
         if isinstance(metadata, PDLinkMetadata) and metadata.idle and results == Results():

@@ -166,6 +166,13 @@ def test_what_is_not_transferred_or_kept_yet_is_refused_at_start(
         versions.check_config(SimpleNamespace(parallel_config=parallel), caches(*specs), version, tiers=kept)
 
 
+@pytest.mark.parametrize(("rank", "drafts", "unsaid"), [(0, True, True), (1, True, False), (0, False, False)])
+def test_a_stage_before_the_one_that_drafts_ends_its_steps_unsaid(*, rank: int, drafts: bool, unsaid: bool) -> None:
+    parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=2, rank=rank)
+    config = SimpleNamespace(parallel_config=parallel, speculative_config=object() if drafts else None)
+    assert versions.ends_unsaid(config) is unsaid
+
+
 def test_tiers_keep_windows_and_states_whose_blocks_end_where_chunks_do() -> None:
     parallel = SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1)
     for specs in ((FULL, WINDOW), (FULL, recurrent("align")), (FULL, recurrent("all", 256))):

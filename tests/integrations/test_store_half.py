@@ -317,20 +317,6 @@ def test_a_request_is_reported_when_its_copies_have_been_made_and_once() -> None
         assert made.step() == Results()
 
 
-@pytest.mark.parametrize(("num_layers", "kept"), [(LAYERS, 32), (LAYERS - 1, 0)])
-def test_of_a_step_whose_end_nobody_says_what_is_there_in_all_layers_is_kept(num_layers: int, kept: int) -> None:
-    with opened() as store, server(store) as made:
-        made.arrive("r")
-        made.find("r")
-        made.book.allocated("r", (table(1),), 0)
-        made.steps.begin(made.book.step([Scheduled("r", (tuple(table(1)),), True, 0, TOKENS)]))
-        for layer in range(num_layers):
-            made.compute(layer, table(1), 0, TOKENS)
-            made.steps.layer_saved(f"l{layer}")
-        made.finish("r")
-        assert found(made) == kept
-
-
 def test_a_preempted_prompt_keeps_nothing_of_the_blocks_that_others_write_to() -> None:
     with opened() as store, server(store) as made:
         stop, mine = threading.Event(), table(1)

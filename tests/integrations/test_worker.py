@@ -388,26 +388,6 @@ def test_a_forward_pass_that_fails_publishes_nothing_and_ends_its_transfers(
     prefill.until_reported(sent="p")
 
 
-@pytest.mark.parametrize("held_steps", [0, 1])
-def test_a_step_whose_end_nobody_says_is_complete_when_all_layers_are_there(
-    pair: Pair, servers: tuple[Server, Server], held_steps: int
-) -> None:
-    """Model runner V1 with drafts says it in the last pipeline stage alone."""
-    prefill, decode = servers
-    news = threading.Event()
-    prefill.half = Steps(news, half_of(pair.prefill, news=news, held_steps=held_steps))
-    offered(pair, prefill, decode)
-    for part in (Scheduled("p", (tuple(SRC[:4]),), True, 0, 16), Scheduled("p", (tuple(SRC[4:]),), False, 16, 14)):
-        prefill.half.begin(prefill.book.step([part]))
-        for name in NAMES:
-            prefill.half.layer_saved(name)
-    assert prefill.end("p")
-    prefill.step()
-    assert decode.until_reported(received="d").failed == set()
-    assert same(pair, SRC, DST)
-    prefill.until_reported(sent="p")
-
-
 def test_transports_hear_when_a_prompt_is_computed_for_others(
     pair: Pair, servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,7 +46,7 @@ class Caps(NamedTuple):
     """How much of a request the store may load and keep, as vLLM's OffloadingConnector is asked; None: no cap."""
 
     load: int | None = None
-    """Tokens behind those that vLLM has."""
+    """Tokens after what vLLM has."""
     keep: int | None = None
     """Tokens from the first one on."""
     tiers: tuple[tuple[str | None, str | None], ...] = ()

@@ -38,9 +38,7 @@ class Steps:
 
     def begin(self, plan: StepPlan) -> None:
         """Before the forward pass."""
-        if self._begun:
-            # Nobody has said that the last one ended: it has failed (model runner V2), or it has drafts and this is
-            # not the last pipeline stage (V1).
+        if self._begun:  # model runner V2 says nothing of one that has failed
             self.abandon()
         self._begun = True
         if self.host is not None:

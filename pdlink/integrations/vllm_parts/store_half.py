@@ -217,11 +217,8 @@ class StoreHalf:
         self._forget_step()
 
     def abandon(self) -> None:
-        """The forward pass has failed: of the prompts that it was to compute a part of nothing more is kept, unless
-        the hooks of all layers have run."""
-        all_there = all(taken == len(planes) for taken, planes in zip(self._next, self._planes, strict=True))
-        waits = self._zeroed or not self.source.keeps_all  # for copies, at the end of a step
-        failed = {id(span.saving) for span in self._spans if waits or not all_there}
+        """The forward pass has failed: of the prompts that it was to compute a part of nothing more is kept."""
+        failed = {id(span.saving) for span in self._spans}
         for request_id in [name for name, saving in self._savings.items() if id(saving) in failed]:
             self._withdraw(request_id)
         self._forget_step()

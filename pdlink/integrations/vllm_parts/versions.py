@@ -420,6 +420,13 @@ def in_micro_batches(vllm_config: Any) -> bool:
     return bool(getattr(parallel, "enable_dbo", False)) or getattr(parallel, "ubatch_size", 0) > 1
 
 
+def ends_unsaid(vllm_config: Any) -> bool:
+    """Whether model runner V1 asks this rank for what has ended, and never says that the step has ended (0.32): it
+    waits for drafts, which the last pipeline stage alone makes."""
+    mine = place(vllm_config)
+    return getattr(vllm_config, "speculative_config", None) is not None and mine.stage + 1 < mine.num_stages
+
+
 def watch_adapters(vllm_config: Any, loaded: LoadedAdapters) -> None:
     """Of a server that has adapters."""
     if getattr(vllm_config, "lora_config", None) is not None:

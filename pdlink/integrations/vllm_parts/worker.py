@@ -233,10 +233,7 @@ class WorkerHalf:
             self._spans, self._complete = [], []
 
     def abandon(self) -> None:
-        """The forward pass has failed: the transfers of which it was to compute a part end. Nothing has failed for
-        them where the hooks of all layers have run."""
-        if not any(lane.unsaved for lane in self._lanes):
-            self.end()
+        """The forward pass has failed: the transfers of which it was to compute a part end."""
         spans, self._spans, self._complete = self._spans, [], []
         if spans:
             self._prefilling(on=False)

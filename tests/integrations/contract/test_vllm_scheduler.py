@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -16,8 +18,10 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm.v1.request", exc_type=ImportError)
 
 from vllm.v1.engine.core import EngineCore  # noqa: E402
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin  # noqa: E402
 
-from pdlink.integrations.vllm import PDLinkMetadata  # noqa: E402
+from pdlink.integrations.vllm import PDLinkConnector, PDLinkMetadata  # noqa: E402
+from pdlink.integrations.vllm_parts import versions  # noqa: E402
 from pdlink.integrations.vllm_parts.requests import NOTHING  # noqa: E402
 from pdlink.integrations.vllm_parts.steps import Steps  # noqa: E402
 from pdlink_proxy.dialects import DIALECTS  # noqa: E402
@@ -296,6 +300,26 @@ def test_a_step_that_fails_publishes_nothing(tmp_path: Path, how: dict[str, Any]
         decode.until(lambda: "d" in decode.ended)
         assert decode.outputs["d"] == tokens_of(PROMPT, 3)
         assert decode.said["d"]["pdlink_kv"] == "recomputed;reason=request_failed"
+
+
+def test_a_stage_that_nobody_tells_of_the_end_of_a_step_sends_what_it_has_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Model runner V1 tells it, with drafts, in the last stage alone; and hooks do not run in full graphs."""
+    begin = KVConnectorModelRunnerMixin.maybe_get_kv_connector_output
+    if "defer_finalize" not in inspect.signature(begin).parameters:
+        pytest.skip("this vLLM tells every stage")
+    deferred = partial(begin, defer_finalize=True)
+    monkeypatch.setattr(KVConnectorModelRunnerMixin, "maybe_get_kv_connector_output", deferred)
+    monkeypatch.setattr(versions, "ends_unsaid", lambda _: True)
+    monkeypatch.setattr(PDLinkConnector, "save_kv_layer", lambda *_: None)
+    with servers(tmp_path, {"runner": "v1"}, {"runner": "v1"}) as (prefill, decode):
+        sends, receives = legs(prefill)
+        prefill.request("p", PROMPT, sends, max_tokens=1)
+        decode.request("d", PROMPT, receives)
+        decode.until_idle(prefill)
+        assert decode.outputs["d"] == tokens_of(PROMPT, 3)
+        assert decode.said["d"]["pdlink_kv"] == "transferred"
 
 
 def test_caches_on_a_device_stay_in_the_pool_that_sleep_discards(tmp_path: Path) -> None:
