@@ -87,8 +87,8 @@ class Guesses:
     """Which worker was sent which beginnings of prompts. Not thread-safe.
 
     A worker is a number that the caller chooses, as small as may be: it costs 16 bytes by the largest. A beginning is
-    any number of 64 bits. A worker forgets the least recent first, and those that follow before those that they
-    follow: who has a key has all before it.
+    any number of 64 bits. A worker forgets the least recent first, and a key before the one that it follows:
+    who has a key has all before it.
     """
 
     def __init__(self, max_keys: int) -> None:

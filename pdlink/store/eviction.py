@@ -361,7 +361,7 @@ class Turns:
         """
         self.quota_nbytes = quota_nbytes
         self.own_quotas_nbytes: dict[str, int] = {}
-        """By tenant, of those that have another one; 0 sets none."""
+        """By tenant that has another one; 0 sets none."""
         self.used_nbytes: Counter[str] = Counter()
         """Of slots, by tenant."""
         self._usual = _Class(DEFAULT_PRIORITY, "")

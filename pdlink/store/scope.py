@@ -117,7 +117,7 @@ def sglang_names(tokens: Sequence[int], page_tokens: int, salt: str = "", extra_
 
 
 class Scopes:
-    """Those that a store was told, at most 256; the oldest go first. Thread-safe."""
+    """What a store was told, at most 256; the oldest go first. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

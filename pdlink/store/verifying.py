@@ -82,7 +82,7 @@ class Verifying:
             self._books.note()
 
     def in_tier(self, index: int, keys: Sequence[bytes], shape: RecordShape) -> Verified:
-        """Of these records those that a tier says it has. Reads them whole; of a tier that has taken longer than the
+        """Read these records whole, as far as a tier says it has them; of a tier that has taken longer than the
         deadline for one it waits for no other."""
         tier, found, longest_s = self._below.tiers[index], Verified(), self._deadline_s
         asked = [tier.readers.submit(partial(_verify, tier, key, shape)) for key in keys]

@@ -98,7 +98,7 @@ class KnownSessions:
             known.running, known.heard_s = max(0, known.running - 1), now_s
 
     def end(self, tenant: str | None, session_id: str) -> list[str]:
-        """It is known no more. tenant: None for those of all. The salts of those that were known."""
+        """It is known no more. tenant: None for all. Gives the salts under which it was known."""
         found = [key for key in self._known if key[1] == session_id and tenant in (None, key[0])]
         return [self._known.pop(key).salt for key in found]
 

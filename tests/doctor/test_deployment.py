@@ -1,4 +1,4 @@
-"""Findings about the pairs of a deployment, and what becomes of those that its proxy tells."""
+"""Findings about the pairs of a deployment, and what becomes of what its proxy tells."""
 
 from __future__ import annotations
 

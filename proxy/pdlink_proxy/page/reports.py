@@ -55,7 +55,7 @@ class WorkerReports:
         """Unix time of the newest reports: rates are differences between two of them."""
         self._lock = asyncio.Lock()
         self.newest: dict[str, Report] = {}
-        """By URL, those that somebody asked for last; late ones are left out."""
+        """By URL, what was asked for last; late ones are left out."""
         self._past: deque[tuple[float, dict[str, _Counted]]] = deque()
         """What rates are of, with the monotonic time at which it came, oldest first. Whole reports name transfers one
         by one, and a thousand workers send one every second."""

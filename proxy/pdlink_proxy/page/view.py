@@ -137,7 +137,7 @@ def _percent(summary: Mapping[str, Any]) -> str:
 
 
 def recent_of(records: Iterable[RequestRecord], now_s: float) -> list[RequestRecord]:
-    """Those that sentence, figures and findings are about."""
+    """What sentence, figures and findings are about."""
     return [record for record in records if now_s - record.at_s <= _WINDOW_S]
 
 
