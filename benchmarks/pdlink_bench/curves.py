@@ -24,10 +24,10 @@ from pdlink.fleet.child import Child, start, stop
 from pdlink.observe.fetch import CannotFetch, base_url
 from pdlink.observe.fetch import ask as fetch
 from pdlink.plan.curves import Curves
-from pdlink.plan.fitting import errors, fit_decode, fit_prefill
 from pdlink_proxy.probe import MAX_TOKENS
 
 from . import harness
+from .fitting import errors, fit_decode, fit_prefill
 from .harness import BenchReport, TextTable
 from .http_load import WrongAnswer, once, once_and_cached, stream
 

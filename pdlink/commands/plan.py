@@ -20,8 +20,7 @@ token. docs/deploy.md says what is modelled.
 """
 EPILOG = """\
 traces: Mooncake's JSON lines, the proxy's decision_log, Azure's CSV.
-curves: what `pdlink bench curves` measured, or aiconfigurator's disagg/pareto.csv; without any, roughly an 8B model
-on an H100.
+curves: what `pdlink bench curves` measured; without, roughly an 8B model on an H100.
 
 exit status: 0 a split keeps the promise, 1 no split does, 2 wrong usage or files
 """
@@ -46,8 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="share of requests that must meet both (%(default)s)",
     )
-    text = "speeds of a worker: a file of `pdlink bench curves`, or .csv of aiconfigurator, one per prompt length"
-    add("--curves", type=Path, nargs="+", metavar="FILE", help=text)
+    add("--curves", type=Path, metavar="FILE", help="speeds of a worker: a file of `pdlink bench curves`")
     add("--link", type=positive_float, metavar="GB_PER_S", help="speed of a prefill worker's link (the curves')")
     add("--kv-bytes", type=positive_float, metavar="BYTES", help="KV of one token (the curves')")
     text = "tokens whose KV the tiers keep, for prompts with equal beginnings (none)"

@@ -12,7 +12,6 @@ from rich.table import Table
 from pdlink.commands.plan import MOST_WORKERS
 from pdlink.config import ProxyConfig, read_key
 from pdlink.errors import ConfigError
-from pdlink.plan.aiconfigurator import read_aiconfigurator
 from pdlink.plan.curves import Curves, read_curves
 from pdlink.plan.hits import cached_tokens
 from pdlink.plan.report import PlanReport, sentences
@@ -71,13 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _curves(args: argparse.Namespace) -> Curves:
-    paths = args.curves or []
-    if any(path.suffix == ".csv" for path in paths):
-        curves = read_aiconfigurator(paths)
-    elif len(paths) > 1:
-        raise ConfigError(f"curves: got {len(paths)} files; expected 1, or several .csv of aiconfigurator; name one")
-    else:
-        curves = read_curves(paths[0]) if paths else Curves()
+    curves = read_curves(args.curves) if args.curves else Curves()
     given = {"link_nbytes_per_s": args.link and args.link * 1e9, "kv_nbytes_per_token": args.kv_bytes}
     if "grace_s" not in curves.model_fields_set:
         given["grace_s"] = ProxyConfig().kv_header_grace_s

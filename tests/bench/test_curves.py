@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from pdlink.cli import main
-from pdlink.plan.curves import read_curves
+from pdlink.plan.curves import Curves, read_curves
+from pdlink_bench.fitting import errors, fit_decode, fit_prefill
 
 
 class Server(BaseHTTPRequestHandler):
@@ -124,3 +125,18 @@ def test_a_beginning_that_was_not_cached_counts_as_computed(
         assert said in " ".join(capsys.readouterr().out.split())
         behind = {(new, held) for new, held, _ in json.loads(path.read_text())["prefill"]}
         assert expected <= behind
+
+
+def test_a_fit_finds_the_curves_that_times_were_made_by() -> None:
+    curves = Curves()
+    prefill = [(m, h, curves.prefill_s(m, h)) for m in (16, 100, 500, 2000) for h in (0, 1000)]
+    decode = [(b, b * c, curves.decode_step_s(b, b * c)) for b in (1, 4, 16) for c in (100, 2000)]
+    found = fit_prefill(prefill) | fit_decode(decode)
+    assert found == {name: pytest.approx(getattr(curves, name)) for name in found}
+    assert errors([1.1, 1.0], [1.0, 1.0]) == pytest.approx((0.05, 0.1))
+
+
+def test_a_fit_has_no_negative_cost() -> None:
+    found = fit_decode([(1, 100, 0.010), (4, 400, 0.009), (16, 100 * 16, 0.008), (16, 3200, 0.009)])
+    assert min(found.values()) >= 0
+    assert found["step_s"] == pytest.approx(0.009, rel=0.1)

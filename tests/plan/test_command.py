@@ -10,10 +10,6 @@ from pathlib import Path
 import pytest
 
 from pdlink.cli import main
-from pdlink.errors import ConfigError
-from pdlink.plan.aiconfigurator import read_aiconfigurator
-from pdlink.plan.curves import Curves
-from pdlink.plan.fitting import errors, fit_decode, fit_prefill
 from pdlink.plan.hits import cached_tokens
 from pdlink.plan.traffic import read_trace
 
@@ -86,52 +82,6 @@ def test_prompts_that_begin_alike_are_found_in_a_cache_that_is_large_enough(tmp_
     traffic = read_trace(path)
     assert cached_tokens(traffic, 10_000).tolist() == [0, 1024, 1199]
     assert cached_tokens(traffic, 1536).tolist() == [0, 1024, 1024]
-
-
-def test_a_fit_finds_the_curves_that_times_were_made_by() -> None:
-    curves = Curves()
-    prefill = [(m, h, curves.prefill_s(m, h)) for m in (16, 100, 500, 2000) for h in (0, 1000)]
-    decode = [(b, b * c, curves.decode_step_s(b, b * c)) for b in (1, 4, 16) for c in (100, 2000)]
-    found = fit_prefill(prefill) | fit_decode(decode)
-    assert found == {name: pytest.approx(getattr(curves, name)) for name in found}
-    assert errors([1.1, 1.0], [1.0, 1.0]) == pytest.approx((0.05, 0.1))
-
-
-def test_a_fit_has_no_negative_cost() -> None:
-    found = fit_decode([(1, 100, 0.010), (4, 400, 0.009), (16, 100 * 16, 0.008), (16, 3200, 0.009)])
-    assert min(found.values()) >= 0
-    assert found["step_s"] == pytest.approx(0.009, rel=0.1)
-
-
-HEAD = "isl,osl,prefix,tpot,(p)bs,(p)seq/s/worker,(p)parallel,(d)bs,(d)parallel\n"
-
-
-def test_curves_come_from_files_of_aiconfigurator(tmp_path: Path) -> None:
-    paths = []
-    for isl in (1000, 4000, 8000):
-        paths.append(tmp_path / f"{isl}.csv")
-        per_s = 1 / (0.005 + 1e-4 * isl)
-        rows = [
-            f"{isl},500,0,{6 + 0.05 * batch + 4e-5 * batch * (isl + 250)},1,{per_s},tp1,{batch},tp4"
-            for batch in (16, 64, 128)
-        ]
-        paths[-1].write_text(HEAD + "\n".join(rows) + f"\n{isl},500,0,99,1,9,tp2,8,tp8\n")
-    curves = read_aiconfigurator(paths)
-    assert curves.prompt_s == pytest.approx(0.005, rel=0.01)
-    assert curves.token_s == pytest.approx(1e-4, rel=0.01)
-    assert curves.step_s == pytest.approx(0.006)
-    assert curves.sequence_s == pytest.approx(5e-5)
-    assert curves.context_s == pytest.approx(4e-8)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "a,b\n1,2\n", HEAD + "1000,500,0,x,1,1,tp1,1,tp1\n", HEAD + "1,1,0,1,1,0,a,1,a\n"]
-)
-def test_a_file_that_aiconfigurator_did_not_write_is_refused_by_name(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "pareto.csv"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=r"curves: got .*pareto\.csv"):
-        read_aiconfigurator([path])
 
 
 class Proxy(BaseHTTPRequestHandler):
