@@ -146,7 +146,7 @@ def once(patch: pytest.MonkeyPatch, owner: type, name: str) -> Iterator[Once]:
 def publisher(patch: pytest.MonkeyPatch, _: Path) -> None:
     """Subscribers lose their connection: they hear that nothing comes any more."""
     patch.setattr(KVPublisher, "_publish_news", bug)
-    made = KVPublisher("tcp://127.0.0.1:*", None, topic="kv", buffer_steps=9, hwm=9, incarnation="life")
+    made = KVPublisher("tcp://127.0.0.1:*", None, topic="kv", buffer_steps=9, incarnation="life")
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         socket.subscribe(b"")

@@ -14,11 +14,8 @@ class KVEventsConfig(Section):
     """Where subscribers dial: tcp://HOST:PORT, port 0 for a free one, or ipc://PATH. None publishes nothing. GET
     /health says what came of it."""
     replay_endpoint: str | None = None
-    """Where they ask for what they missed; as `endpoint`."""
-    buffer_steps: int = Field(default=10_000, ge=1)
-    """Batches that can be asked for. Who missed more is told all that is there."""
-    hwm: int = Field(default=100_000, ge=1)
-    """Batches that may wait for one subscriber; one that reads more slowly misses some."""
+    """Where they ask for what they missed; as `endpoint`. Who missed more than 10,000 batches is told all that is
+    there."""
     topic: str = Field(default="", max_length=255)
     """First frame of each message; {name} in it is the worker's name. Some routers want kv@NAME@MODEL."""
     insecure: bool = False

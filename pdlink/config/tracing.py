@@ -20,8 +20,6 @@ class TracingConfig(Section):
     and `tracestate` go to the workers in any case. A collector that wants a key gets OTEL_EXPORTER_OTLP_HEADERS."""
     share: float = Field(default=1.0, ge=0, le=1)
     """Share of the requests without a `traceparent` that begin a trace. With one, its sampled flag decides."""
-    max_waiting: int = Field(default=8192, ge=1)
-    """Spans that wait for the collector. More are dropped and counted, so that no request waits for a dead one."""
 
     @field_validator("endpoint")
     @classmethod

@@ -39,6 +39,10 @@ SEQUENCE_NBYTES = 8
 END = (-1).to_bytes(SEQUENCE_NBYTES, "big", signed=True)
 """Instead of a sequence: nothing more is replayed."""
 
+BUFFER_STEPS = 10_000
+"""Batches that can be replayed, as of vLLM."""
+_HWM = 100_000
+"""Batches that may wait for one subscriber, as of vLLM; one that reads more slowly misses some."""
 _LINGER_S = 0.005
 """From the first change until a batch leaves: what changes meanwhile goes with it, and the engine is left alone."""
 _MAX_BLOCKS = 1000
@@ -53,9 +57,15 @@ class KVPublisher:
     """`stored` and `removed` cost a lock and two dictionary entries, in any thread; the rest is done in its own."""
 
     def __init__(
-        self, endpoint: str, replay_endpoint: str | None, *, topic: str, buffer_steps: int, hwm: int, incarnation: str
+        self,
+        endpoint: str,
+        replay_endpoint: str | None,
+        *,
+        topic: str,
+        incarnation: str,
+        buffer_steps: int = BUFFER_STEPS,
     ) -> None:
-        """Bind and begin. buffer_steps: batches that can be replayed. hwm: batches that may wait for one subscriber.
+        """Bind and begin. buffer_steps: batches that can be replayed.
 
         Raises ConfigError for an endpoint that cannot be bound.
         """
@@ -71,7 +81,7 @@ class KVPublisher:
         self._ring: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
         self._context = zmq.Context()
         try:
-            self._pub = self._socket(zmq.PUB, hwm)
+            self._pub = self._socket(zmq.PUB, _HWM)
             self.endpoint = _bind(self._pub, "endpoint", endpoint)
             self._replay = self._socket(zmq.ROUTER, buffer_steps + 1)
             self.replay_endpoint = (

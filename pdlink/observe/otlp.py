@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 _FLUSH_S = 1.0
 """Longest wait for a batch to fill."""
+MAX_WAITING = 8192
+"""Spans for the collector; more are dropped and counted, so that no request waits for a dead one."""
 _BATCH = 512
 _TIMEOUT_S = 5.0
 """Of one batch, its repetitions included."""
@@ -38,11 +40,11 @@ class _Sent(NamedTuple):
 class SpanSender:
     """Takes spans from any thread. `open` begins, `close` sends what is left."""
 
-    def __init__(self, config: TracingConfig, service: str, instance: str) -> None:
-        """service, instance: `service.name` and `service.instance.id` of all its spans. Raises ModuleNotFoundError
-        without the extra (`pdlink.extras.needed`)."""
+    def __init__(self, config: TracingConfig, service: str, instance: str, *, max_waiting: int = MAX_WAITING) -> None:
+        """service, instance: `service.name` and `service.instance.id` of all its spans. max_waiting: spans. Raises
+        ModuleNotFoundError without the extra (`pdlink.extras.needed`)."""
         assert config.endpoint is not None
-        self._endpoint, self._max_waiting = config.endpoint, config.max_waiting
+        self._endpoint, self._max_waiting = config.endpoint, max_waiting
         self._made = _Exporter(config.endpoint, {"service.name": service, "service.instance.id": instance})
         self._waiting: list[_Sent] = []
         self._more = threading.Condition()

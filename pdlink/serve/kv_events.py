@@ -28,8 +28,6 @@ def open_publisher(config: KVEventsConfig, name: str, incarnation: str) -> KVPub
         config.endpoint,
         config.replay_endpoint,
         topic=config.topic.replace("{name}", name),
-        buffer_steps=config.buffer_steps,
-        hwm=config.hwm,
         incarnation=incarnation,
     )
 

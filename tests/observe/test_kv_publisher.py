@@ -25,9 +25,7 @@ PLACE = BlockPlace(2, "CPU")
 
 @contextmanager
 def published(buffer_steps: int = 100, endpoint: str = "tcp://127.0.0.1:*") -> Iterator[KVPublisher]:
-    publisher = KVPublisher(
-        endpoint, "tcp://127.0.0.1:*", topic="kv", buffer_steps=buffer_steps, hwm=1000, incarnation="life"
-    )
+    publisher = KVPublisher(endpoint, "tcp://127.0.0.1:*", topic="kv", buffer_steps=buffer_steps, incarnation="life")
     try:
         yield publisher
     finally:
@@ -114,7 +112,7 @@ def test_a_restart_is_seen_by_who_stays_and_what_was_before_is_forgotten() -> No
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kv_publisher.KVPublisher, "_publish", lambda *_: None)  # it is killed: no farewell
             publisher.close()
-        again = KVPublisher(endpoint, replay_endpoint, topic="kv", buffer_steps=9, hwm=9, incarnation="next")
+        again = KVPublisher(endpoint, replay_endpoint, topic="kv", buffer_steps=9, incarnation="next")
         try:
             number = 0
             while b"new 1" not in cpu(subscriber):
@@ -149,7 +147,7 @@ def test_what_is_no_request_is_passed_over() -> None:
 
 def test_an_endpoint_that_is_taken_is_a_setting_that_is_wrong() -> None:
     with published() as publisher, pytest.raises(ConfigError, match=r"kv_events\.endpoint: got 'tcp.*in use"):
-        KVPublisher(publisher.endpoint, None, topic="", buffer_steps=1, hwm=1, incarnation="")
+        KVPublisher(publisher.endpoint, None, topic="", buffer_steps=1, incarnation="")
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://10.0.0.1:5557", "tcp://[::]:5557"])

@@ -27,7 +27,7 @@ def span(name: str = "work", **more: Any) -> Span:
 
 
 def sender_to(url: str, max_waiting: int = 100) -> SpanSender:
-    made = SpanSender(TracingConfig(endpoint=url, max_waiting=max_waiting), "pdlink-test", "one")
+    made = SpanSender(TracingConfig(endpoint=url), "pdlink-test", "one", max_waiting=max_waiting)
     made.open()
     return made
 

@@ -177,7 +177,7 @@ async def test_what_a_former_incarnation_had_is_forgotten(publisher: FakePublish
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
 async def test_what_our_own_workers_publish_is_understood(host: str) -> None:
-    ours = KVPublisher(f"tcp://{host}:0", f"tcp://{host}:0", topic="", buffer_steps=2, hwm=100, incarnation="1")
+    ours = KVPublisher(f"tcp://{host}:0", f"tcp://{host}:0", topic="", buffer_steps=2, incarnation="1")
     try:
         place, events = BlockPlace(2, "CPU"), KVEvents()
         ours.stored(place, b"a" * 32, Preimage(None, (1, 2)))
@@ -194,7 +194,7 @@ async def test_what_our_own_workers_publish_is_understood(host: str) -> None:
 
 @pytest.mark.parametrize(("host", "every"), [("127.0.0.9", "0.0.0.0"), ("127.0.0.9", "*"), ("[::1]", "[::]")])
 async def test_events_of_a_worker_on_all_addresses_come_from_its_host(host: str, every: str) -> None:
-    ours = KVPublisher(f"tcp://{host}:0", f"tcp://{host}:0", topic="", buffer_steps=2, hwm=100, incarnation="1")
+    ours = KVPublisher(f"tcp://{host}:0", f"tcp://{host}:0", topic="", buffer_steps=2, incarnation="1")
     try:
         events = KVEvents()
         ours.stored(BlockPlace(2, "CPU"), b"a" * 32, Preimage(None, (1, 2)))
@@ -344,7 +344,7 @@ async def test_an_endpoint_that_zeromq_refuses_is_told(caplog: pytest.LogCapture
 
 
 async def test_other_requests_go_on_while_many_events_are_read() -> None:
-    ours = KVPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", topic="", buffer_steps=2, hwm=100, incarnation="1")
+    ours = KVPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", topic="", buffer_steps=2, incarnation="1")
     try:
         events, applied, most = KVEvents(), 0, 0
         for number in range(1, 20_001):  # each of a prompt of its own: an event each, all in one batch

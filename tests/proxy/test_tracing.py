@@ -142,8 +142,7 @@ async def test_the_sampled_flag_is_honoured_and_handed_on(
 
 async def test_a_dead_collector_changes_nothing_for_requests(prefill: FakeWorker, decode: FakeWorker) -> None:
     whole = b"".join(map(event, decode.tokens)) + END
-    tracing = {"endpoint": "http://127.0.0.1:9", "max_waiting": 10}
-    async with proxy_of([prefill], [decode], tracing=tracing) as proxy:
+    async with proxy_of([prefill], [decode], tracing={"endpoint": "http://127.0.0.1:9"}) as proxy:
         for _ in range(5):
             assert await proxy.stream() == whole
         sender = proxy.router.services.spans
