@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from pdlink.commands.parser import positive, positive_float
+from pdlink.commands.parser import positive
 from pdlink.config import ProxyConfig, WorkerConfig, read_key
 from pdlink.errors import ConfigError
 from pdlink.fleet.child import Child, start, stop
@@ -60,12 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "a proxy: one of its pairs moves KV, which measures the link and a token's KV; without URL one of its own"
     parser.add_argument("--proxy", metavar="URL", help=text)
     parser.add_argument("--key-file", metavar="FILE", help="with one of the proxy's api_keys")
-    parser.add_argument(
-        "--kv-bytes", type=positive_float, metavar="BYTES", help="of a token's KV, instead of measuring"
-    )
-    parser.add_argument(
-        "--link", type=positive_float, metavar="GB_PER_S", help="of one prefill worker, instead of measuring"
-    )
     parser.add_argument("--pool-tokens", type=positive, metavar="N", help="KV that a worker holds, for the file")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts (%(default)s)")
     harness.add_output_arguments(parser)
@@ -214,8 +208,8 @@ def _measured(args: argparse.Namespace, url: str, moved: Moved | None, progress:
     ]
     found = fit_prefill(prefill) | fit_decode(decode)
     given = {
-        "kv_nbytes_per_token": args.kv_bytes or (moved and moved.kv_nbytes_per_token),
-        "link_nbytes_per_s": (args.link and args.link * 1e9) or (moved and moved.link_nbytes_per_s),
+        "kv_nbytes_per_token": moved and moved.kv_nbytes_per_token,
+        "link_nbytes_per_s": moved and moved.link_nbytes_per_s,
         "pool_tokens": args.pool_tokens,
     }
     source = f"pdlink bench curves of {args.model}, prompts of {min(args.tokens)} to {2 * max(args.tokens)} tokens"
@@ -224,7 +218,7 @@ def _measured(args: argparse.Namespace, url: str, moved: Moved | None, progress:
         args.curves.write_text(curves.model_dump_json(indent=1) + "\n", encoding="utf-8")
     asked = len(args.tokens) * args.rounds
     shown = [*_shown(curves, prefill, decode), _said_of_cached(asked, unsaid, missed)]
-    shown.append(moved.said if moved else "link: not measured; name a --proxy, or --link and --kv-bytes")
+    shown.append(moved.said if moved else "link: not measured; name a --proxy, or plan with --link and --kv-bytes")
     return BenchReport({"curves": curves.model_dump(), "prefill": prefill, "decode": decode, "missed": missed}, shown)
 
 
