@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from pdlink.store.slots import Retention
     from pdlink.store.tiers.base import Tier
 
+_LOOKUP_S = 1.0
+"""Longest wait for what tiers have."""
 _LOOK_S = 0.25
 """A GPU that has failed says nothing of copies under way."""
 
@@ -89,10 +91,9 @@ class Cache:
 
     Arguments that methods share:
     tokens: the whole prompt.
-    blocks: blocks[i] holds the `block_tokens` tokens from `offset` + i * `block_tokens` on, for all full
-        chunks. Blocks of masked tokens are not looked at. The caller keeps the blocks during the call.
-    mask: as long as the prompt; False for leading tokens that the call leaves alone: a multiple of `chunk_tokens`, or
-        of `block_tokens` where KV is loaded.
+    begin: tokens before it are left alone: a multiple of `chunk_tokens`, or of `block_tokens` where KV is loaded.
+    blocks: the first one holds token `begin`, and each of them `block_tokens` tokens, for all full chunks. The caller
+        keeps them during the call.
     salt: keeps tenants apart: KV is found only under the salt it was stored with.
     retention: its priority in eviction, and how long it is found; the tenant is the salt.
     Errors: InvalidRequest for arguments that cannot be meant; nothing has happened then.
@@ -106,7 +107,6 @@ class Cache:
         nbytes: int,
         disk: str | Path | None = None,
         disk_nbytes: int = 0,
-        state_dir: str | Path | None = None,
         tiers: Sequence[str | Tier] = (),
         codec: Mapping[str, str] = MappingProxyType({}),
         ttl_s: float = float("inf"),
@@ -116,7 +116,6 @@ class Cache:
         chunk_tokens: int = 256,
         pin_quota_nbytes: int = 0,
         reserve_nbytes: int = 0,
-        lookup_timeout_s: float = 1.0,
         tier_deadline_s: float = 10.0,
         lease_s: float = 60.0,
     ) -> None:
@@ -128,15 +127,13 @@ class Cache:
             call returns or a step is made. `run` is made in another thread: synchronise before it.
         nbytes: of the arena, the tier in memory. reserve_nbytes: of the host's memory, which are never taken.
         disk: directory of the tier below, made if it is not there; one process has it at a time. disk_nbytes: of it.
-        state_dir: directory for what was cleared while a tier was away; None is $XDG_STATE_HOME/pdlink, or
-            ~/.local/state/pdlink.
         tiers: further ones, searched in order: URLs as in `open_tier` (file:///DIRECTORY, redis://HOST,
             s3://BUCKET, path.to.module:name), or tiers, which `close` closes.
         codec: how chunks are packed in a tier, by its name: "zstd" (extra `store`) or "raw".
         ttl_s: how long KV is found, here and in the tiers. salt_quota_nbytes: of the arena for one salt; 0: no limit.
         model, revision: whose KV it is; others never find it. chunk_tokens: must be equal where KV is shared.
         pin_quota_nbytes: most bytes that `pin` keeps.
-        lookup_timeout_s: longest wait for what the tiers have. tier_deadline_s: longest one for what they bring.
+        tier_deadline_s: longest wait for what tiers bring.
         lease_s: longest life of what `lookup(pin=True)` and `prefetch` keep.
         Raises ConfigError, LayoutMismatch, InvalidRequest (buffers), OSError (not enough memory), CudaFailure,
         CudaUnavailable. Calls raise TransferFailed when the GPU has failed.
@@ -152,7 +149,7 @@ class Cache:
                 f"nbytes: got {nbytes}; expected {self._shape.nbytes} or more, a chunk of {chunk_tokens} tokens; "
                 "raise it, or lower chunk_tokens"
             )
-        self._lookup_timeout_s, self._tier_deadline_s, self._lease_s = lookup_timeout_s, tier_deadline_s, lease_s
+        self._tier_deadline_s, self._lease_s = tier_deadline_s, lease_s
         self._holds, self._closed = Holds(lease_s), False
         with ExitStack() as opened:
             self.buffers = buffers_of(KVGroups((layout,)), buffers, opened)
@@ -183,7 +180,7 @@ class Cache:
                 tenant_quota_nbytes=salt_quota_nbytes,
                 pin_quota_nbytes=pin_quota_nbytes,
                 reserve_nbytes=reserve_nbytes,
-                cleared=places_of(None if disk is None else Path(disk), state_directory(state_dir)),
+                cleared=places_of(None if disk is None else Path(disk), state_directory(None)),
                 tier_deadline_s=tier_deadline_s,
                 lease_s=lease_s,
                 numa_node=node,
@@ -204,8 +201,7 @@ class Cache:
         tokens: Tokens,
         blocks: Sequence[int],
         *,
-        mask: Sequence[bool] | None = None,
-        offset: int = 0,
+        begin: int = 0,
         salt: str = "",
         retention: Retention = USUAL,
     ) -> int:
@@ -214,7 +210,7 @@ class Cache:
         Tiers get their copy in the background. Chunks after the first that does not fit are not stored.
         Cost: one hash of the prompt, one copy of what is new, in the calling thread, without the GIL.
         """
-        mine = self._span(tokens, blocks, mask, offset, salt)
+        mine = self._span(tokens, blocks, begin, salt)
         slots = self._reserved(mine.keys, mine.first, _of(salt, retention))
         copied = False
         try:
@@ -233,8 +229,7 @@ class Cache:
         tokens: Tokens,
         blocks: Sequence[int],
         *,
-        mask: Sequence[bool] | None = None,
-        offset: int = 0,
+        begin: int = 0,
         salt: str = "",
         retention: Retention = USUAL,
     ) -> Generator[None]:
@@ -243,7 +238,7 @@ class Cache:
         Step i + 1, to be taken when layer i is in the pages, begins its copy in a thread of the cache, which reserves
         memory with the first one; the last one waits for all copies. A generator that is closed early keeps nothing.
         """
-        return self._store_layers(self._span(tokens, blocks, mask, offset, salt), _of(salt, retention))
+        return self._store_layers(self._span(tokens, blocks, begin, salt), _of(salt, retention))
 
     def _store_layers(self, mine: ChunkSpan, retention: Retention) -> Generator[None]:
         saving = Save(self._source, self._group, mine.keys, lambda _: None, "cache", retention)
@@ -271,17 +266,16 @@ class Cache:
         tokens: Tokens,
         blocks: Sequence[int],
         *,
-        mask: Sequence[bool] | None = None,
-        offset: int = 0,
+        begin: int = 0,
         salt: str = "",
         lookup_id: str = "",
     ) -> int:
-        """Fill `blocks` with the longest prefix (after the mask) that is known; returns its number of tokens.
+        """Fill `blocks` with the longest prefix (from `begin` on) that is known; returns its number of tokens.
 
         What blocks hold of later tokens is undefined then. lookup_id: take what a `lookup` or `prefetch` keeps.
         Cost: one hash of the prompt, reads of the tiers, one copy in the calling thread, without the GIL.
         """
-        mine = self._span(tokens, blocks, mask, offset, salt, distinct=True)
+        mine = self._span(tokens, blocks, begin, salt, distinct=True)
         held = self._holds.take(lookup_id) if lookup_id else None
         loaded = 0 if held is None else self._load(mine, held, 0)
         return loaded or self._load(mine, self._fetch(mine.keys[mine.first :], salt), mine.first)
@@ -291,8 +285,7 @@ class Cache:
         tokens: Tokens,
         blocks: Sequence[int],
         *,
-        mask: Sequence[bool] | None = None,
-        offset: int = 0,
+        begin: int = 0,
         salt: str = "",
         lookup_id: str = "",
     ) -> Generator[int | None]:
@@ -302,7 +295,7 @@ class Cache:
         before. Nothing touches the blocks after the generator has ended or was closed.
         The last step raises TransferFailed if it came so late (`lease_s`) that the layers may be wrong.
         """
-        mine = self._span(tokens, blocks, mask, offset, salt, distinct=True)
+        mine = self._span(tokens, blocks, begin, salt, distinct=True)
         return self._load_layers(mine, salt, lookup_id)
 
     def _load_layers(self, mine: ChunkSpan, salt: str, lookup_id: str) -> Generator[int | None]:
@@ -338,12 +331,12 @@ class Cache:
     # --- Before a load
 
     def lookup(self, tokens: Tokens, *, salt: str = "", pin: bool = False, lookup_id: str = "") -> Hit:
-        """How many leading tokens are known here or in a tier; waits `lookup_timeout_s` at most for the tiers.
+        """How many leading tokens are known here or in a tier; waits a second at most for the tiers.
 
         pin: bring them into the arena and keep them for a `retrieve` with the lookup id (made up if not given), until
         `release` or for `lease_s`.
         """
-        found = self._store.lookup(self._keys(tokens, salt), self._lookup_timeout_s)
+        found = self._store.lookup(self._keys(tokens, salt), _LOOKUP_S)
         if pin:
             lookup_id = lookup_id or uuid.uuid4().hex
             fetch: Future[AnyFetch] = Future()
@@ -401,7 +394,7 @@ class Cache:
         self,
         tokens: Tokens | None = None,
         *,
-        mask: Sequence[bool] | None = None,
+        begin: int = 0,
         places: Sequence[str] | None = None,
         salt: str = "",
     ) -> Forgotten:
@@ -413,7 +406,7 @@ class Cache:
         self._check_places(places or ())
         if tokens is None:
             return self._store.clear(None, places)
-        begin = _first_unmasked(mask, len(tokens), "chunk_tokens", self.chunk_tokens)
+        _check_begin(begin, len(tokens), "chunk_tokens", self.chunk_tokens)
         return self._store.clear(self._keys(tokens, salt)[begin // self.chunk_tokens :], places)
 
     def compress(self, tokens: Tokens, method: str, place: str, *, salt: str = "") -> int:
@@ -501,8 +494,7 @@ class Cache:
         self,
         tokens: Tokens,
         blocks: Sequence[int],
-        mask: Sequence[bool] | None,
-        offset: int,
+        begin: int,
         salt: str,
         *,
         distinct: bool = False,
@@ -518,19 +510,14 @@ class Cache:
         )
         if distinct:  # a load: of the first chunk a part may be left alone
             units["block_tokens"] = block_tokens
-        begin = _first_unmasked(mask, len(tokens), *min(units.items(), key=itemgetter(1)))
-        if offset < 0 or offset % block_tokens or offset > begin:
-            raise InvalidRequest(
-                f"offset: got {offset}; expected a multiple of block_tokens ({block_tokens}) in [0, {begin}], up to "
-                "the first token that is not masked; pass blocks from there on"
-            )
+        _check_begin(begin, len(tokens), *min(units.items(), key=itemgetter(1)))
         end = max(begin, len(keys) * self.chunk_tokens)
-        needed = -(-end // block_tokens) - offset // block_tokens
+        needed = -(-end // block_tokens) - begin // block_tokens
         if len(blocks) < needed:
             raise InvalidRequest(
-                f"blocks: got {len(blocks)}; expected {needed} or more, for tokens [{offset}, {end}); pass all"
+                f"blocks: got {len(blocks)}; expected {needed} or more, for tokens [{begin}, {end}); pass all"
             )
-        used = np.asarray(blocks[(begin - offset) // block_tokens : max(0, needed)], dtype=np.int64)
+        used = np.asarray(blocks[:needed], dtype=np.int64)
         num_blocks = self.layout.num_blocks
         if (wrong := used[(used < 0) | (used >= num_blocks)]).size:
             raise InvalidRequest(f"blocks: got {wrong[0]}; expected [0, {num_blocks}); correct the table")
@@ -546,7 +533,7 @@ class Cache:
                 raise InvalidRequest(f"place: got {name!r}; expected {', '.join(self.places)}; use one of them")
 
     def _fetch(self, keys: Sequence[bytes], salt: str, request: str = "cache") -> AnyFetch:
-        found = self._store.lookup(keys, self._lookup_timeout_s)
+        found = self._store.lookup(keys, _LOOKUP_S)
         return self._store.fetch(found, self._shape, request, retention=_of(salt, USUAL))
 
     def _reserved(self, keys: Sequence[bytes], first: int, retention: Retention) -> Chunks:
@@ -595,21 +582,9 @@ def _ids_of(tokens: Tokens) -> Sequence[int]:
     return cast("Sequence[int]", np.ascontiguousarray(ids, dtype=np.uint32))
 
 
-def _first_unmasked(mask: Sequence[bool] | None, num_tokens: int, unit: str, unit_tokens: int) -> int:
-    """The first token that a call is about; 0 without a mask. unit: name of what it may begin with.
-
-    Raises InvalidRequest for a mask of another form.
-    """
-    if mask is None:
-        return 0
-    given = np.asarray(mask, dtype=bool)
-    begin = len(given) - int(given.sum())
-    if len(given) != num_tokens or given[:begin].any():
+def _check_begin(begin: int, num_tokens: int, unit: str, unit_tokens: int) -> None:
+    """unit: name of what a call may begin with. Raises InvalidRequest."""
+    if not 0 <= begin <= num_tokens or begin % unit_tokens:
         raise InvalidRequest(
-            f"mask: got {len(given)} values for {num_tokens} tokens; expected one each, False for leading ones only"
+            f"begin: got {begin} of {num_tokens} tokens; expected multiples of {unit} ({unit_tokens}); round it down"
         )
-    if begin % unit_tokens:
-        raise InvalidRequest(
-            f"mask: got {begin} times False; expected multiples of {unit} ({unit_tokens}); round it down"
-        )
-    return begin

@@ -106,14 +106,14 @@ def test_what_is_stored_comes_back_into_other_blocks_and_into_pages_of_the_host(
     pages.check(PROMPT, mine, 0, 96)
 
 
-def test_masked_tokens_are_left_alone(made: Callable[..., GpuPages]) -> None:
+def test_tokens_before_the_begin_are_left_alone(made: Callable[..., GpuPages]) -> None:
     pages = made("LPBHT")
     blocks, mine = pages.table(1), pages.table(2)
     pages.compute(PROMPT, blocks)
-    assert pages.cache.store(PROMPT, blocks[2:], mask=[False] * 32 + [True] * 68, offset=32) == 64
+    assert pages.cache.store(PROMPT, blocks[2:], begin=32) == 64
     assert pages.cache.store(PROMPT, blocks) == 32
     pages.memory[:] = 7
-    assert pages.cache.retrieve(PROMPT, mine[3:], mask=[False] * 48 + [True] * 52, offset=48) == 48
+    assert pages.cache.retrieve(PROMPT, mine[3:], begin=48) == 48
     pages.check(PROMPT, mine, 48, 96)
     for layer in range(LAYERS):
         assert (pages.tokens(mine[:3], layer, 0) == 7).all()

@@ -245,20 +245,19 @@ def test_tokens_may_be_a_list_or_an_array(kind: Any) -> None:
         assert pages.cache.lookup(tokens).num_tokens == 96
 
 
-def test_masked_tokens_are_left_alone() -> None:
+def test_tokens_before_the_begin_are_left_alone() -> None:
     with Pages("LPBTH", 8) as pages:
         blocks = pages.table(1)
         pages.compute(PROMPT, blocks)
-        mask = [False] * 32 + [True] * 68
-        assert pages.cache.store(PROMPT, [-1] * 4 + blocks[4:], mask=mask) == 64
+        assert pages.cache.store(PROMPT, blocks[4:], begin=32) == 64
         assert pages.cache.lookup(PROMPT).num_tokens == 0
         assert pages.cache.store(PROMPT, blocks) == 32
         mine = pages.table(2)
-        for offset in (0, 16, 32):
+        for begin in (0, 24, 32):
             pages.memory[:] = 9
-            assert pages.cache.retrieve(PROMPT, mine[offset // 8 :], mask=mask, offset=offset) == 64
-            pages.check(PROMPT, mine, 32, 96)
-            assert (pages.tokens(mine, 0, 0)[:32] == 9).all()
+            assert pages.cache.retrieve(PROMPT, mine[begin // 8 :], begin=begin) == 96 - begin
+            pages.check(PROMPT, mine, begin, 96)
+            assert (pages.tokens(mine, 0, 0)[:begin] == 9).all()
 
 
 @pytest.mark.parametrize(
@@ -273,11 +272,9 @@ def test_masked_tokens_are_left_alone() -> None:
         ({"blocks": range(5)}, r"blocks: got 5; expected 6 or more"),
         ({"blocks": [0, 1, 2, 3, 4, 32]}, r"blocks: got 32; expected \[0, 32\)"),
         ({"blocks": [0, 1, 2, 3, 4, -1]}, r"blocks: got -1; expected \[0, 32\)"),
-        ({"offset": 8}, r"offset: got 8; expected a multiple of block_tokens \(16\)"),
-        ({"offset": 16}, r"offset: got 16; expected .* \[0, 0\]"),
-        ({"mask": [False] * 8 + [True] * 92}, r"mask: got 8 times False; expected multiples of chunk_tokens \(16\)"),
-        ({"mask": [True] * 84 + [False] * 16}, r"mask: .*leading"),
-        ({"mask": [True] * 50}, r"mask: got 50 values for 100 tokens"),
+        ({"begin": 8}, r"begin: got 8 of 100 tokens; expected multiples of chunk_tokens \(16\)"),
+        ({"begin": -16}, r"begin: got -16 of 100 tokens"),
+        ({"begin": 112}, r"begin: got 112 of 100 tokens"),
     ],
 )
 def test_arguments_that_cannot_be_meant_change_nothing(arguments: dict[str, Any], message: str) -> None:
@@ -502,7 +499,8 @@ def test_a_prompt_is_forgotten_where_the_caller_says() -> None:
         pages.stored()
         pages.stored([5] * 32)
         assert pages.cache.flush(WAIT_S)
-        assert pages.cache.clear(PROMPT, places=["memory"]) == (6, True)
+        assert pages.cache.clear(PROMPT, begin=64, places=["memory"]) == (2, True)
+        assert pages.cache.clear(PROMPT, places=["memory"]) == (4, True)
         assert pages.cache.lookup(PROMPT).num_tokens == 96
         assert pages.cache.clear(PROMPT) == (0, True)
         assert pages.cache.flush(WAIT_S)
