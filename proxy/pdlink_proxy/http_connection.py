@@ -10,7 +10,7 @@ import asyncio
 import os
 import socket
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import httptools
 
@@ -101,13 +101,6 @@ class AnswerListener:
 
     def on_lost(self, error: HttpError) -> None:
         raise NotImplementedError
-
-
-class Uses(Protocol):
-    """What a connection is used for."""
-
-    def freed(self, connection: Connection) -> None:
-        """The connection is not needed any more, for this."""
 
 
 class Connection(Exchange, asyncio.Protocol):
