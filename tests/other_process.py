@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.nursery import NURSERY
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 _PROC = Path("/proc")
 
 

@@ -35,13 +35,12 @@ from pdlink.store.late import Late
 from pdlink.store.link import Link
 from pdlink.store.server.listener import Listener
 from pdlink.transport.handle_door import HandleDoor
-from tests.endpoint.conftest import until
 from tests.store.process import client, served
 from tests.store.test_store import KEYS, put
+from tests.waiting import WAIT_S, until
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "pdlink").rglob("*.py")) + sorted((ROOT / "proxy/pdlink_proxy").rglob("*.py"))
-WAIT_S = 20.0
 
 
 def _targets(tree: ast.Module) -> Iterator[str]:

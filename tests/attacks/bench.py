@@ -32,9 +32,11 @@ from pdlink.protocol.messages import VERSION, Envelope, Identity
 from pdlink.reasons import Code, Reason
 from pdlink.transport.base import Transport
 from tests.endpoint.conftest import Handler, Receives, SenderLog, Sends, layout
+from tests.waiting import WAIT_S
 
-WAIT_S = 20.0
-TIMEOUTS = Deadlines(heartbeat_s=0.5, peer_s=80.0, connect_s=90.0, lease_s=90.0, request_s=100.0)
+TIMEOUTS = Deadlines(
+    heartbeat_s=0.5, peer_s=4 * WAIT_S, connect_s=5 * WAIT_S, lease_s=5 * WAIT_S, request_s=6 * WAIT_S
+)
 SRC, DST, TOKENS = [3, 0, 9, 4], [5, 1], 13
 STRANGERS = "stranger", "false"
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.deployment import Deployment, prompt_of, until, worker_settings
+from tests.e2e.deployment import Deployment, prompt_of, worker_settings
 from tests.endpoint.conftest import Pair
+from tests.waiting import until
 
 from .processes import Holdings
 

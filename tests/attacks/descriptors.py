@@ -25,7 +25,8 @@ from pdlink.reasons import Code, Reason
 from pdlink.transport.base import Transport
 from pdlink.transport.tcp import TcpTransport
 from pdlink.transport.ucx import UcxTransport
-from tests.endpoint.conftest import TIMEOUTS, Handler, Receives, SenderLog, Sends, layout, until
+from tests.endpoint.conftest import TIMEOUTS, Handler, Receives, SenderLog, Sends, layout
+from tests.waiting import until
 
 SRC, DST, TOKENS = [3, 0, 9, 4], [5, 1], 13
 MOST_SPARE = 14

@@ -13,8 +13,9 @@ from pdlink.kv.layout import KVLayout
 from pdlink.memory.buffers import Buffer
 from pdlink.protocol import messages
 from pdlink.protocol.messages import VERSION, Envelope, Identity
-from tests.endpoint.conftest import WAIT_S, Node, Pair
+from tests.endpoint.conftest import Node, Pair
 from tests.loopback import LOOPBACK, LoopbackTransport
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from pdlink.protocol.messages import Body

@@ -21,8 +21,9 @@ from pdlink.events import MessageDropped, PeerChanged
 from pdlink.kv.layout import KVLayout, LayerLayout, Part
 from pdlink.protocol import messages
 from pdlink.protocol.messages import MAX_FRAME_NBYTES, MAX_HELLO_NBYTES, VERSION, Envelope, Identity
-from tests.endpoint.conftest import Handler, Pair, layout, until
+from tests.endpoint.conftest import Handler, Pair, layout
 from tests.loopback import LOOPBACK
+from tests.waiting import until
 
 from .stranger import FalsePrefill, Stranger
 

@@ -21,7 +21,7 @@ def test_a_worker_without_descriptors_keeps_its_sessions_and_recovers(kind: str)
         [sys.executable, "-m", "tests.attacks.descriptors", kind],
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=200,
         check=False,
     )
     assert child.returncode == 0, child.stdout + child.stderr

@@ -14,7 +14,8 @@ import pytest
 from pdlink.endpoint import inflow
 from pdlink.endpoint.inflow import Inflow
 from pdlink.events import MessageDropped, PeerChanged
-from tests.endpoint.conftest import WAIT_S, Pair, until
+from tests.endpoint.conftest import Pair
+from tests.waiting import WAIT_S, until
 
 from .test_ports import GREETING, READY
 

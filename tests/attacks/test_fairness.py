@@ -12,7 +12,8 @@ from pdlink.events import MessageDropped, PeerChanged
 from pdlink.protocol import messages
 from pdlink.protocol.deadlines import Deadlines
 from pdlink.protocol.messages import VERSION, Envelope
-from tests.endpoint.conftest import WAIT_S, Handler, Pair, until
+from tests.endpoint.conftest import Handler, Pair
+from tests.waiting import WAIT_S, until
 
 from .stranger import Stranger
 

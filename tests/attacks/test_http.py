@@ -13,7 +13,8 @@ from aiohttp import web
 
 from pdlink.serve import http as serving
 from pdlink.serve.http import errors_as_json
-from tests.e2e.deployment import Answer, Deployment, prompt_of, request, until
+from tests.e2e.deployment import Answer, Deployment, prompt_of, request
+from tests.waiting import until
 
 from .conftest import PROMPT
 from .processes import throw

@@ -43,6 +43,7 @@ from tests.loopback import LoopbackHub, LoopbackTransport
 from tests.peers.store_node import StoreNode
 from tests.store.process import client, served
 from tests.store.test_store import KEYS, put, read
+from tests.waiting import WAIT_S
 
 from . import edges
 from .bench import Bench
@@ -50,7 +51,6 @@ from .bench import Bench
 pytestmark = pytest.mark.timeout(180)
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 20.0
 packed, packed_json = msgspec.msgpack.encode, msgspec.json.encode
 EVENT_ARRAYS = kv_index._StoredArray | kv_index._RemovedArray | kv_index._ClearedArray
 

@@ -23,7 +23,8 @@ from pdlink.kv.plan import warm_up
 from pdlink.memory.buffers import Buffer
 from pdlink.transport.tcp import TcpTransport
 from tests.conformance.transports.side import Side, join, run_list
-from tests.endpoint.conftest import TIMEOUTS, Handler, Receives, Sends, until
+from tests.endpoint.conftest import TIMEOUTS, Handler, Receives, Sends
+from tests.waiting import until
 
 from .wire import FRAME_MAGIC, HEADER, OUTSIDE, PLACED, RUN, Attacker
 

@@ -13,10 +13,10 @@ from pdlink.endpoint.channel import Channel, Received
 from pdlink.protocol.deadlines import Deadlines
 from pdlink.transport.base import BatchDone, BatchStatus, Occurrence, PeerClosed, PeerFailed
 from pdlink_bench.chaos.tamper import LinkFaults, SlowLink, TamperedChannel, channels, slow_down
-from tests.endpoint.conftest import Pair, until
+from tests.endpoint.conftest import Pair
 from tests.loopback import LoopbackHub, LoopbackTransport
+from tests.waiting import WAIT_S, until
 
-WAIT_S = 10.0
 COUNT = 200
 RUNS = itertools.count()
 """Names the frames of each call: those of an earlier one may still be on their way."""

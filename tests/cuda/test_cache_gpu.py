@@ -16,8 +16,9 @@ from pdlink.cuda.driver import CudaStream, Device
 from pdlink.errors import InvalidRequest, TransferFailed
 from pdlink.memory.buffers import Buffer
 from tests.cuda.double import Kv, Reached
-from tests.store.stubs import WAIT_S, StubTier
+from tests.store.stubs import StubTier
 from tests.store.test_cache import CHUNK, LAYERS, PROMPT, Pages, forget_memory
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.deployment import Deployment, prompt_of, until, worker_settings
+from tests.e2e.deployment import Deployment, prompt_of, worker_settings
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.gpu,

@@ -33,10 +33,10 @@ from pdlink.protocol.handshake import ModelId
 from pdlink.reasons import ABORTED, Reason
 from tests.cuda.double import Kv, Reached
 from tests.cuda.fake import Fake
+from tests.waiting import WAIT_S
 
 PAGE, TOKEN, PAGES, LAYERS = 4, 64, 32, 3
 ITEM = PAGE * TOKEN
-WAIT_S = 20.0
 SRC, DST = [3, 9, 4, 12, 20], [4, 0, 15, 7, 21]
 
 

@@ -28,11 +28,11 @@ from tests.cuda.double import Kv, Reached
 from tests.cuda.fake import Fake
 from tests.cuda.test_sglang_gpu import DriverEvent, wait
 from tests.integrations.test_sglang_parts import pages_of, pool
+from tests.waiting import WAIT_S
 
 PAGE, PAGES, LAYERS, HEADS, DIM = 4, 64, 3, 2, 8
 TOKEN = HEADS * DIM * 2
 NBYTES = PAGES * PAGE * TOKEN
-WAIT_S = 20.0
 
 
 class GpuTensor:

@@ -32,8 +32,8 @@ from pdlink.transport.ucx import UcxTransport
 from tests.conformance.transports.side import Side, join, run_list
 from tests.cuda.double import DoubleStaged, Kv, Reached
 from tests.cuda.fake import COMPILER, IMAGE, Fake, fake
-from tests.endpoint.conftest import until
-from tests.node.conftest import DST, LAYERS, SRC, TIMEOUTS, TOKENS, WAIT_S, groups
+from tests.node.conftest import DST, LAYERS, SRC, TIMEOUTS, TOKENS, groups
+from tests.waiting import WAIT_S, until
 
 BELOW: dict[str, Callable[[], Transport]] = {
     "mapped": lambda: MappedTransport(threads=1, within_process=True),

@@ -15,8 +15,8 @@ from tests import other_process
 from tests.cuda.fake import COMPILER, Fake, fake
 from tests.cuda.test_staged import NO_UCX, GpuNode
 from tests.node.conftest import DST, LAYERS, SRC, TOKENS
+from tests.waiting import WAIT_S
 
-WAIT_S = 60.0
 LANES = ["mapped", "tcp", pytest.param("ucx", marks=NO_UCX)]
 
 

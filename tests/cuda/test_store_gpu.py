@@ -28,8 +28,7 @@ from pdlink.store.gpu_pages import GpuPages
 from pdlink_bench.gpu.tiers import measured
 from tests.cuda.double import Kv, Reached
 from tests.cuda.fake import IMAGE, Fake, fake
-from tests.store.process import until
-from tests.store.stubs import WAIT_S, GatedTier
+from tests.store.stubs import GatedTier
 from tests.store.test_source import (
     CHUNK,
     LAYERS,
@@ -43,6 +42,7 @@ from tests.store.test_source import (
     opened,
     value,
 )
+from tests.waiting import WAIT_S, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -22,7 +22,8 @@ from pdlink.store.gpu_pages import GpuPages
 from pdlink.store.store import Store
 from tests.cuda.double import Kv, Reached
 from tests.cuda.fake import IMAGE, Fake
-from tests.integrations.test_store_groups import PROMPT, WAIT_S, Request, Server, new_request
+from tests.integrations.test_store_groups import PROMPT, Request, Server, new_request
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -28,8 +28,8 @@ from pdlink.store.record import shape_of
 from pdlink.store.source import Source
 from tests.cuda.double import Kv, Reached
 from tests.cuda.fake import IMAGE, Fake
-from tests.store.stubs import WAIT_S
 from tests.store.test_source import opened
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -30,7 +30,7 @@ from pdlink.integrations.vllm_parts.store_book import StoreBook
 from tests.cuda.double import Kv, Reached
 from tests.cuda.fake import Fake, fake
 from tests.cuda.virtual import Segment
-from tests.node.conftest import WAIT_S
+from tests.waiting import WAIT_S
 
 LAYERS, BLOCKS, HEADS, TOKENS, SIZE = 3, 16, 2, 4, 8
 SHAPE = (BLOCKS, HEADS, TOKENS, 2 * SIZE)

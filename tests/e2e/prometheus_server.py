@@ -22,7 +22,9 @@ from typing import Any
 import pytest
 import yaml
 
-from .deployment import request, until
+from tests.waiting import until
+
+from .deployment import request
 
 ROOT = Path(__file__).parents[2]
 ANSWER_S = 120.0

@@ -16,8 +16,9 @@ from pdlink.fleet.child import Child, start, stop
 from pdlink.fleet.server import Server
 from pdlink.serve.checkpoint import write_checkpoint
 from pdlink_bench import resting
+from tests.waiting import until
 
-from .deployment import Answer, request, until
+from .deployment import Answer, request
 
 READY_S = 300.0
 

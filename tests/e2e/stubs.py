@@ -13,8 +13,9 @@ from typing import Any
 
 from pdlink.config import ProxyConfig
 from pdlink.fleet.child import Child, start, stop
+from tests.waiting import until
 
-from .deployment import READY_S, Answer, request, until
+from .deployment import READY_S, Answer, request
 
 
 class Stub:

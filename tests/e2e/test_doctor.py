@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from pdlink.cli import main
+from tests.waiting import until
 
-from .deployment import Deployment, request, until, worker_settings
+from .deployment import Deployment, request, worker_settings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

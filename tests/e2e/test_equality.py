@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from .deployment import Deployment, prompt_of, until, worker_settings
+from tests.waiting import until
+
+from .deployment import Deployment, prompt_of, worker_settings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 

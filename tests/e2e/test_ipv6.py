@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from .deployment import Deployment, prompt_of, request, until, worker_settings
+from tests.waiting import until
+
+from .deployment import Deployment, prompt_of, request, worker_settings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 

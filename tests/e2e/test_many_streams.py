@@ -9,8 +9,9 @@ import re
 import pytest
 
 from pdlink.serve.process import raise_descriptor_limit
+from tests.waiting import until
 
-from .deployment import request, until
+from .deployment import request
 from .stubs import fleet_of, running, url_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]

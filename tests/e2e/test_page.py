@@ -16,8 +16,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.pictures import NAMES, stamped
+from tests.waiting import until
 
-from .deployment import Deployment, prompt_of, request, until, worker_settings
+from .deployment import Deployment, prompt_of, request, worker_settings
 
 pytest.importorskip("playwright")
 from playwright.sync_api import Browser, Page, expect, sync_playwright

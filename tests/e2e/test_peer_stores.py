@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdlink.fleet.ports import free_ports
+from tests.waiting import until
 
 from ..store.process import process
-from .deployment import Deployment, prompt_of, until, worker_settings
+from .deployment import Deployment, prompt_of, worker_settings
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdlink.fleet.ports import free_ports
+from tests.waiting import until
 
-from .deployment import Deployment, prompt_of, request, until, worker_settings
+from .deployment import Deployment, prompt_of, request, worker_settings
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from .deployment import prompt_of, until
+from tests.waiting import until
+
+from .deployment import prompt_of
 from .prometheus_server import ANSWER_S, dashboards, panels_of, scraped, traffic, with_prometheus
 from .test_store import CHUNK, launched
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from .deployment import WAIT_S, request, until
+from tests.waiting import WAIT_S, until
+
+from .deployment import request
 from .stubs import Fleet, ask, fleet_of, running, sending, streaming, url_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]

@@ -19,8 +19,9 @@ from pdlink.fleet.child import start
 from pdlink.serve.keys import keygen
 from tests.certificates import make_certificate
 from tests.private import write_private
+from tests.waiting import until
 
-from .deployment import READY_S, Deployment, prompt_of, until, worker_settings
+from .deployment import READY_S, Deployment, prompt_of, worker_settings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import until
+
 pytest.importorskip("vllm")
 
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from .deployment import prompt_of, until  # noqa: E402
+from .deployment import prompt_of  # noqa: E402
 from .proxied_vllm import Pair, proxied  # noqa: E402
 from .vllm_servers import Server  # noqa: E402
 

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import until
+
 pytest.importorskip("vllm")
 
-from .deployment import request, until
+from .deployment import request
 from .proxied_vllm import Pair, proxied
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]

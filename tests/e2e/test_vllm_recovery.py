@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.waiting import until
+
 pytest.importorskip("vllm")
 
 from pdlink.config import ProxyConfig, VllmConfig
@@ -25,7 +27,7 @@ from pdlink_proxy.fleet import PlacementRequest
 from pdlink_proxy.kv_events import KVEvents
 from pdlink_proxy.table import WorkerState
 
-from .deployment import Answer, request, until
+from .deployment import Answer, request
 from .readers import Reader
 from .test_vllm_proxy import COMPLETIONS, prompt
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -28,6 +27,7 @@ from pdlink.protocol.deadlines import Deadlines
 from pdlink.protocol.handshake import ModelId
 from pdlink.reasons import Code, Reason
 from tests.loopback import LoopbackHub, LoopbackTransport
+from tests.waiting import WAIT_S, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,16 +39,7 @@ if TYPE_CHECKING:
     from pdlink.transport.base import Transport
 
 Rows = np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]
-WAIT_S = 10.0
 TIMEOUTS = Deadlines(heartbeat_s=0.05, peer_s=5.0, connect_s=6.0, lease_s=7.0, request_s=60.0)
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a state of another thread. Fails after WAIT_S."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"timed out waiting until {what}"
-        threading.Event().wait(0.002)
 
 
 def layout(block_tokens: int, *, num_layers: int = 3, dtype: str = "float32") -> KVLayout:

@@ -22,8 +22,9 @@ from pdlink.events import PeerChanged
 from pdlink.protocol.deadlines import Deadlines
 from tests.model.node import TIMEOUTS, Node
 from tests.model.world import World
+from tests.waiting import until
 
-from .conftest import Pair, until
+from .conftest import Pair
 
 LONG_S = 10 * TIMEOUTS.lease_s
 

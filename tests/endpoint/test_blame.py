@@ -18,8 +18,9 @@ from pdlink.protocol.messages import VERSION
 from pdlink.reasons import Code, Reason
 from tests.attacks.processes import Holdings
 from tests.attacks.stranger import Stranger
-from tests.endpoint.conftest import TIMEOUTS, Handler, Node, Pair, SenderLog, layout, until
+from tests.endpoint.conftest import TIMEOUTS, Handler, Node, Pair, SenderLog, layout
 from tests.loopback import LoopbackHub, LoopbackTransport
+from tests.waiting import until
 
 SRC, DST, TOKENS = [3, 0, 9, 4], [5, 1], 13
 

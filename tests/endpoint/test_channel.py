@@ -15,7 +15,7 @@ import zmq
 from pdlink.endpoint.channel import Channel
 from pdlink.errors import ConfigError, TransportFailure
 from tests.attacks.processes import Holdings
-from tests.endpoint.conftest import until
+from tests.waiting import until
 
 
 @pytest.fixture

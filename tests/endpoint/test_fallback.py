@@ -16,8 +16,9 @@ from pdlink.protocol import messages
 from pdlink.reasons import Code, Reason
 from tests.attacks.stranger import FalsePrefill, Stranger
 from tests.loopback import LOOPBACK, LoopbackHub, LoopbackTransport
+from tests.waiting import until
 
-from .conftest import TIMEOUTS, Handler, Node, Pair, layout, until
+from .conftest import TIMEOUTS, Handler, Node, Pair, layout
 
 SRC, DST, TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
 

@@ -9,8 +9,9 @@ import pytest
 from pdlink.endpoint import driver
 from pdlink.endpoint.peer import PeerState
 from pdlink.protocol import messages
+from tests.waiting import until
 
-from .conftest import Handler, Node, Pair, until
+from .conftest import Handler, Node, Pair
 
 SRC, DST, TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
 

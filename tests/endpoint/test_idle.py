@@ -12,8 +12,9 @@ import pytest
 from pdlink.config import TimeoutConfig
 from pdlink.events import PeerChanged
 from pdlink.protocol.deadlines import Deadlines
+from tests.waiting import until
 
-from .conftest import Pair, until
+from .conftest import Pair
 
 SRC, DST, TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
 

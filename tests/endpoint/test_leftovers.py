@@ -10,8 +10,9 @@ from pdlink.events import PeerChanged
 from pdlink.protocol import messages
 from pdlink.protocol.deadlines import Deadlines
 from tests.loopback import LOOPBACK
+from tests.waiting import until
 
-from .conftest import Pair, until
+from .conftest import Pair
 
 DST, TOKENS = [11, 3, 20], 21
 SHORT = Deadlines(heartbeat_s=0.05, peer_s=1.0, connect_s=0.3, lease_s=1.5, request_s=60.0)

@@ -13,11 +13,12 @@ import pytest
 
 from pdlink.events import MessageDropped, PeerChanged
 from pdlink.protocol.deadlines import Deadlines
+from tests.waiting import WAIT_S, until
 
-from .conftest import WAIT_S, Handler, Node, Pair, SenderLog, until
+from .conftest import Handler, Node, Pair, SenderLog
 
 SRC, DST, TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
-PATIENT = Deadlines(heartbeat_s=0.05, peer_s=6 * WAIT_S, connect_s=60.0, lease_s=7 * WAIT_S, request_s=90.0)
+PATIENT = Deadlines(heartbeat_s=0.05, peer_s=6 * WAIT_S, connect_s=WAIT_S, lease_s=7 * WAIT_S, request_s=8 * WAIT_S)
 
 
 @pytest.fixture

@@ -15,11 +15,14 @@ from pdlink.protocol import messages
 from pdlink.protocol.deadlines import Deadlines
 from pdlink.protocol.messages import VERSION, Envelope, Identity
 from tests.loopback import LOOPBACK
+from tests.waiting import WAIT_S, until
 
-from .conftest import Handler, Node, Pair, layout, until
+from .conftest import Handler, Node, Pair, layout
 
 NUM_PEERS = 2_000
-PATIENT = Deadlines(heartbeat_s=5.0, peer_s=50.0, connect_s=40.0, lease_s=55.0, request_s=60.0)
+PATIENT = Deadlines(
+    heartbeat_s=5.0, peer_s=5 * WAIT_S, connect_s=4 * WAIT_S, lease_s=6 * WAIT_S, request_s=7 * WAIT_S
+)
 
 
 class Crowd:

@@ -9,11 +9,14 @@ from pdlink.protocol import messages
 from pdlink.protocol.deadlines import Deadlines
 from tests.attacks.stranger import FalsePrefill, Stranger
 from tests.loopback import LOOPBACK
+from tests.waiting import WAIT_S, until
 
-from .conftest import TIMEOUTS, Handler, Node, Pair, layout, until
+from .conftest import TIMEOUTS, Handler, Node, Pair, layout
 
 SRC, DST, TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
-NEVER_SILENT = Deadlines(heartbeat_s=0.05, peer_s=50.0, connect_s=50.0, lease_s=60.0, request_s=70.0)
+NEVER_SILENT = Deadlines(
+    heartbeat_s=0.05, peer_s=5 * WAIT_S, connect_s=5 * WAIT_S, lease_s=6 * WAIT_S, request_s=7 * WAIT_S
+)
 
 
 def transfer(pair: Pair, decode: Node, name: str) -> list[str]:

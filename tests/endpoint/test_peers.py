@@ -15,8 +15,9 @@ from pdlink.events import PeerChanged
 from pdlink.protocol import messages
 from pdlink.protocol.deadlines import Deadlines
 from pdlink.protocol.messages import VERSION
+from tests.waiting import WAIT_S, until
 
-from .conftest import TIMEOUTS, WAIT_S, Handler, Node, Pair, layout, until
+from .conftest import TIMEOUTS, Handler, Node, Pair, layout
 
 SRC, DST, TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
 

@@ -13,8 +13,9 @@ from pdlink.endpoint.peer import Peer
 from pdlink.errors import HandshakeRefused, TransferFailed
 from pdlink.events import PeerChanged
 from pdlink.protocol.handshake import CONNECTION_FACTOR
+from tests.waiting import until
 
-from .conftest import TIMEOUTS, Handler, Node, Pair, layout, until
+from .conftest import TIMEOUTS, Handler, Node, Pair, layout
 
 REFUSAL = HandshakeRefused("model", "a", "b")
 

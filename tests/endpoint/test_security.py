@@ -18,12 +18,13 @@ from pdlink.protocol import messages
 from pdlink.protocol.auth import AllowList, ControlAddress, Credentials, KeyPair
 from pdlink.protocol.deadlines import Deadlines
 from tests.loopback import LOOPBACK, LoopbackHub
+from tests.waiting import WAIT_S, until
 
-from .conftest import WAIT_S, Handler, Node, SenderLog, layout, until
+from .conftest import Handler, Node, SenderLog, layout
 
-NEVER_S = 60.0
+NEVER_S = 2 * WAIT_S
 """Handshake deadline of these tests, beyond the tests' own patience: a test that waits for it fails."""
-TIMEOUTS = Deadlines(heartbeat_s=0.05, peer_s=80.0, connect_s=NEVER_S, lease_s=90.0, request_s=100.0)
+TIMEOUTS = Deadlines(heartbeat_s=0.05, peer_s=3 * WAIT_S, connect_s=NEVER_S, lease_s=4 * WAIT_S, request_s=5 * WAIT_S)
 SRC, DST, TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
 
 

@@ -13,8 +13,9 @@ from pdlink.events import LayerLanded, LayerWritten, listen
 from pdlink.node import report
 from pdlink.observe.metrics import WorkerMetrics
 from pdlink.serve.health import link_state
+from tests.waiting import WAIT_S, until
 
-from .conftest import TIMEOUTS, WAIT_S, Handler, Node, Pair, SenderLog, layout, until
+from .conftest import TIMEOUTS, Handler, Node, Pair, SenderLog, layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

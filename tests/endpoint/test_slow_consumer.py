@@ -13,8 +13,9 @@ from pdlink.events import PeerChanged
 from pdlink.protocol import messages
 from pdlink.protocol.messages import VERSION, Envelope
 from tests.attacks.stranger import Stranger
+from tests.waiting import until
 
-from .conftest import Node, Pair, until
+from .conftest import Node, Pair
 
 SRC, DST, TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
 

@@ -10,8 +10,9 @@ import pytest
 from pdlink.errors import InvalidRequest, TransferFailed, TransportFailure
 from pdlink.events import LayerLanded, LayerWritten, MessageDropped, PeerChanged, TransferEnded
 from pdlink.protocol import messages
+from tests.waiting import until
 
-from .conftest import Pair, until
+from .conftest import Pair
 
 SRC, DST, TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
 

@@ -11,8 +11,9 @@ import pytest
 from pdlink.memory.checksums import Checksums
 from pdlink.protocol.messages import Done, Verify
 from pdlink.protocol.receiving import Receiving
+from tests.waiting import WAIT_S, until
 
-from .conftest import WAIT_S, Handler, Node, Pair, until
+from .conftest import Handler, Node, Pair
 
 SRC, DST, TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
 

@@ -16,8 +16,9 @@ import pytest
 from pdlink import Node
 from pdlink.kv.groups import KVGroups
 from pdlink.serve import health
-from tests.e2e.deployment import Answer, Deployment, prompt_of, request, until, worker_settings
+from tests.e2e.deployment import Answer, Deployment, prompt_of, request, worker_settings
 from tests.endpoint.conftest import layout
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from pdlink.serve.worker import Worker

@@ -32,9 +32,9 @@ from pdlink.cuda.driver import CudaStream, Device
 from tests.cuda.double import Reached
 from tests.cuda.fake import fake
 from tests.integrations.sglang_process import serve
+from tests.waiting import WAIT_S
 
 PAGE, LAYERS = 16, 3
-WAIT_S = 60.0
 
 
 class OnGpu:

@@ -23,7 +23,8 @@ from pdlink.store.scope import sglang_names
 from tests.integrations.test_sglang_device_pages import device_pages, device_pool
 from tests.integrations.test_sglang_parts import LAYERS, PAGE, PAGES, pages_of, pool
 from tests.integrations.test_store_half import PROMPT, TOKENS, found, keep, opened, server, table
-from tests.store.stubs import WAIT_S, StubTier
+from tests.store.stubs import StubTier
+from tests.waiting import WAIT_S
 
 
 class Operator:

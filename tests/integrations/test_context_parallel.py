@@ -15,7 +15,7 @@ from pdlink.integrations.vllm_parts.layout import UnsupportedCache
 from pdlink.integrations.vllm_parts.requests import Scheduled
 from pdlink.integrations.vllm_parts.settings import read
 from tests.integrations.vllm_engine import DST, HEADS, NAMES, PROMPT, SIZE, SRC, Server
-from tests.node.conftest import WAIT_S
+from tests.waiting import WAIT_S
 
 
 @pytest.mark.parametrize("through_host", [False, True])

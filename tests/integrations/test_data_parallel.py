@@ -15,7 +15,7 @@ from pdlink.fleet.ports import free_ports
 from pdlink.integrations.vllm_parts import versions
 from pdlink.integrations.vllm_parts.requests import Scheduled
 from tests.integrations.vllm_engine import DST, HEADS, NAMES, PROMPT, SIZE, SRC, Server
-from tests.node.conftest import WAIT_S
+from tests.waiting import WAIT_S
 
 COUNT = len(PROMPT) - 1
 NO_OTHER_LEG = {"timeouts": {"other_leg_s": 0.5}}

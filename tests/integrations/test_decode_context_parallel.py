@@ -15,7 +15,7 @@ from pdlink.integrations.vllm_parts.layout import UnsupportedCache
 from pdlink.integrations.vllm_parts.requests import Scheduled
 from tests.integrations.context_slots import slot_of
 from tests.integrations.vllm_engine import NAMES, Engine
-from tests.node.conftest import WAIT_S
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

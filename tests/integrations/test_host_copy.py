@@ -16,8 +16,9 @@ from pdlink.integrations.vllm_parts.host_copy import HostCopy
 from pdlink.integrations.vllm_parts.layout import PACKED, ROWS, STATE, CacheGroups, GroupKind, LayerView, describe
 from pdlink.integrations.vllm_parts.requests import ComputedChunk, OfferedBlocks, Scheduled, StepPlan
 from pdlink.integrations.vllm_parts.store_book import BlocksToLoad, BlocksToSave, BookedPrompt, Keep, StorePlan
-from tests.endpoint.conftest import Node, Pair, until
+from tests.endpoint.conftest import Node, Pair
 from tests.integrations.test_worker import DST, NAMES, SRC, Server, ask, cache_of, offer
+from tests.waiting import until
 
 Tensors = dict[str, torch.Tensor]
 

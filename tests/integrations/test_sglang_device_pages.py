@@ -17,7 +17,8 @@ from pdlink.integrations.sglang_parts.hicache import HostPages, RankScheme
 from pdlink.integrations.sglang_parts.settings import read_linker
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
 from tests.integrations.test_sglang_parts import LAYERS, PAGE, PAGES, RANKS, pages_of, pool
-from tests.store.process import process, until
+from tests.store.process import process
+from tests.waiting import until
 
 LATENT = RankScheme((0, 1), (0, 1), (0, 1), True)
 

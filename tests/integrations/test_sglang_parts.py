@@ -25,9 +25,9 @@ from pdlink.kv.groups import KVGroups
 from pdlink.node.node import Node
 from pdlink.protocol.handshake import ModelId
 from pdlink.reasons import ABORTED
+from tests.waiting import WAIT_S
 
 PAGE, TOKEN, PAGES, LAYERS, PLACES = 4, 32, 64, 3, 16
-WAIT_S = 20.0
 
 
 class Side:

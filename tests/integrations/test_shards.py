@@ -14,9 +14,10 @@ from pdlink.integrations.vllm_parts.shards import RankPlace, by_stage, dealt, sh
 from pdlink.integrations.vllm_parts.worker import WorkerHalf
 from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.memory.buffers import Buffer
-from tests.endpoint.conftest import TIMEOUTS, WAIT_S, Node
+from tests.endpoint.conftest import TIMEOUTS, Node
 from tests.integrations.vllm_engine import NO_ADAPTERS
 from tests.loopback import LoopbackHub
+from tests.waiting import WAIT_S
 
 PROMPT = list(range(30))
 NAMES = ("model.0", "model.1", "model.2")

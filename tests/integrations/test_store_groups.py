@@ -36,6 +36,7 @@ from pdlink.store.store import Store
 from pdlink.store.tiers.base import Tier
 from tests.integrations.vllm_engine import NO_ADAPTERS
 from tests.store.stubs import StubTier
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from pdlink.store.gpu_pages import GpuPages
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 CHUNK = BLOCK = 16
 WINDOW, LAYERS, NUM_BLOCKS, HEAD = 12, 2, 120, 64
 NULL = 0
-WAIT_S = 60.0
 NAMES = [[f"{kind}{layer}" for layer in range(LAYERS)] for kind in ("full", "window", "state")]
 
 

@@ -35,10 +35,10 @@ from pdlink.store.tiers.base import Tier
 from pdlink.store.worth import COPY, Speed
 from tests.store.process import client, served
 from tests.store.stubs import GatedTier, StubTier
+from tests.waiting import WAIT_S
 
 CHUNK, TOKENS, LAYERS, HEADS, SIZE, BLOCKS = 16, 44, 3, 2, 8, 64
 PROMPT = list(range(500, 500 + TOKENS))
-WAIT_S = 10.0
 Vector = np.ndarray[tuple[int], np.dtype[np.float32]]
 
 

@@ -19,9 +19,10 @@ from pdlink.store.eviction import Lru
 from pdlink.store.groups import RecordGroup
 from pdlink.store.source import CallersBlocks, Source
 from pdlink.store.store import Store
-from tests.endpoint.conftest import WAIT_S, Pair, until
+from tests.endpoint.conftest import Pair
 from tests.integrations.test_worker import NAMES, PROMPT, SRC, Server, same
 from tests.integrations.vllm_engine import NO_ADAPTERS
+from tests.waiting import WAIT_S, until
 
 CHUNK = 8
 TABLE, BLOCKS = [5, 2], [10, 11, 4, 5]

@@ -20,8 +20,9 @@ from pdlink.integrations.vllm_parts.steps import Steps
 from pdlink.integrations.vllm_parts.worker import Results, WorkerHalf
 from pdlink.kv.groups import KVGroups
 from pdlink.reasons import Code, Reason
-from tests.endpoint.conftest import TIMEOUTS, WAIT_S, Node, Pair, until
+from tests.endpoint.conftest import TIMEOUTS, Node, Pair
 from tests.integrations.vllm_engine import NO_ADAPTERS
+from tests.waiting import WAIT_S, until
 
 PROMPT = list(range(30))
 ID = params.transfer_id("a", PROMPT)

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdlink._http import ANYTHING, CACHED, DONE, ERROR, FINISH, PARAMS
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 relay = pytest.importorskip("pdlink._relay", reason="the native relay is built where there is epoll")
 
-WAIT_S = 20.0
 MARKS = ERROR | FINISH | CACHED | DONE
 EVENT = b'data: {"choices": [{"text": "word"}]}\n\n'
 

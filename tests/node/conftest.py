@@ -18,7 +18,6 @@ from tests.loopback import LoopbackHub, LoopbackTransport
 
 LAYERS, TOKENS = 3, 21
 SRC, DST = [5, 1, 9, 2, 30, 7], [11, 3, 20]
-WAIT_S = 20.0
 TIMEOUTS = Deadlines(heartbeat_s=0.05, peer_s=5.0, connect_s=6.0, lease_s=7.0, request_s=60.0)
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from pdlink.errors import TransferFailed
 from pdlink.reasons import Code
-from tests.endpoint.conftest import until
+from tests.waiting import WAIT_S, until
 
-from .conftest import DST, SRC, TOKENS, WAIT_S, Pair, assert_same, compute
+from .conftest import DST, SRC, TOKENS, Pair, assert_same, compute
 
 
 def transfer(pair: Pair, name: str) -> str:

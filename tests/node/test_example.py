@@ -10,11 +10,11 @@ from pathlib import Path
 
 from pdlink.memory.host import host_id
 from tests.two_hosts import two_hosts
+from tests.waiting import WAIT_S
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "examples" / "two_processes.py"
 PAYLOAD_NBYTES = 4 * 2 * 100 * 8 * 64 * 4
-WAIT_S = 40.0
 
 
 def test_readme_shows_the_program_as_it_is() -> None:

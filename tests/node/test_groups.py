@@ -16,8 +16,9 @@ from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout, LayerLayout, Part
 from pdlink.memory.buffers import HostBuffer
 from tests.loopback import LoopbackHub, LoopbackTransport
+from tests.waiting import WAIT_S
 
-from .conftest import TIMEOUTS, WAIT_S
+from .conftest import TIMEOUTS
 
 NUM_BLOCKS, PAGE_NBYTES, LAYERS, STATE_NBYTES = 24, 64, 2, 50
 WINDOW, STEP, TOKENS = 5, 4, 22

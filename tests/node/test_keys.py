@@ -11,8 +11,9 @@ from pdlink.errors import PeerNotAllowed
 from pdlink.protocol.auth import Credentials
 from pdlink.serve.keys import keygen
 from tests.loopback import LoopbackHub, LoopbackTransport
+from tests.waiting import WAIT_S
 
-from .conftest import DST, SRC, TIMEOUTS, TOKENS, WAIT_S, assert_same, compute, fill, groups
+from .conftest import DST, SRC, TIMEOUTS, TOKENS, assert_same, compute, fill, groups
 
 
 def test_nodes_with_keys_of_each_other_exchange_kv_and_a_stranger_is_not_dialed(tmp_path: Path) -> None:

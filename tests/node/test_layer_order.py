@@ -13,8 +13,9 @@ from pdlink.errors import InvalidRequest, TransferFailed
 from pdlink.node.layer_order import LayerOrder
 from pdlink.reasons import Code, Reason
 from pdlink.transport.tcp import TcpTransport
+from tests.waiting import WAIT_S
 
-from .conftest import DST, SRC, TOKENS, WAIT_S, assert_same, fill, groups
+from .conftest import DST, SRC, TOKENS, assert_same, fill, groups
 
 
 class HeldEvent:

@@ -17,8 +17,9 @@ from pdlink.memory.buffers import Buffer
 from pdlink.transport.base import Transport
 from pdlink.transport.mapped import MappedTransport
 from pdlink.transport.tcp import TcpTransport
+from tests.waiting import WAIT_S
 
-from .conftest import DST, SRC, TOKENS, WAIT_S, assert_same, compute, fill, groups
+from .conftest import DST, SRC, TOKENS, assert_same, compute, fill, groups
 
 
 class OnlyDlpack:

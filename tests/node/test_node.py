@@ -23,10 +23,10 @@ from pdlink.errors import (
 from pdlink.memory.blocks import BlockPool
 from pdlink.memory.buffers import Buffer
 from pdlink.reasons import Code, Reason
-from tests.endpoint.conftest import until
 from tests.loopback import LoopbackHub, LoopbackTransport
+from tests.waiting import WAIT_S, until
 
-from .conftest import DST, LAYERS, SRC, TIMEOUTS, TOKENS, WAIT_S, Pair, assert_same, compute, fill, groups
+from .conftest import DST, LAYERS, SRC, TIMEOUTS, TOKENS, Pair, assert_same, compute, fill, groups
 
 
 def num_held(node: pdlink.Node, blocks: list[int]) -> int:

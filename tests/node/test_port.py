@@ -8,9 +8,9 @@ import pdlink
 from pdlink.errors import InvalidRequest
 from pdlink.events import Event, FallbackUsed, listen
 from pdlink.reasons import ABORTED, Code, Reason
-from tests.endpoint.conftest import until
+from tests.waiting import WAIT_S, until
 
-from .conftest import DST, LAYERS, SRC, TOKENS, WAIT_S, Pair, assert_same
+from .conftest import DST, LAYERS, SRC, TOKENS, Pair, assert_same
 
 
 class Engines:

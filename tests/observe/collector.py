@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.waiting import WAIT_S
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Self
 
-WAIT_S = 20.0
 KINDS = ("unspecified", "internal", "server", "client", "producer", "consumer")
 
 

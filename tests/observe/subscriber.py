@@ -10,7 +10,7 @@ import zmq
 
 from pdlink.observe.kv_publisher import END
 
-WAIT_MS = 10_000
+WAIT_MS = 60_000
 
 # As in vllm/distributed/kv_events.py of vLLM 0.32.
 

@@ -13,7 +13,8 @@ import pytest
 from pdlink.config.tracing import TracingConfig
 from pdlink.observe.otlp import SpanSender
 from pdlink.observe.spans import Span, TraceContext, new_span_id
-from tests.observe.collector import WAIT_S, Collector
+from tests.observe.collector import Collector
+from tests.waiting import WAIT_S
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel is not installed")
 

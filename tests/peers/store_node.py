@@ -15,6 +15,7 @@ from pdlink.store.eviction import Lru
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape
 from pdlink.store.store import Store
 from tests import other_process
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from pdlink.protocol.auth import Credentials
     from pdlink.store.tiers.base import Tier
 
-WAIT_S = 20.0
 TIMEOUTS = Deadlines(heartbeat_s=0.1, peer_s=1.0, connect_s=2.0, lease_s=4.0)
 
 

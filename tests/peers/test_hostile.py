@@ -20,8 +20,9 @@ from pdlink.peers.messages import MAX_KEYS, VERSION, PeerAnswer, PeerAsk, Pull, 
 from pdlink.protocol.auth import AllowList, Credentials, KeyPair
 from pdlink.store.slots import SlotLease
 from pdlink.store.store import Store
+from tests.waiting import WAIT_S
 
-from .store_node import WAIT_S, StoreNode, key
+from .store_node import StoreNode, key
 
 pytestmark = pytest.mark.timeout(60)
 

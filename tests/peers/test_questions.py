@@ -12,8 +12,8 @@ import pytest
 
 from pdlink.peers.messages import MAX_KEYS, PeerAnswer, PeerAsk, Pull
 from pdlink.peers.questions import Questions
+from tests.waiting import WAIT_S
 
-WAIT_S = 20.0
 NUM_ASKS, NUM_PULLS = 120, 120
 """16 MiB of keys: more than the sockets of a connection on loopback take."""
 KEYS = tuple(b"%032d" % number for number in range(MAX_KEYS))

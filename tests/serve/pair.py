@@ -16,6 +16,7 @@ from pdlink.config import CacheConfig, ModelConfig, TransportConfig, WorkerConfi
 from pdlink.engine import engine as engine_module
 from pdlink.serve.app import build_app
 from pdlink.serve.worker import Worker
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 MODEL = "pdlink-tiny"
-WAIT_S = 20.0
 
 
 @dataclass(frozen=True)

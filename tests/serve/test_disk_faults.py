@@ -15,8 +15,9 @@ from pdlink.api.health import UNTOLD
 from pdlink.api.keys import KEY_HEADER
 from pdlink.serve.app import build_app
 from pdlink.serve.health import health, metrics_of
+from tests.waiting import WAIT_S
 
-from .tiered import CHUNK, WAIT_S, Computed, answers, computed_here, opened, prompt_of, store_of
+from .tiered import CHUNK, Computed, answers, computed_here, opened, prompt_of, store_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

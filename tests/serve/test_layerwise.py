@@ -18,9 +18,9 @@ from pdlink.node.port import EnginePort
 from pdlink.protocol.deadlines import Deadlines
 from pdlink.reasons import Reason
 from pdlink.serve.stream import DecodeLeg, Stream
-from tests.endpoint.conftest import until
 from tests.engine.small import NUM_LAYERS, Rig, oracle, prompt_of, rig
 from tests.loopback import LoopbackHub, LoopbackTransport
+from tests.waiting import until
 
 PROMPT, MAX_TOKENS = prompt_of(43), 8
 TIMEOUTS = Deadlines(heartbeat_s=0.05, peer_s=5.0, connect_s=6.0, lease_s=7.0, request_s=60.0)

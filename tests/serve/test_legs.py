@@ -22,8 +22,9 @@ from pdlink.node.node import Node
 from pdlink.node.port import EnginePort
 from pdlink.reasons import Reason
 from pdlink.serve.stream import PrefillLeg, Stream
-from tests.endpoint.conftest import layout, until
-from tests.serve.pair import WAIT_S, Reply, Script, WorkerPair
+from tests.endpoint.conftest import layout
+from tests.serve.pair import Reply, Script, WorkerPair
+from tests.waiting import WAIT_S, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -144,7 +145,7 @@ def test_events_of_a_scripted_answer_are_what_the_script_says(pair: WorkerPair) 
 @pytest.fixture(scope="module")
 def patient(script: Script) -> Iterator[WorkerPair]:
     """Nothing ends by its lease."""
-    with WorkerPair(script, timeouts=TimeoutConfig(peer_s=30.0)) as pair:
+    with WorkerPair(script, timeouts=TimeoutConfig(peer_s=2 * WAIT_S)) as pair:
         yield pair
 
 

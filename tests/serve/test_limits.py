@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdlink.serve import app as serving
-from tests.serve.pair import WAIT_S, Script, WorkerPair
+from tests.serve.pair import Script, WorkerPair
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -12,10 +12,10 @@ import pytest
 from pdlink.errors import RequestAborted
 from pdlink.events import LayerLanded, listen
 from pdlink.store.worth import COPY, Speed
+from tests.waiting import WAIT_S
 
 from .tiered import (
     CHUNK,
-    WAIT_S,
     Computed,
     answer,
     answers,

@@ -20,12 +20,13 @@ from pdlink.store.preimages import PreimageFile
 from pdlink_proxy.fleet import PlacementRequest
 from pdlink_proxy.kv_events import KVEvents
 from pdlink_proxy.table import WorkerState
+from tests.waiting import WAIT_S, until
 
 from ..observe.subscriber import Subscriber
-from ..store.process import client, process, served, until
+from ..store.process import client, process, served
 from ..store.stubs import SHAPE
 from .test_shared_store import worker
-from .tiered import CHUNK, WAIT_S, answers, prompt_of
+from .tiered import CHUNK, answers, prompt_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -69,11 +70,7 @@ class Index:
         return {names[number]: tokens for number, tokens, _ in (held.shares if held else ())}
 
     def until(self, prompt: tuple[int, ...], held: dict[str, int]) -> None:
-        for _ in range(500):
-            if (found := self.held(prompt)) == held:
-                return
-            threading.Event().wait(0.02)
-        raise AssertionError(f"got {found}, not {held}")
+        until(lambda: self.held(prompt) == held, f"they hold {held}")
 
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(WAIT_S)
@@ -169,10 +166,7 @@ def test_a_worker_that_lies_about_tokens_loses_its_connection_and_nothing_is_tol
         link = mine._link
         assert link is not None
         mine.commit(mine.reserve(KEYS[:1], SHAPE), SHAPE, [lie])
-        for _ in range(500):
-            if link.lost:
-                break
-            threading.Event().wait(0.02)
+        until(lambda: link.lost, "it is sent away")
         assert "tokens of another key" in link.lost
         honest.commit(honest.reserve(KEYS[1:], SHAPE), SHAPE, [SECOND])
         assert subscriber.hears({(medium, KEYS[1]) for medium in ("CPU", "STORAGE")})

@@ -36,11 +36,12 @@ from pdlink.store.scope import Scope, Scopes
 from pdlink.store.slots import Retention, tenant_of
 from pdlink.store.source import CallersBlocks, Source
 from pdlink.store.store import Store
+from tests.waiting import WAIT_S, until
 
-from ..store.process import process, until
+from ..store.process import process
 from ..store.stubs import StubTier
 from .test_shared_store import worker
-from .tiered import CHUNK, WAIT_S, Computed, answers, prompt_of
+from .tiered import CHUNK, Computed, answers, prompt_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

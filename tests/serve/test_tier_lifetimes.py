@@ -14,12 +14,12 @@ import pytest
 from pdlink.engine.request import SamplingParams
 from pdlink.errors import RequestAborted
 from pdlink.serve.worker import Worker
+from tests.waiting import WAIT_S
 
 from .tiered import (
     CHUNK,
     MODEL,
     SAMPLING,
-    WAIT_S,
     answer,
     answers,
     between_layers,

@@ -16,13 +16,12 @@ from pdlink.kv import hashing
 from pdlink.serve.health import health
 from pdlink.serve.worker import Worker
 from pdlink.store.prompt import Prompt
+from tests.waiting import WAIT_S, until
 
-from ..store.process import until
 from ..store.tiers.server import valkey_server
 from .tiered import (
     CHUNK,
     MODEL,
-    WAIT_S,
     Computed,
     answers,
     computed_here,

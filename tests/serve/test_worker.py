@@ -19,8 +19,7 @@ from pdlink.serve import worker as worker_module
 from pdlink.serve.checkpoint import write_checkpoint
 from pdlink.serve.worker import Worker
 from pdlink.transport.mapped import MappedTransport
-
-from ..store.process import until
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path

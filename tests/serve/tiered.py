@@ -17,6 +17,7 @@ from pdlink.events import PromptSourced, listen
 from pdlink.serve.worker import Worker
 from pdlink.store.loading import GroupLoad
 from pdlink.store.store import Store
+from tests.waiting import WAIT_S, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 MODEL = ModelConfig(num_layers=2)
 CHUNK = 32
 SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)
-WAIT_S = 20.0
 
 
 @contextmanager
@@ -187,8 +187,4 @@ def sourced() -> Iterator[list[PromptSourced]]:
 
 def until_free(worker: Worker) -> None:
     """Until the endpoint has given its blocks back, too."""
-    for _ in range(200):
-        if worker.pool.num_held == 0:
-            return
-        threading.Event().wait(0.05)
-    raise AssertionError(f"{worker.pool.num_held} blocks are held")
+    until(lambda: worker.pool.num_held == 0, "no block is held")

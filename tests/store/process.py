@@ -15,8 +15,9 @@ from pdlink.store.eviction import Lru
 from pdlink.store.server.listener import Listener
 from pdlink.store.store import Store
 from tests.other_process import suspend
+from tests.waiting import WAIT_S
 
-from .stubs import SHAPE, WAIT_S
+from .stubs import SHAPE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -24,14 +25,6 @@ if TYPE_CHECKING:
 
     from pdlink.store.interface import AnyStore
     from pdlink.store.tiers.base import Tier
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    """Wait for something another thread or process does."""
-    deadline_s = time.monotonic() + 2 * WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"timed out waiting until {what}"
-        time.sleep(0.005)
 
 
 class Process:

@@ -6,13 +6,13 @@ import threading
 from typing import TYPE_CHECKING
 
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SHAPE = RecordShape("uint8", 4, (Group("full", (0, 1), 2, 1, 512),))
 """Records of two pages."""
-WAIT_S = 10.0
 
 
 class StubTier:

@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pdlink.store.arena import Arena
-
-from .stubs import WAIT_S
+from tests.waiting import WAIT_S
 
 STEP = 1 << 20
 

@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 import pdlink
 from pdlink.errors import ConfigError, InvalidRequest, LayoutMismatch, TransferFailed
 from pdlink.store.record import HEADER_NBYTES
+from tests.waiting import WAIT_S
 
-from .stubs import WAIT_S, StubTier
+from .stubs import StubTier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,9 +23,9 @@ from pdlink.store.store import Store
 from pdlink.store.tiers.disk import Disk
 from pdlink.store.tiers.shared_dir import SharedDir
 from pdlink.store.tiers.valkey import Valkey
+from tests.waiting import WAIT_S, until
 
-from .process import until
-from .stubs import SHAPE, WAIT_S, StubTier
+from .stubs import SHAPE, StubTier
 from .test_store import KEYS, put, read
 from .tiers.server import valkey_server
 

@@ -23,9 +23,10 @@ from pdlink.store.link import Link, RemoteFetch
 from pdlink.store.record import Group, RecordShape
 from pdlink.store.server.listener import Listener
 from pdlink.store.slots import Retention, Share, Slot
+from tests.waiting import WAIT_S, until
 
-from .process import client, everything_is_free, process, served, until
-from .stubs import SHAPE, WAIT_S, StubTier
+from .process import client, everything_is_free, process, served
+from .stubs import SHAPE, StubTier
 from .test_store import KEYS, content, fetch, payload, put, read
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from pdlink.errors import ConfigError, InvalidRequest
 from pdlink.store.codec import RAW, Codec, make_codec
 from pdlink.store.record import _PREFIX, HEADER_NBYTES, Group, Miss, RecordShape, is_hashed, pack, seal, unseal
+from tests.waiting import WAIT_S
 
-from .stubs import WAIT_S, StubTier
+from .stubs import StubTier
 from .test_cache import PROMPT, Pages
 
 pytest.importorskip("zstandard", reason="the extra `store`")

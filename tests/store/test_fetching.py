@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from pdlink.store.fetching import Wanted
 from pdlink.store.slots import USUAL
+from tests.waiting import WAIT_S
 
-from .stubs import SHAPE, WAIT_S, StubTier
+from .stubs import SHAPE, StubTier
 from .test_store import KEYS, fetch, opened, put, put_below
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.waiting import WAIT_S, until
+
 from .dying_store import DyingStore, store_in
-from .process import client, until
-from .stubs import WAIT_S
+from .process import client
 from .test_store import KEYS, fetch, put, read
 
 if TYPE_CHECKING:

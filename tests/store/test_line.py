@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdlink.store.line import FIRST, MOST, Line, Width
-
-from .stubs import WAIT_S
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,8 +14,7 @@ from pdlink.memory import buffers, numa
 from pdlink.store.arena import STEP_NBYTES
 from pdlink.store.opening import make_store
 from pdlink.store.record import Group, RecordShape
-
-from .process import until
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

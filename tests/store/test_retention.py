@@ -11,8 +11,9 @@ import pytest
 from pdlink import Retention
 from pdlink.serve.openai import CompletionRequest
 from pdlink.store.slots import USUAL
+from tests.waiting import WAIT_S
 
-from .stubs import WAIT_S, StubTier
+from .stubs import StubTier
 from .test_cache import CHUNK, PROMPT, RECORD_NBYTES, Pages
 
 SLOT_NBYTES = -(-RECORD_NBYTES // 4096) * 4096

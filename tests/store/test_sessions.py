@@ -13,9 +13,9 @@ from pdlink.store.extents import ALIGNMENT_NBYTES as PAGE
 from pdlink.store.sessions import MAX_OF_TENANT, SessionHolds, SessionTerms
 from pdlink.store.slots import HELD, KEPT
 from pdlink.store.store import Store
+from tests.waiting import WAIT_S, until
 
-from .process import until
-from .stubs import SHAPE, WAIT_S, StubTier
+from .stubs import SHAPE, StubTier
 from .test_store import Clock, opened, put, put_below, read
 
 NBYTES = SHAPE.nbytes

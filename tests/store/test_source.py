@@ -22,9 +22,10 @@ from pdlink.store.loading import worth_a_copy
 from pdlink.store.source import Source
 from pdlink.store.store import Store
 from pdlink.store.worth import Choice, Speed
+from tests.waiting import WAIT_S, until
 
-from .process import client, served, until
-from .stubs import WAIT_S, GatedTier, StubTier
+from .process import client, served
+from .stubs import GatedTier, StubTier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -23,9 +23,9 @@ from pdlink.store.line import FIRST, Width
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape, seal, unseal
 from pdlink.store.slots import USUAL, Retention, Share, Slot, SlotLease
 from pdlink.store.store import Store
+from tests.waiting import WAIT_S, until
 
-from .process import until
-from .stubs import SHAPE, WAIT_S, StubTier
+from .stubs import SHAPE, StubTier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -120,12 +120,7 @@ def test_a_prefix_may_lie_in_memory_and_in_two_tiers() -> None:
 
 def tier_is_empty(tier: StubTier) -> None:
     """Wait for the clearing, which the tier's thread does."""
-    done = threading.Event()
-    for _ in range(200):
-        if not tier.records:
-            return
-        done.wait(0.05)
-    raise AssertionError("the tier was not cleared")
+    until(lambda: not tier.records, "the tier is cleared")
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyError("bug"), MemoryError()])
@@ -186,14 +181,12 @@ def test_a_stalled_read_delays_its_own_request_by_the_deadline_only() -> None:
         assert put(store, KEYS[5:8]) == 2, "a slot is the tier's"
         assert not fetch(store, KEYS[1:2]).done.result(WAIT_S), "the tier is left alone"
         tier.going.set()
-        done = threading.Event()
-        for _ in range(200):
-            if read(store, KEYS[:1]):
-                break
+
+        def is_back() -> int:
             clock.now_s += 70
-            done.wait(0.02)
-        else:
-            pytest.fail("the tier did not come back")
+            return read(store, KEYS[:1])
+
+        until(is_back, "the tier is back")
 
 
 def test_a_server_that_does_not_answer_is_told_at_the_start_and_asked_until_it_does(

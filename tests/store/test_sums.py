@@ -9,9 +9,10 @@ import pytest
 
 from pdlink import _copy
 from pdlink.store import record as records
+from tests.waiting import WAIT_S, until
 
-from .process import client, served, until
-from .stubs import WAIT_S, StubTier
+from .process import client, served
+from .stubs import StubTier
 from .test_source import CHUNK, LAYERS, TOKENS, Engine, check, engine, opened
 
 if TYPE_CHECKING:

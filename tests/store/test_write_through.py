@@ -11,9 +11,9 @@ from pdlink.store.eviction import Lru
 from pdlink.store.line import Width
 from pdlink.store.slots import Retention
 from pdlink.store.store import Store
+from tests.waiting import WAIT_S, until
 
-from .process import until
-from .stubs import SHAPE, WAIT_S, StubTier
+from .stubs import SHAPE, StubTier
 from .test_store import KEYS, Clock, fetch, opened, put, read
 
 NUM_SLOTS = 8

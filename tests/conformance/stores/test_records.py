@@ -13,9 +13,10 @@ from pdlink.errors import CapacityExceeded, ConfigError
 from pdlink.store.interface import MEMORY, Found
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape
 from pdlink.store.slots import Share
-from tests.store.process import everything_is_free, until
-from tests.store.stubs import SHAPE, WAIT_S, StubTier
+from tests.store.process import everything_is_free
+from tests.store.stubs import SHAPE, StubTier
 from tests.store.test_store import KEYS, Clock, content, drained, fetch, payload, put_below, read, tier_is_empty
+from tests.waiting import WAIT_S, until
 
 from .conftest import disturb, heard, put
 

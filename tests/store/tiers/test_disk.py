@@ -21,8 +21,8 @@ from pdlink.store.record import Group, RecordShape, seal
 from pdlink.store.tiers.disk import Disk
 from pdlink.store.tiers.files import DirectFile
 from pdlink.store.tiers.segments import FullSegments, Segment
+from tests.waiting import WAIT_S
 
-from ..stubs import WAIT_S
 from .harness import key, read, record
 
 SEGMENT_NBYTES = 256 << 10

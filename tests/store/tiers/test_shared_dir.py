@@ -15,9 +15,8 @@ import pytest
 from pdlink.errors import ConfigError
 from pdlink.store import late
 from pdlink.store.tiers.shared_dir import SharedDir
+from tests.waiting import WAIT_S, until
 
-from ..process import until
-from ..stubs import WAIT_S
 from .harness import key, read, record
 
 FILE_NBYTES = 65536 + 64

@@ -15,9 +15,8 @@ from pdlink.errors import ConfigError
 from pdlink.store import late
 from pdlink.store.tiers.disk import Disk
 from pdlink.store.tiers.striped import Striped
+from tests.waiting import WAIT_S, until
 
-from ..process import until
-from ..stubs import WAIT_S
 from .harness import key, read, record
 
 if TYPE_CHECKING:
