@@ -1,10 +1,11 @@
-"""A native thread that does nothing for a while, although its process runs."""
+"""Native threads of this process, and one that does nothing for a while, although its process runs."""
 
 from __future__ import annotations
 
 import contextlib
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ import pytest
 from tests.conformance.transports.side import PATIENCE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 STOP_THREAD = """
 import ctypes, os, sys
@@ -29,11 +30,29 @@ sys.stdin.read()
 """
 
 
+def native_threads() -> dict[str, str]:
+    """Our native threads by id, to their names; one that ends meanwhile is left out."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            name = (task / "comm").read_text(encoding="ascii").strip()
+            if name.startswith("pdlink-"):
+                found[task.name] = name
+    return found
+
+
+def wait_for_threads(true: Callable[[dict[str, str]], bool]) -> None:
+    """Return when this is true of `native_threads`: the kernel lists a thread for a moment after it was joined."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not true(now := native_threads()):
+        assert time.monotonic() < deadline, now
+        time.sleep(0.001)
+
+
 @contextlib.contextmanager
 def standing_still(thread_name: str) -> Iterator[None]:
     """One thread of this process is stopped, as by a driver that does not come back; the others run."""
-    tasks = Path("/proc/self/task").iterdir()
-    tid = next(task.name for task in tasks if (task / "comm").read_text(encoding="ascii").strip() == thread_name)
+    tid = next(tid for tid, name in native_threads().items() if name == thread_name)
     command = [sys.executable, "-c", STOP_THREAD, tid]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

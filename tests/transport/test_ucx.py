@@ -10,7 +10,6 @@ import gc
 import os
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -22,7 +21,7 @@ from pdlink.transport import ucx
 from pdlink.transport.ucx import UcxTransport
 from tests.conformance.transports.other_process import OtherProcess
 from tests.conformance.transports.side import LONG_NBYTES, LONG_PASSES, PATIENCE_S, Side, join, run_list
-from tests.transport.standing import standing_still
+from tests.transport.standing import standing_still, wait_for_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -250,15 +249,6 @@ def test_a_progress_thread_that_stands_still_holds_up_no_handshake(make_side: Ma
     assert writer.wait_batch(writer.submit_block("owner", 0, 100)) == "ok"
 
 
-def names_of_threads() -> list[str]:
-    """Of this process; a thread that ends meanwhile is left out."""
-    found = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):
-            found.append((task / "comm").read_text().strip())
-    return found
-
-
 @needs_ucx
 def test_a_progress_thread_that_stands_still_holds_up_close_two_seconds_at_most(make_side: MakeSide) -> None:
     """It goes on later, with what it uses still there."""
@@ -269,11 +259,8 @@ def test_a_progress_thread_that_stands_still_holds_up_close_two_seconds_at_most(
         start_s = time.monotonic()
         writer.transport.close()  # one of them is the stopped one
         owner.transport.close()
-        assert time.monotonic() - start_s < 3.0
+        assert time.monotonic() - start_s < PATIENCE_S / 2, "on a busy machine, too"
         for side in (writer, owner):
             side.transport._native = None  # type: ignore[attr-defined]
         gc.collect()
-    deadline = time.monotonic() + PATIENCE_S
-    while "pdlink-ucx" in names_of_threads():
-        assert time.monotonic() < deadline, "the thread does not end"
-        time.sleep(0.001)
+    wait_for_threads(lambda now: "pdlink-ucx" not in now.values())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import select
-from itertools import dropwhile
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pdlink.errors import TransportFailure
-from tests.conformance.transports.side import LONG_NBYTES, LONG_PASSES, Side, join
+from tests.conformance.transports.side import LONG_NBYTES, LONG_PASSES, Side, assert_cut_off, join
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,22 +45,13 @@ def all_reported(writer: Side, tickets: list[int]) -> list[str]:
     return statuses
 
 
-def assert_cut_off(statuses: list[str]) -> None:
-    """The last batch was cut off, and none after the first that was.
-
-    Not all: a slow tester may close after the first batches have ended.
-    """
-    assert statuses[-1] != "ok", statuses
-    assert "ok" not in dropwhile("ok".__eq__, statuses), statuses
-
-
 def test_nothing_changes_after_the_owner_closed_the_writer(busy_pair: tuple[Side, Side, list[int]]) -> None:
     """nixl#2067: cancelled was not quiesced."""
     writer, owner, tickets = busy_pair
     owner.close_peer("writer")
     owner.wait_closed("writer")
     at_the_end = owner.snapshot()
-    assert_cut_off(all_reported(writer, tickets))
+    assert_cut_off(all_reported(writer, tickets), "peer_failed", "cancelled")
     writer.wait_failed("owner")
     writer.close_peer("owner")
     writer.wait_closed("owner")
@@ -73,7 +63,7 @@ def test_nothing_changes_after_the_writer_closed_the_owner(busy_pair: tuple[Side
     writer.close_peer("owner")
     writer.wait_closed("owner")
     at_the_end = owner.snapshot()
-    assert_cut_off(all_reported(writer, tickets))
+    assert_cut_off(all_reported(writer, tickets), "peer_failed", "cancelled")
     with pytest.raises(TransportFailure):
         writer.submit_block("owner", 0, 100)
     owner.close_peer("writer")
@@ -106,8 +96,8 @@ def test_a_deadline_that_was_met_does_not_count_any_more(make_side: Callable[[],
     owner.add_buffer(LONG_NBYTES, seed=1)
     join(writer, owner)
     assert writer.wait_batch(writer.submit_block("owner", 0, LONG_NBYTES)) == "ok"
-    assert writer.wait_batch(writer.submit_block("owner", 0, LONG_NBYTES, timeout_s=0.3)) == "ok"
-    select.select([], [], [], 0.31)
+    assert writer.wait_batch(writer.submit_block("owner", 0, LONG_NBYTES, timeout_s=1.0)) == "ok"
+    select.select([], [], [], 1.01)
     assert writer.wait_batch(writer.submit_block("owner", 0, LONG_NBYTES)) == "ok"
 
 

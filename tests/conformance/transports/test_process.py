@@ -14,6 +14,7 @@ import pytest
 from pdlink.errors import TransportFailure
 from pdlink.transport.native import NativeTransport
 from tests.conformance.transports.side import LONG_NBYTES, Side, join, run_list
+from tests.transport.standing import native_threads, wait_for_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,16 +86,13 @@ def test_connections_come_and_go_without_growth(pair: tuple[Side, Side]) -> None
 @pytest.mark.usefixtures("pair")
 def test_no_native_thread_takes_signals() -> None:
     """A signal that lands there would not wake Python's main thread."""
-    native = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text().startswith("pdlink-")]
+    native = native_threads()
     assert native
-    for task in native:
-        blocked = int((task / "status").read_text().partition("SigBlk:")[2].split()[0], 16)
+    for tid in native:
+        status = Path(f"/proc/self/task/{tid}/status").read_text()
+        blocked = int(status.partition("SigBlk:")[2].split()[0], 16)
         assert blocked & 1 << signal.SIGINT - 1
         assert blocked & 1 << signal.SIGTERM - 1
-
-
-def native_threads() -> set[str]:
-    return {task.name for task in Path("/proc/self/task").iterdir() if "pdlink-" in (task / "comm").read_text()}
 
 
 def test_close_ends_the_thread_though_signals_come_meanwhile(pair: tuple[Side, Side]) -> None:
@@ -103,7 +101,7 @@ def test_close_ends_the_thread_though_signals_come_meanwhile(pair: tuple[Side, S
     signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
     try:
         writer.transport.close()
-        assert native_threads() < before
+        wait_for_threads(lambda now: now.keys() < before.keys())
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, former)
