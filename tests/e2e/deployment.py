@@ -8,20 +8,22 @@ import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 
 from pdlink.config import ProxyConfig, WorkerConfig
 from pdlink.fleet.child import Child, listening_on, start, stop
-from pdlink_bench.chaos.faults import WORKER
-from pdlink_bench.chaos.tamper import LAYER_S
+from tests.waiting import WAIT_S, until
+
+from . import held
 
 READY_S = 90.0
-WAIT_S = 60.0
 
 TIMEOUTS = {"peer_s": 2.5, "request_s": 60.0, "drain_s": 3.0}
 
@@ -57,14 +59,6 @@ def request(url: str, body: object = None, timeout_s: float = 60.0, headers: dic
     return Answer(status, json.loads(text), got, time.monotonic() - started_s)
 
 
-def until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
-    """Wait for something another process does."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"timed out after {timeout_s} s waiting until {what}"
-        time.sleep(0.02)
-
-
 def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
     """Token ids that depend on the seed; printable bytes, so that nothing special is hit."""
     state = seed * 7919 + 13
@@ -80,8 +74,10 @@ class Deployment:
     """Children by label, the proxy last; a context manager."""
 
     children: dict[str, Child] = field(default_factory=dict)
-    slow: dict[str, float] = field(default_factory=dict)
-    """By label, seconds that each layer of a prompt takes longer."""
+    holdable: tuple[str, ...] = ()
+    """Labels of workers that `hold` is for."""
+    _holds: Path = Path()
+    """The folder of a file for each worker that is held, by its label."""
 
     @classmethod
     def launch(
@@ -90,10 +86,10 @@ class Deployment:
         proxy: dict[str, Any] | None = None,
         *,
         routed: bool = True,
-        slow: dict[str, float] | None = None,
+        holdable: tuple[str, ...] = (),
     ) -> Deployment:
         """workers: label to settings. All start at once; the proxy follows when they are ready, if `routed`."""
-        deployment = cls(slow=slow or {})
+        deployment = cls(holdable=holdable, _holds=Path(mkdtemp()) if holdable else Path())
         try:
             for label, settings in workers.items():
                 deployment._start(label, settings["role"], {**settings, "name": label})
@@ -124,7 +120,25 @@ class Deployment:
         self.stop()
 
     def stop(self) -> None:
+        self.let_go()
         stop(list(self.children.values()), 8.0)
+        if self.holdable:
+            rmtree(self._holds, ignore_errors=True)
+
+    def hold(self, label: str, at: str) -> None:
+        """From now on this worker's engine stands still there; at: as of `held.HELD_BY`."""
+        assert label in self.holdable
+        file = self._hold_of(label)
+        file.with_suffix(".new").write_text(at)
+        file.with_suffix(".new").rename(file)
+
+    def let_go(self) -> None:
+        """All engines go on."""
+        for label in self.holdable:
+            self._hold_of(label).unlink(missing_ok=True)
+
+    def _hold_of(self, label: str) -> Path:
+        return self._holds / label
 
     def url(self, label: str) -> str:
         return str(self.children[label].facts["url"])
@@ -141,13 +155,12 @@ class Deployment:
         self.children[label].wait_ready(READY_S)
 
     def _start(self, label: str, role: str, settings: dict[str, Any]) -> None:
-        layer_s = self.slow.get(label)
-        if layer_s is None:
+        if label not in self.holdable:
             self.children[label] = start(label, role, settings)
             return
         with pytest.MonkeyPatch.context() as patch:  # children inherit it
-            patch.setenv(LAYER_S, str(layer_s))
-            self.children[label] = start(label, role, settings, WORKER)
+            patch.setenv(held.HELD_BY, str(self._hold_of(label)))
+            self.children[label] = start(label, role, settings, held.__name__)
 
     def wait_proxy_hears_all(self) -> None:
         """Until the proxy can serve and each of its workers has answered it; /readyz needs a decode only."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,12 +14,12 @@ import pytest
 
 from pdlink.cli import main
 from tests.observe.traced import events_of, tracks_of
+from tests.waiting import until
 
-from .deployment import Deployment, prompt_of, request, until, worker_settings
+from .deployment import Deployment, prompt_of, request, worker_settings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
-LAYER_S = 0.03
 NUM_BLOCKS = 128
 
 
@@ -30,7 +31,7 @@ def deployment() -> Iterator[Deployment]:
         "prefill": worker_settings("prefill", transport=ucx, cache=cache),
         "decode": worker_settings("decode", transport=ucx, cache=cache, on_transfer_failure="fail"),
     }
-    with Deployment.launch(workers, slow={"prefill": LAYER_S}) as deployment:
+    with Deployment.launch(workers, holdable=("prefill",)) as deployment:
         yield deployment
 
 
@@ -56,16 +57,21 @@ def events(deployment: Deployment, path: str, body: dict[str, Any]) -> list[dict
 
 
 def test_layer_0_lands_before_the_last_layer_is_computed(deployment: Deployment) -> None:
-    answer = deployment.complete(prompt_of(100, seed=5))
+    before = deployment.metric("prefill", "pdlink_layers_landed_total")
+    deployment.hold("prefill", "layer 6")
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(deployment.complete, prompt_of(100, seed=5))
+        until(lambda: deployment.metric("prefill", "pdlink_layers_landed_total") == before + 7, "seven have landed")
+        deployment.let_go()
+        answer = running.result()
     transfer_id = answer.headers["X-Pdlink-Transfer"]
     transfers = request(deployment.url("prefill") + "/pdlink/events").body["transfers"]
     (ours,) = [each for each in transfers if each["transfer_id"] == transfer_id]
     written = {each["layer"]: each["at_s"] for each in ours["written"]}
     landed = {each["layer"]: each["at_s"] for each in ours["landed"] if each["start"] == 0}
     assert sorted(written) == sorted(landed) == list(range(8))
-    assert landed[0] < written[7]
     assert all(written[layer] <= landed[layer] for layer in range(8))
-    assert sum(landed[layer] < written[7] for layer in range(8)) >= 5, "most layers crossed during prefill"
+    assert all(landed[layer] < written[7] for layer in range(7)), "they crossed during prefill"
 
 
 def test_one_request_is_a_trace_over_the_proxy_and_both_its_workers(deployment: Deployment, tmp_path: Path) -> None:
@@ -160,7 +166,7 @@ def test_prompt_longer_than_the_pool_is_refused_at_once_with_both_numbers(deploy
     assert answer.status == 400
     assert answer.body["error"]["code"] == "capacity_exceeded"
     assert str(NUM_BLOCKS) in answer.body["error"]["message"]
-    assert answer.took_s < 5
+    assert answer.took_s < 30, "half of its timeout"
     assert deployment.complete(prompt_of(20)).status == 200
 
 
@@ -201,9 +207,11 @@ def test_client_that_leaves_during_prefill_frees_both_workers(deployment: Deploy
     target = urlsplit(deployment.url("proxy"))
     connection = http.client.HTTPConnection(target.hostname or "", target.port, timeout=30)
     body = {"model": "pdlink-tiny", "prompt": prompt_of(1500, seed=12), "max_tokens": 100}
+    deployment.hold("prefill", "layer 2")
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     until(lambda: deployment.health("decode")["running"] == 1, "decode waits for the KV")
     connection.close()
+    deployment.let_go()
     for label in ("prefill", "decode"):
         until(lambda label=label: deployment.idle(label), f"{label} is idle")  # type: ignore[misc]
 

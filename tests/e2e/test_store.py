@@ -11,9 +11,10 @@ import pytest
 from rich.console import Console
 
 from pdlink.observe.explain import fetch_explanation, table_of
+from tests.waiting import until
 
 from ..store.process import Process, process
-from .deployment import Deployment, prompt_of, request, until, worker_settings
+from .deployment import Deployment, prompt_of, request, worker_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +26,7 @@ CHUNK = 32
 
 
 @contextmanager
-def launched(tmp_path: Path, layer_s: float | None = None) -> Iterator[tuple[Deployment, Process]]:
+def launched(tmp_path: Path, holdable: tuple[str, ...] = ()) -> Iterator[tuple[Deployment, Process]]:
     """Two prefill workers, a decode worker, a proxy, and a store with a disk."""
     disk = {"local_disk": str(tmp_path / "disk"), "max_local_disk_size": 0.1, "max_local_cpu_size": 0.1}
     with process(tmp_path, tiers=disk) as store:
@@ -34,8 +35,7 @@ def launched(tmp_path: Path, layer_s: float | None = None) -> Iterator[tuple[Dep
         cache = {"share_prefixes": False}
         workers = {name: worker_settings("prefill", tiers=tiers, cache=cache) for name in ("prefill-0", "prefill-1")}
         workers["decode"] = worker_settings("decode", cache=cache, tiers={"max_local_cpu_size": 0})
-        slow = {name: layer_s for name in ("prefill-0", "prefill-1") if layer_s is not None}
-        with Deployment.launch(workers, {"policy": "round_robin", "retries": 1}, slow=slow) as deployment:
+        with Deployment.launch(workers, {"policy": "round_robin", "retries": 1}, holdable=holdable) as deployment:
             deployment.children["store"] = store.child
             both_are_connected(deployment)
             yield deployment, store
@@ -148,13 +148,16 @@ def test_sixteen_answers_are_right_while_the_store_is_killed_and_comes_again(
 
 
 def test_a_prefill_that_is_killed_while_it_stores_leaves_nothing_in_the_store(tmp_path: Path) -> None:
-    with launched(tmp_path, layer_s=0.1) as (deployment, _), ThreadPoolExecutor(1) as threads:
+    prefills = ("prefill-0", "prefill-1")
+    with launched(tmp_path, holdable=prefills) as (deployment, _), ThreadPoolExecutor(1) as threads:
         prompt = prompt_of(6 * CHUNK)
+        for name in prefills:
+            deployment.hold(name, "layer 2")
         future = threads.submit(deployment.complete, prompt)
         until(lambda: deployment.metric("store", "pdlink_store_reservations") == 6, "it is being stored")
-        busy = [name for name in ("prefill-0", "prefill-1") if not deployment.idle(name)]
-        assert len(busy) == 1
-        deployment.kill(busy[0])
+        (busy,) = (name for name in prefills if not deployment.idle(name))
+        deployment.kill(busy)
+        deployment.let_go()
         answer = future.result(60)
         assert answer.status == 200
         until(lambda: held(deployment) == 0, "its reservations have ended with it")

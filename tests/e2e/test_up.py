@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from pdlink_bench.chaos.ledger import segments
+from tests.waiting import WAIT_S, until
 
-from .deployment import Deployment, prompt_of, request, until, worker_settings
+from .deployment import TIMEOUTS, Deployment, prompt_of, request, worker_settings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -34,7 +35,13 @@ def descendants(pid: int) -> list[int]:
 
 
 def gone(pids: list[int]) -> bool:
-    return not any(Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text() for pid in pids)
+    def runs(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    return not any(map(runs, pids))
 
 
 def segments_of(pids: list[int]) -> set[str]:
@@ -106,8 +113,8 @@ def test_a_killed_worker_comes_back_and_ctrl_c_leaves_traces_and_nothing_else(tm
     assert json.loads((tmp_path / "prefill-0.json").read_text())["transfers"]
     said = [line for line in rest.splitlines() if "ok again" not in line]  # of the proxy, a moment later
     assert " WARNING " not in "\n".join(said), "a normal end looks like one"
-    until(lambda: gone(children), "all children have ended", timeout_s=30)
-    until(lambda: not segments() & held, "no shared memory is left behind", timeout_s=10)
+    until(lambda: gone(children), "all children have ended")
+    until(lambda: not segments() & held, "no shared memory is left behind")
 
 
 def test_children_end_when_up_is_killed() -> None:
@@ -116,8 +123,8 @@ def test_children_end_when_up_is_killed() -> None:
         assert len(children) == 3
         held = segments_of(children)
         site.process.kill()
-        until(lambda: gone(children), "all children have ended", timeout_s=30)
-    until(lambda: not segments() & held, "no shared memory is left behind", timeout_s=10)
+        until(lambda: gone(children), "all children have ended")
+    until(lambda: not segments() & held, "no shared memory is left behind")
 
 
 def test_mistyped_setting_is_named_with_the_right_one() -> None:
@@ -174,9 +181,10 @@ def test_processes_that_are_stopped_tell_of_no_leaked_objects(capfd: pytest.Capt
 
 
 def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones() -> None:
-    settings = worker_settings("both")
-    launched = Deployment.launch({"alone": settings}, routed=False, slow={"alone": 0.1})
+    settings = worker_settings("both", timeouts={**TIMEOUTS, "drain_s": WAIT_S})
+    launched = Deployment.launch({"alone": settings}, routed=False, holdable=("alone",))
     with launched as deployment, ThreadPoolExecutor(1) as threads:
+        deployment.hold("alone", "layer 2")
         running = threads.submit(deployment.complete, prompt_of(20), at="alone")
         until(lambda: deployment.health("alone")["running"] == 1, "the request runs")
         assert [request(deployment.url("alone") + path).status for path in ("/readyz", "/livez")] == [200, 200]
@@ -185,5 +193,7 @@ def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones() -> None:
         assert request(deployment.url("alone") + "/readyz").status == 503
         assert request(deployment.url("alone") + "/livez").status == 200, "it must not be killed for that"
         assert deployment.complete(prompt_of(5), at="alone").status == 503
-        assert running.result(20).status == 200
-        assert deployment.children["alone"].process.wait(20) == 0
+        assert not running.done()
+        deployment.let_go()
+        assert running.result(WAIT_S).status == 200
+        assert deployment.children["alone"].process.wait(WAIT_S) == 0

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.proxy.fakes import command
+from tests.waiting import until
 
-from .deployment import request, until
+from .deployment import request
 from .test_up import descendants, gone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -66,7 +67,7 @@ def test_up_serves_with_another_engines_servers_and_leaves_nothing_behind(
     process.send_signal(number)
     status = process.wait(30)
     assert status == (0 if number == signal.SIGINT else -number)
-    until(lambda: gone(children), "all children have ended", timeout_s=30)
+    until(lambda: gone(children), "all children have ended")
     assert process.stdout is not None
     process.stdout.close()
 
