@@ -21,8 +21,8 @@ from pdlink.fleet.child import Child
 from pdlink_bench.chaos import faults
 from pdlink_bench.chaos.faults import LocalDeployment
 from pdlink_bench.chaos.schedule import PROXY, Fault, Kind
+from tests.waiting import WAIT_S
 
-WAIT_S = 15.0
 OBEDIENT = "trap 'exit 0' TERM; while :; do sleep 0.02; done"
 STUBBORN = "trap '' TERM; while :; do sleep 0.02; done"
 
@@ -71,13 +71,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     found = Started()
     monkeypatch.setattr(faults, "start", found)
     monkeypatch.setattr(child, "start", found)  # for `Child.again`
-    monkeypatch.setattr(faults, "_DRAIN_SLACK_S", 0.3)
     return found
 
 
 @pytest.fixture
 async def local(started: Started) -> AsyncIterator[LocalDeployment]:
-    timeouts = {"drain_s": 0.2}
+    timeouts = {"drain_s": 0.2}  # and eight seconds more, which no shell here takes
     prefill, decode = (
         WorkerConfig.model_validate({"role": role, "timeouts": timeouts}) for role in ("prefill", "decode")
     )
@@ -138,7 +137,10 @@ async def test_a_process_that_drains_and_leaves_is_no_finding(local: LocalDeploy
     assert local.done == {"term": 1}
 
 
-async def test_a_process_that_does_not_drain_is_a_finding(local: LocalDeployment, started: Started) -> None:
+async def test_a_process_that_does_not_drain_is_a_finding(
+    local: LocalDeployment, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "_DRAIN_SLACK_S", 0.3)
     started.script = STUBBORN
     local.begin(Fault(0.0, Kind.KILL, "prefill-0"))
     await local.settled()

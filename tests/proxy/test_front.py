@@ -175,7 +175,7 @@ async def test_a_head_that_comes_byte_by_byte_is_served_or_its_connection_is_clo
     prefill: FakeWorker, decode: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(front, "SWEEP_S", 0.02)
-    async with proxy_of([prefill], [decode], idle_timeout_s=2.0) as proxy, connected(proxy.url) as (reader, writer):
+    async with proxy_of([prefill], [decode], idle_timeout_s=60.0) as proxy, connected(proxy.url) as (reader, writer):
         for at in range(len(ASKED)):
             writer.write(ASKED[at : at + 1])
             await asyncio.sleep(0)

@@ -145,7 +145,7 @@ async def test_the_worker_of_a_lent_stream_hears_that_the_client_left(
 async def test_a_worker_that_falls_silent_in_a_lent_stream_is_given_up(
     prefill: FakeWorker, decode: FakeWorker
 ) -> None:
-    async with proxy_of([prefill], [decode], idle_timeout_s=0.5, retries=0, recover_streams=0) as proxy:
+    async with proxy_of([prefill], [decode], idle_timeout_s=2.0, retries=0, recover_streams=0) as proxy:
         decode.gates = {number: asyncio.Event() for number in range(1, 10)}
         async with proxy.post(prompt="hello", stream=True) as response:
             got = b""

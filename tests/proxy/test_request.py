@@ -110,13 +110,13 @@ async def test_the_end_of_a_record_and_its_duration_are_of_one_moment(
 
     def slowly(self: ClientAnswer, *said: Any) -> None:
         respond(self, *said)
-        time.sleep(0.2)  # of the proxy's own code
+        time.sleep(1.0)  # of the proxy's own code
 
     monkeypatch.setattr(ClientAnswer, "respond", slowly)
     async with proxy_of([prefill], [decode]) as proxy:
         await _served(proxy)
         (record,), (placed, _) = proxy.router.services.records, proxy.router.services.decisions
-        assert abs((record.at_s - record.total_s) - (placed.at_s - placed.waited_s)) < 0.1
+        assert abs((record.at_s - record.total_s) - (placed.at_s - placed.waited_s)) < 0.5
 
 
 async def test_a_request_whose_answer_cannot_be_made_fails_and_leaves_the_connection_to_others(
