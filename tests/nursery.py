@@ -29,7 +29,7 @@ _WORKERS = ("pdlink.serve.roles", "pdlink.serve.app", "pdlink.serve.worker", "pd
 """What the main function of `pdlink` imports when it is needed."""
 _MESSAGE_NBYTES = 1 << 18
 _MAX_DESCRIPTORS = 8
-_END_S = 10.0
+_END_S = 60.0
 
 
 class Forked(subprocess.Popen[bytes]):

@@ -24,6 +24,7 @@ from pdlink.errors import ConfigError
 from pdlink.fleet.ports import free_ports
 from pdlink.serve import roles
 from pdlink.serve.process import Parent, bind
+from tests.waiting import WAIT_S
 
 
 def exits(words: list[str]) -> int:
@@ -190,7 +191,7 @@ def test_a_server_outlives_its_standard_output(full: bool) -> None:
         until_told(process)
         served(url)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(WAIT_S) == 0
 
 
 @pytest.mark.parametrize("words", [["version"], ["keygen", "a"]])

@@ -79,7 +79,7 @@ class Node:
             self.identity,
             [transport],
             TIMEOUTS,
-            batch_timeout_s=2.0,
+            batch_timeout_s=WAIT_S,
             checksums=sums,
             credentials=credentials,
             channel=lambda _: self.line,

@@ -14,7 +14,7 @@ from aiohttp import web
 from pdlink.serve import http as serving
 from pdlink.serve.http import errors_as_json
 from tests.e2e.deployment import Answer, Deployment, prompt_of, request
-from tests.waiting import until
+from tests.waiting import WAIT_S, until
 
 from .conftest import PROMPT
 from .processes import throw
@@ -241,7 +241,7 @@ async def test_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch)
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         reader, writer = await asyncio.open_connection(*runner.addresses[0][:2])
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             assert b" 408 " in await reader.readline()
         writer.close()
     finally:

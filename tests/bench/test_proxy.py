@@ -10,6 +10,7 @@ import pytest
 from pdlink_bench import proxy
 from pdlink_bench.measure import Measured
 from pdlink_bench.proxy_stub import CHUNKS, DIALECTS
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +42,7 @@ async def seen(answer: bytes, load: proxy.ProxyLoad) -> tuple[int, int]:
     async with server:
         drive = proxy._Drive(going=False)
         client = await proxy._Client(server.sockets[0].getsockname()[1], load, 0, drive).connect()
-        await asyncio.wait_for(client.ended, 10)
+        await asyncio.wait_for(client.ended, WAIT_S)
         client.transport.abort()
         await told.wait()
     return len(drive.took_s), drive.wrong

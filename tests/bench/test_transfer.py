@@ -30,6 +30,7 @@ from pdlink_bench.rounds import Case, Contestant, RoundResults, RoundSettings, m
 from pdlink_bench.transfer import TRANSPORTS
 from pdlink_bench.workers import WorkerProcess
 from pdlink_bench.workload import DEFAULT, Workload, check_and_clear, fill_source
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +48,7 @@ SMALL = Workload(
     src_order="LBPTH",
     dst_order="LPBHT",
 )
-QUICK = RoundSettings(layer_ms=(0.1,), rounds=2, warm_ups=1, timeout_s=3.0)
+QUICK = RoundSettings(layer_ms=(0.1,), rounds=2, warm_ups=1, timeout_s=10.0)
 
 
 class Standing:
@@ -379,11 +380,11 @@ def test_no_process_outlives_the_run(end: str, tmp_path: Path) -> None:
             assert len(members(parent.pid)) >= 4
             if end == "Ctrl-C":
                 os.killpg(parent.pid, signal.SIGINT)
-                assert parent.wait(20) == 130
+                assert parent.wait(WAIT_S) == 130
                 assert "Traceback" not in parent.stderr.read()
             else:
                 parent.kill()
-                parent.wait(20)
+                parent.wait(WAIT_S)
             deadline_s = time.monotonic() + 20
             while (left := members(parent.pid)) and time.monotonic() < deadline_s:
                 time.sleep(0.02)

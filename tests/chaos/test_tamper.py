@@ -107,7 +107,7 @@ def test_nothing_is_tampered_with_unless_asked_for() -> None:
 def test_whatever_is_lost_repeated_or_late_no_transfer_waits_for_its_deadline() -> None:
     """Silence, leases and deadlines are longer than the test waits: a gap ends what would hang."""
     timeouts = Deadlines(
-        heartbeat_s=0.05, peer_s=6 * WAIT_S, connect_s=0.5, lease_s=7 * WAIT_S, request_s=10 * WAIT_S
+        heartbeat_s=0.05, peer_s=6 * WAIT_S, connect_s=1.0, lease_s=7 * WAIT_S, request_s=10 * WAIT_S
     )
     pair = Pair(timeouts, channel=channels(LinkFaults(seed=3, drop=0.1, duplicate=0.2, delay_s=0.005)))
     outcomes = []

@@ -19,6 +19,7 @@ from pdlink.cuda.kernels import Kernels
 from tests.cuda.double import Kv, Reached
 from tests.cuda.fake import IMAGE, Fake
 from tests.cuda.virtual import AllocationProp
+from tests.waiting import WAIT_S
 
 HEADER = Path("/usr/local/cuda/include/cuda.h")
 SOURCES = Path(__file__).parents[2] / "pdlink"
@@ -51,7 +52,7 @@ def test_every_thread_has_the_context_in_a_call_and_not_after_it(device: Device,
 
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join(20)
+    thread.join(WAIT_S)
     work()
     assert depths == [0, 0]
     log = double.take_log()

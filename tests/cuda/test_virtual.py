@@ -28,6 +28,7 @@ from tests.cuda.double import DoubleTransport
 from tests.cuda.fake import IMAGE, Fake
 from tests.cuda.virtual import FABRIC, POSIX_FD, Segment
 from tests.other_process import OtherProcess
+from tests.waiting import WAIT_S
 
 PAGE = 4096
 pytestmark = pytest.mark.usefixtures("steady_descriptors")
@@ -178,7 +179,7 @@ def test_a_peer_that_does_not_answer_is_given_up(double: Fake) -> None:
     with listener, pytest.raises(TimeoutError):
         list(handles(DoorPlace(name, bytes(16)), os.getpid(), 0, 2**40, began_s + 0.5))
     assert time.monotonic() - began_s < 10
-    thread.join(20)
+    thread.join(WAIT_S)
 
 
 def test_the_range_under_a_buffer_is_that_of_its_chunks(device: Device) -> None:

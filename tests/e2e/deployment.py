@@ -25,7 +25,7 @@ from . import held
 
 READY_S = 90.0
 
-TIMEOUTS = {"peer_s": 2.5, "request_s": 60.0, "drain_s": 3.0}
+TIMEOUTS = {"peer_s": 5.0, "request_s": 60.0, "drain_s": 3.0}
 
 
 def worker_settings(role: str, **sections: Any) -> dict[str, Any]:

@@ -252,7 +252,7 @@ def test_streams_go_on_at_another_worker_when_theirs_is_killed() -> None:
 def test_prefill_that_is_stopped_and_wakes_up_later_harms_nobody(transport: str) -> None:
     """nixl#2047: alive but stalled. Its late bytes must not reach blocks that others have by then."""
     prompt, other = prompt_of(100, seed=4), prompt_of(120, seed=5)
-    launched = launch(TRANSPORTS[transport], "recompute")
+    launched = launch(TRANSPORTS[transport], "recompute", peer_s=2.5)
     with launched as deployment, ThreadPoolExecutor(1) as threads:
         clean = [deployment.complete(prompt).text, deployment.complete(other).text]
         future = begin_and_reach_layer_3(deployment, threads, prompt)

@@ -25,6 +25,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 PATIENCE_MS = 60_000
+expect.set_options(timeout=PATIENCE_MS)
 _PICTURED_STEPS = 12
 """Of 10 s each, in the charts of the pictures."""
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2")
@@ -73,14 +74,14 @@ def looked_at(browser: Browser, url: str, scheme: Any, looks: int) -> tuple[byte
         page.on("pageerror", lambda error: troubles.append(str(error)))
         page.on("console", lambda line: troubles.append(line.text) if line.type == "error" else None)
         page.goto(url + "/pdlink/")
-        expect(page.locator("#verdict")).to_contain_text("1 of 5 workers is away: decode-2", timeout=PATIENCE_MS)
-        expect(page.locator("#happened")).to_contain_text("decode-2 is away", timeout=PATIENCE_MS)
+        expect(page.locator("#verdict")).to_contain_text("1 of 5 workers is away: decode-2")
+        expect(page.locator("#happened")).to_contain_text("decode-2 is away")
         page.locator("#requests button").last.click()
-        expect(page.locator("#story pre")).to_contain_text("placed, prefill on prefill-", timeout=PATIENCE_MS)
+        expect(page.locator("#story pre")).to_contain_text("placed, prefill on prefill-")
         for _ in range(looks):
             at = page.locator("#age").text_content() or ""
-            expect(page.locator("#age")).not_to_have_text(at, timeout=PATIENCE_MS)
-        page.wait_for_function("() => document.querySelector('#live .cells .l')", timeout=PATIENCE_MS)
+            expect(page.locator("#age")).not_to_have_text(at)
+        page.wait_for_function("() => document.querySelector('#live .cells .l')")
         below = page.evaluate(
             "() => document.querySelector('#ended').parentElement.getBoundingClientRect().top + scrollY"
         )

@@ -22,7 +22,7 @@ from pdlink.events import PeerChanged
 from pdlink.protocol.deadlines import Deadlines
 from tests.model.node import TIMEOUTS, Node
 from tests.model.world import World
-from tests.waiting import until
+from tests.waiting import WAIT_S, until
 
 from .conftest import Pair
 
@@ -117,7 +117,7 @@ def test_longest_absence_is_told_to_all_who_ask() -> None:
             over.set()
 
         endpoint.work.defer(stand_still)
-        assert over.wait(10.0)
+        assert over.wait(WAIT_S)
         until(lambda: endpoint.longest_absence_s() >= 0.2, "the loop has come back")
         assert endpoint.longest_absence_s() >= 0.2, "asking changes nothing"
     finally:
@@ -130,7 +130,7 @@ from pdlink.protocol.deadlines import Deadlines
 from tests.loopback import LoopbackHub
 from pdlink.events import PeerChanged, listen
 from tests.endpoint.conftest import Handler, Node, layout
-timeouts = Deadlines(heartbeat_s=0.05, peer_s=0.5, connect_s=5.0, lease_s=7.0, request_s=60.0)
+timeouts = Deadlines(heartbeat_s=0.05, peer_s=1.0, connect_s=5.0, lease_s=7.0, request_s=60.0)
 listen(lambda event: print(event.state, event.reason, flush=True) if isinstance(event, PeerChanged) else None)
 node = Node(LoopbackHub(), "decode", layout(8), timeouts).open()
 node.receiver.expect("t", sys.argv[1], Handler())
@@ -140,7 +140,7 @@ node.close()
 
 
 def test_stopped_process_keeps_its_sessions_when_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With SIGSTOP, ten times: nothing may be judged by a loop that wakes up before the I/O thread has read."""
+    """With SIGSTOP, six times: nothing may be judged by a loop that wakes up before the I/O thread has read."""
     patient = Deadlines(heartbeat_s=0.05, peer_s=20.0, connect_s=6.0, lease_s=30.0, request_s=60.0)
     pair = Pair(patient)
     monkeypatch.setattr(pair.prefill.transport, "connect", lambda peer, invitation: None)  # another process's hub
@@ -152,9 +152,9 @@ def test_stopped_process_keeps_its_sessions_when_it_goes_on(monkeypatch: pytest.
     assert child.stdout is not None
     try:
         assert child.stdout.readline() == "ready loopback\n"
-        for _ in range(10):
+        for _ in range(6):
             os.kill(child.pid, signal.SIGSTOP)
-            time.sleep(0.6)  # longer than its peer_s
+            time.sleep(1.1)  # longer than its peer_s
             os.kill(child.pid, signal.SIGCONT)
             heard_s = pair.prefill.endpoint.peers()[0].heard_s
             until(lambda heard_s=heard_s: pair.prefill.endpoint.peers()[0].heard_s > heard_s, "it speaks again")  # type: ignore[misc]
@@ -164,6 +164,6 @@ def test_stopped_process_keeps_its_sessions_when_it_goes_on(monkeypatch: pytest.
         ] == []
     finally:
         child.stdin.close()
-        child.wait(10.0)
+        child.wait(WAIT_S)
         child.stdout.close()
         pair.close()

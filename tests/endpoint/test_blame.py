@@ -20,7 +20,7 @@ from tests.attacks.processes import Holdings
 from tests.attacks.stranger import Stranger
 from tests.endpoint.conftest import TIMEOUTS, Handler, Node, Pair, SenderLog, layout
 from tests.loopback import LoopbackHub, LoopbackTransport
-from tests.waiting import until
+from tests.waiting import WAIT_S, until
 
 SRC, DST, TOKENS = [3, 0, 9, 4], [5, 1], 13
 
@@ -276,7 +276,7 @@ def test_a_worker_without_a_transport_ends(two: Pair, monkeypatch: pytest.Monkey
     assert isinstance(node, TwoTransports)
     for transport in (node.transport, node.second):
         monkeypatch.setattr(transport, "poll", fail)
-    assert node.died.wait(10.0)
+    assert node.died.wait(WAIT_S)
     assert "was the last one" in node.endpoint.failure
     with pytest.raises(TransferFailed, match="was the last one"):
         node.receiver.expect("t", two.decode.endpoint.address, Handler())
@@ -325,16 +325,16 @@ def test_closing_while_a_callback_is_stuck_neither_hangs_nor_touches_what_the_lo
 
     def callback() -> None:
         stuck.set()
-        go_on.wait(20.0)
+        go_on.wait(WAIT_S)
 
     node.endpoint.work.defer(callback)
-    assert stuck.wait(10.0)
+    assert stuck.wait(WAIT_S)
     thread = node.endpoint._thread
     assert thread is not None
     node.endpoint.close(timeout_s=0.05)
     assert thread.is_alive()
     go_on.set()
-    thread.join(10.0)
+    thread.join(WAIT_S)
     assert not thread.is_alive()
     assert node.endpoint.failure == ""
     node.buffer.close()

@@ -21,7 +21,7 @@ SRC, DST, TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    pair = Pair(Deadlines(heartbeat_s=0.1, peer_s=0.5, lease_s=20.0, request_s=60.0, idle_s=0.5))
+    pair = Pair(Deadlines(heartbeat_s=0.1, peer_s=10.0, lease_s=20.0, request_s=60.0, idle_s=0.5))
     yield pair
     pair.close()
 

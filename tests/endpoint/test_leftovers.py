@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import zmq
 
 from pdlink.errors import TransferFailed
 from pdlink.events import PeerChanged
 from pdlink.protocol import messages
-from pdlink.protocol.deadlines import Deadlines
 from tests.loopback import LOOPBACK
 from tests.waiting import until
 
-from .conftest import Pair
+from .conftest import TIMEOUTS, Pair
 
 DST, TOKENS = [11, 3, 20], 21
-SHORT = Deadlines(heartbeat_s=0.05, peer_s=1.0, connect_s=0.3, lease_s=1.5, request_s=60.0)
 
 
 def lost(pair: Pair) -> list[str]:
@@ -33,7 +33,7 @@ def test_offer_that_is_withdrawn_before_its_request_came_costs_no_session(pair: 
 
 
 def test_offer_whose_request_never_comes_costs_no_session() -> None:
-    pair = Pair(SHORT)
+    pair = Pair(replace(TIMEOUTS, other_leg_s=0.3))
     handler = pair.expect("t")
     pair.decode.receiver.offer("t", DST, 0, TOKENS)
     assert handler.wait() == ["failed no_request", "released"]
@@ -43,7 +43,7 @@ def test_offer_whose_request_never_comes_costs_no_session() -> None:
 
 def test_session_that_ends_during_the_handshake_leaves_nothing_to_fence() -> None:
     """The transport had not been told of the peer, so the end that was waited for never came."""
-    pair = Pair(SHORT)
+    pair = Pair(replace(TIMEOUTS, connect_s=0.3))
     hello = messages.Hello("stranger", pair.decode.endpoint.local.identity, (LOOPBACK,))
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)

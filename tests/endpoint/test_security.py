@@ -366,6 +366,6 @@ def _relay_between_sites(decode: Callable[[], Credentials | None], prefill: Cred
         through = str(ControlAddress("127.0.0.1", server.getsockname()[1], target.public_key))
         assert site.transfer(node, "transfer-in-the-clear", through) == ["ready 42", "released"]
         node.close()
-        thread.join(10)
+        thread.join(WAIT_S)
     site.close()
     return bytes(seen)

@@ -11,11 +11,10 @@ import torch
 from pdlink.engine import engine
 from pdlink.errors import EngineFailure, Overloaded, RequestAborted
 from tests.engine.small import BLOCK, Rig, oracle, prompt_of, rig
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-DEADLINE_S = 20.0
 
 
 class _Ends:
@@ -33,19 +32,19 @@ class _Ends:
 
     def wait(self, num: int) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: self._num >= num, DEADLINE_S), f"{self._num} of {num} ended"
+            assert self._changed.wait_for(lambda: self._num >= num, WAIT_S), f"{self._num} of {num} ended"
 
 
 @pytest.fixture
 def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rig, _Ends, threading.Thread]]:
-    monkeypatch.setattr(engine, "_IDLE_WAIT_S", 3 * DEADLINE_S)  # only a wake-up makes the loop look again
+    monkeypatch.setattr(engine, "_IDLE_WAIT_S", 3 * WAIT_S)  # only a wake-up makes the loop look again
     worker = rig(share_prefixes=True)
     ends = _Ends(worker)
     thread = threading.Thread(target=worker.engine.run)
     thread.start()
     yield worker, ends, thread
     worker.engine.stop()
-    thread.join(DEADLINE_S)
+    thread.join(WAIT_S)
     assert not thread.is_alive()
 
 
@@ -60,7 +59,7 @@ def test_requests_from_many_threads_are_answered(running: tuple[Rig, _Ends, thre
     for thread in clients:
         thread.start()
     for thread in clients:
-        thread.join(DEADLINE_S)
+        thread.join(WAIT_S)
     ends.wait(12)
     for number in range(4):
         for turn in range(3):
@@ -85,7 +84,7 @@ def test_waking_lets_a_blocked_request_in(
     # One attempt in the step that takes the request in, one in the step that finds nothing to do, and a third if the
     # loop was awake when submit woke it. Then it sleeps, and nothing but `wake` can help.
     for _ in range(2):
-        assert attempts.acquire(timeout=DEADLINE_S)
+        assert attempts.acquire(timeout=WAIT_S)
     attempts.acquire(timeout=0.2)
     worker.pool.give_back(others)
     worker.engine.wake()
@@ -97,7 +96,7 @@ def test_stopping_ends_what_is_left_and_refuses_what_comes(running: tuple[Rig, _
     worker, ends, thread = running
     worker.submit("waits for ever", prompt_of(9), 5, external=9)
     worker.engine.stop()
-    thread.join(DEADLINE_S)
+    thread.join(WAIT_S)
     assert isinstance(worker.heard.errors["waits for ever"], RequestAborted)
     assert worker.pool.num_held == 0
     with pytest.raises(Overloaded, match="stopping"):
@@ -131,5 +130,5 @@ def test_threads_of_torch_are_set_in_the_loops_thread_only() -> None:
     worker.submit("r", prompt_of(3), 1)
     thread = threading.Thread(target=worker.engine.run)
     thread.start()
-    thread.join(DEADLINE_S)
+    thread.join(WAIT_S)
     assert (seen, torch.get_num_threads()) == ([3], 1)

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,7 +24,6 @@ from tests.waiting import WAIT_S, until
 TOKENS = 13
 SRC = [3, 0, 9, 4]
 DST = [5, 1]
-SHORT = Deadlines(heartbeat_s=0.02, peer_s=0.2, connect_s=5.0, lease_s=0.4, request_s=60.0)
 
 
 def begin(pair: Pair, transfer_id: str, dst: list[int] | None = None, start: int = 0) -> Handler:
@@ -162,7 +162,7 @@ def reference_out_of_range(pair: Pair) -> None:
 @pytest.mark.parametrize("ask", [reference_nobody_knows, reference_used_before, reference_out_of_range])
 def test_kv_that_is_not_there_is_an_error_and_never_somebody_elses(ask: Callable[[Pair], None]) -> None:
     """vllm#52234: each of these was answered 200, one of them with the previous prompt's answer."""
-    pair = Pair(SHORT)
+    pair = Pair(replace(TIMEOUTS, other_leg_s=0.3))
     try:
         ask(pair)
         before = pair.decode.buffer.array.copy()
@@ -175,7 +175,7 @@ def test_kv_that_is_not_there_is_an_error_and_never_somebody_elses(ask: Callable
 
 def test_offer_that_comes_after_the_lease_gets_nothing_of_what_the_blocks_hold_by_then() -> None:
     """aws-do-eks#84: decode queued longer than the lease, and 8 of 42 answers were made of reused blocks."""
-    pair = Pair(SHORT)
+    pair = Pair(replace(TIMEOUTS, other_leg_s=0.3))
     try:
         log = pair.announce("late")
         pair.compute("late", SRC, TOKENS)
@@ -229,7 +229,7 @@ def test_prefill_that_loses_its_blocks_after_the_last_layer_says_so(pair: Pair) 
 
 def test_lost_ack_costs_one_lease_and_nothing_else() -> None:
     """mori#655: one lost ack wedged a peer for good."""
-    pair = Pair(SHORT)
+    pair = Pair(replace(TIMEOUTS, peer_s=1.0, lease_s=1.5))
     try:
         with Stranger(pair).join() as stranger:
             log = pair.announce("t")

@@ -11,6 +11,8 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.waiting import WAIT_S
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -46,7 +48,7 @@ class Engine:
         assert self.process.stdout is not None
         assert select.select([self.process.stdout], [], [], timeout_s)[0], "the engine does not answer"
         line = self.process.stdout.readline()
-        assert line, f"the engine ended with {self.process.wait(10)}: {Path(self._log.name).read_text()[-2000:]}"
+        assert line, f"the engine ended with {self.process.wait(WAIT_S)}: {Path(self._log.name).read_text()[-2000:]}"
         answer = json.loads(line)
         assert "error" not in (answer or {}), f"{answer}: {Path(self._log.name).read_text()[-2000:]}"
         return answer

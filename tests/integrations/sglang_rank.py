@@ -22,6 +22,8 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
+from tests.waiting import WAIT_S
+
 PAGE, LAYERS, PAGES, HEADS, HEAD, ROWS = 4, 4, 1024, 2, 32, 8
 """HEAD: bytes of one token of a head."""
 AUX = (64, 128)
@@ -145,7 +147,7 @@ class Rank:
         CommonKVReceiver.close_all_sockets()
         threads = [one for one in (self.manager._listener, self.manager._heartbeat) if one is not None]
         for thread in threads:
-            thread.join(20)
+            thread.join(WAIT_S)
         alive = [thread.name for thread in threads if thread.is_alive()]
         return {"alive": alive, "switches": self.manager.supports_role_switch}
 

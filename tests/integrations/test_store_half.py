@@ -495,7 +495,7 @@ def test_an_abort_while_its_prompt_comes_keeps_the_connection_to_the_store(
 
     with (
         served(tmp_path, 16, [tier]) as (store, listener),
-        client(listener.path, timeout_s=0.5) as mine,
+        client(listener.path, timeout_s=3.0) as mine,
         server(mine) as made,
     ):
         keep(made, "w", 1)

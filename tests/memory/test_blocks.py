@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pdlink.errors import PoolExhausted
 from pdlink.memory.blocks import BlockChange, BlockPool
+from tests.waiting import WAIT_S
 
 NUM_BLOCKS = 6
 KEYS = [bytes([letter]) for letter in b"abcdefgh"]
@@ -190,7 +191,7 @@ def test_many_threads_never_hold_the_same_block() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(WAIT_S)
     assert not clashes
     assert pool.num_held == 0
     pool.check()
@@ -216,7 +217,7 @@ def test_listeners_hear_changes_of_many_threads_in_their_order() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(WAIT_S)
     assert len(heard.changes) > 300
     assert heard.names == pool._block_of
 
@@ -250,18 +251,18 @@ def test_a_change_during_a_report_is_told_by_the_thread_that_reports() -> None:
         heard.append((change.kind, change.key, threading.current_thread().name))
         if change.key == b"a":
             inside.set()
-            assert go_on.wait(20)
+            assert go_on.wait(WAIT_S)
 
     pool.listen(changed)
     first, second = pool.take(2)
     thread = threading.Thread(target=pool.name, args=(first, b"a"), name="slow")
     thread.start()
-    assert inside.wait(20)
+    assert inside.wait(WAIT_S)
     pool.name(second, b"b")
     assert pool.find([b"b"]) == [second], "the pool works while the listener is busy"
     pool.forget(second)
     go_on.set()
-    thread.join(20)
+    thread.join(WAIT_S)
     assert heard == [("stored", b"a", "slow"), ("stored", b"b", "slow"), ("evicted", b"b", "slow")]
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from pdlink.events import FallbackUsed, LayerLanded, TransferEnded
 from pdlink.observe.summary import WorkerSummary, tell
+from tests.waiting import WAIT_S
 
 
 def landed(submitted_s: float, at_s: float) -> LayerLanded:
@@ -57,7 +58,7 @@ async def test_it_is_silent_without_load_and_told_again_and_again_under_load(
         return said.pop(0)
 
     task = asyncio.create_task(tell(take, 0.01))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         await over.wait()
     task.cancel()
     assert [record.getMessage() for record in caplog.records] == ["first", "second", "third"]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pdlink.protocol.auth import Credentials
     from pdlink.store.tiers.base import Tier
 
-TIMEOUTS = Deadlines(heartbeat_s=0.1, peer_s=1.0, connect_s=2.0, lease_s=4.0)
+TIMEOUTS = Deadlines(heartbeat_s=0.1, peer_s=5.0, connect_s=6.0, lease_s=20.0)
 
 
 def shape_of(payload_nbytes: int) -> RecordShape:
@@ -50,7 +50,7 @@ class StoreNode:
         host: str = "127.0.0.1",
         port: int = 0,
         credentials: Credentials | None = None,
-        timeout_s: float = 5.0,
+        timeout_s: float = WAIT_S,
         store_class: type[Store] = Store,
         routed: bool = False,
     ) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from pdlink.fleet.ports import free_ports
 from tests.other_process import PATIENCE_S
+from tests.waiting import WAIT_S, until
 
 from .store_node import OtherNode, StoreNode, key
 
@@ -98,10 +99,8 @@ def test_an_owner_killed_while_records_are_on_their_way_is_a_miss(
             time.sleep(draw.random() * 0.05)
             owner.kill()
             print(f"{reading.result(PATIENCE_S)} came")
-        deadline_s = time.monotonic() + PATIENCE_S
-        while asker.forget() >= 0 and asker.put(0, 1, 2, 3) < 4:  # the last pull may have just failed
-            assert time.monotonic() < deadline_s, "a slot is lost"
-            time.sleep(0.01)
+        # The last pull may have just failed.
+        until(lambda asker=asker: asker.forget() >= 0 and asker.put(0, 1, 2, 3) == 4, "no slot is lost")  # type: ignore[misc]
         asker.store.check()
         asker.close()
 
@@ -112,20 +111,19 @@ def test_an_owner_that_stands_still_is_a_miss_and_is_asked_again_when_it_goes_on
 ) -> None:
     owner = make_other("owner", kind=kind)
     owner.call("put", 0, 1)
-    asker = make_node("asker", owner.call("address"), kind=kind, timeout_s=0.5)
+    asker = make_node("asker", owner.call("address"), kind=kind)
     assert asker.read(0) == 1
     found = asker.store.lookup([key(0), key(1)], PATIENCE_S)
     assert len(found.keys) == 2
     owner.stop()
+    asker.link._timeout_s = 0.5
     fetch = asker.store.fetch(found, asker.shape, "read")
     assert len(fetch.done.result(PATIENCE_S)) == 1
     assert fetch.close()
     assert asker.read(0, 1) == 1
     owner.resume()
-    deadline_s = time.monotonic() + PATIENCE_S
-    while asker.read(0, 1) < 2:  # after a pause of its own
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
+    asker.link._timeout_s = WAIT_S
+    until(lambda: asker.read(0, 1) == 2, "it is asked again, after a pause of its own")
 
 
 def test_an_owner_that_was_started_again_is_found_at_its_address(make_other: MakeOther, make_node: MakeNode) -> None:
@@ -137,10 +135,7 @@ def test_an_owner_that_was_started_again_is_found_at_its_address(make_other: Mak
     owner.kill()
     again = make_other("owner", port=int(address.rpartition(":")[2]))
     again.call("put", 1, 2)
-    deadline_s = time.monotonic() + PATIENCE_S
-    while asker.read(0, 1, 2) < 3:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
+    until(lambda: asker.read(0, 1, 2) == 3, "it is found again")
 
 
 @pytest.mark.parametrize("kind", KINDS)

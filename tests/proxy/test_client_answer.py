@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pdlink_proxy.request import Request
 from tests.proxy.fakes import FakeWorker, event, proxy_of, until
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -20,7 +21,7 @@ async def connected(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, async
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             yield reader, writer
     finally:
         writer.close()

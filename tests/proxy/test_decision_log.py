@@ -17,6 +17,7 @@ from pdlink.plan.traffic import read_trace
 from pdlink_proxy import decision_log
 from pdlink_proxy.decision_log import DecisionLog, Tally
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,7 +114,7 @@ async def test_a_full_disk_costs_lines_and_no_request(
     async with proxy_of([prefill], [decode], decision_log="/dev/full") as proxy:
         for number in (1, 2):
             await proxy.stream()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WAIT_S):
                 while await dropped(proxy) < number:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
     assert caplog.text.count("lines are dropped") == 1

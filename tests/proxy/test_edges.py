@@ -17,6 +17,7 @@ from tests.private import write_private
 from tests.proxy.fake_sglang import FakeSglang
 from tests.proxy.fakes import FakeWorker, proxy_of
 from tests.proxy.test_processes import processes
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -139,7 +140,7 @@ async def test_no_content_length_keeps_the_proxy_from_its_next_client(
             head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {value}\r\n\r\n"
             writer.write(head.encode())
             writer.write_eof()
-            answer = await asyncio.wait_for(reader.read(), 10)
+            answer = await asyncio.wait_for(reader.read(), WAIT_S)
         assert answer[:12] in (b"", b"HTTP/1.1 400", b"HTTP/1.1 413"), answer
         await proxy.stream()
 

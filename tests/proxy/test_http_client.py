@@ -29,6 +29,7 @@ from pdlink_proxy.polling import polling
 from pdlink_proxy.upstream import answer_of
 from tests.certificates import make_certificate
 from tests.proxy.fakes import until
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -97,7 +98,7 @@ class Heard(AnswerListener):
         self.connection: Connection | None = None
 
     async def until(self, true: Callable[[Heard], object]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while not true(self):
                 self.more.clear()
                 await self.more.wait()
@@ -342,7 +343,7 @@ async def test_idle_connections_are_closed_before_the_server_closes_them(monkeyp
 
     async with server(talk) as url, client() as http:
         await ask(http, url + "/").ended()
-        await asyncio.wait_for(closed.wait(), 10)
+        await asyncio.wait_for(closed.wait(), WAIT_S)
         assert not http._resting, "nothing is kept of workers that come and go"
 
 
@@ -371,7 +372,7 @@ async def test_leaving_early_closes_the_connection() -> None:
         await heard.until(lambda heard: heard.parts)
         assert heard.request is not None
         heard.request.leave()
-        await asyncio.wait_for(closed.wait(), 10)
+        await asyncio.wait_for(closed.wait(), WAIT_S)
         assert (heard.parts, heard.end) == ([b"one"], "")
 
 

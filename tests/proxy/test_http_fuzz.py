@@ -11,6 +11,7 @@ import pytest
 from pdlink_proxy.http_connection import HttpError
 from pdlink_proxy.upstream import answer_of
 from tests.proxy.test_http_client import client, server
+from tests.waiting import WAIT_S
 
 _MAX_NBYTES = 1 << 20
 
@@ -78,7 +79,7 @@ async def test_the_proxys_client_reads_what_aiohttps_client_reads(seed: int) -> 
 
     async with server(talk) as url, client() as ours, aiohttp.ClientSession(max_field_size=1 << 16) as theirs:
         for number in range(len(script)):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WAIT_S):
                 try:
                     async with theirs.get(f"{url}/{number}") as said:
                         wanted: object = said.status, await said.read()

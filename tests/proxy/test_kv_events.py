@@ -20,6 +20,7 @@ from pdlink_proxy.kv_index import LOADING, events_in
 from pdlink_proxy.table import WorkerState
 from tests.proxy.fakes import until
 from tests.proxy.test_kv_index import batch, stored
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -91,7 +92,7 @@ async def has(events: KVEvents, tokens: int) -> None:
         return changing
 
     with mock.patch.multiple(index, apply=then_set(index.apply), forget=then_set(index.forget)):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while sum(held for _, held, _ in shares(events, request)) != tokens:
                 changed.clear()
                 await changed.wait()
@@ -338,7 +339,7 @@ async def test_an_endpoint_that_zeromq_refuses_is_told(caplog: pytest.LogCapture
     events = KVEvents()
     events.heard("http://w", WorkerState("http://w#1"), "m", ["ipc:///" + "x" * 200])
     ((_, task, _),) = events._listening.values()
-    await asyncio.wait_for(task, 10)
+    await asyncio.wait_for(task, WAIT_S)
     assert ["kv_events" in record.getMessage() for record in caplog.records] == [True]
     events.close()
 
@@ -351,7 +352,7 @@ async def test_other_requests_go_on_while_many_events_are_read() -> None:
             ours.stored(BlockPlace(2, "CPU"), number.to_bytes(32, "big"), Preimage(None, (number, number)))
         await until(lambda: not ours._ledger.has_news, "all to be told")
         events.heard("http://w", WorkerState("http://w#1"), "m", [ours.address])
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             while applied < 20_000:
                 await asyncio.sleep(0)
                 most, applied = max(most, len(events.index) - applied), len(events.index)

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HOSTILE = "<img src=x>[red]"
-PATIENCE_MS = 30_000
+PATIENCE_MS = 60_000
+expect.set_options(timeout=PATIENCE_MS)
 TABS = 40
 """More than the page has stops."""
 
@@ -71,7 +72,7 @@ async def shown(browser: Browser, url: str, **more: Any) -> AsyncIterator[Page]:
 
 async def verdict(page: Page, words: str) -> None:
     """Wait until the sentence on top has these words."""
-    await expect(page.locator("#verdict")).to_contain_text(words, timeout=PATIENCE_MS)
+    await expect(page.locator("#verdict")).to_contain_text(words)
 
 
 @asynccontextmanager
@@ -436,7 +437,7 @@ async def test_workers_and_requests_show_model_and_version_where_they_are_not_al
                 assert "model" not in await requests.locator("th").all_text_contents()
                 decode[1].version, decode[1].revision = "pdlink 0.2.0", "next"
                 row = workers.locator("tr", has_text="decode-1")
-                await expect(row).to_contain_text("m @ next", timeout=PATIENCE_MS)
+                await expect(row).to_contain_text("m @ next")
                 await expect(row).to_contain_text("pdlink 0.2.0")
                 await expect(page.locator("#figures")).to_contain_text("built-in · 2 models")
                 await expect(requests.locator("tr", has_text="m @ next")).to_have_count(2)
@@ -455,7 +456,7 @@ async def test_a_request_opens_below_its_row_where_it_is_seen(browser: Browser) 
         await expect(page.locator("#story pre")).to_contain_text("model m, engine built-in")
         for _ in range(60):
             await proxy.stream(prompt="x")
-        await expect(page.locator("#requests tbody > tr")).to_have_count(22, timeout=PATIENCE_MS)
+        await expect(page.locator("#requests tbody > tr")).to_have_count(22)
         await expect(page.locator("#story pre")).to_contain_text(second_id)
         await page.locator("#requests").get_by_role("button", expanded=True).click()
         await expect(page.locator("#story")).to_have_count(0)
@@ -502,7 +503,7 @@ async def test_everything_is_reached_by_keyboard_in_order_and_the_focus_is_seen_
         await expect(request).to_have_attribute("aria-expanded", "true")
         await expect(page.locator("#story pre")).to_contain_text(newest)
         then = await page.locator("#age").text_content()
-        await expect(page.locator("#age")).not_to_have_text(then or "", timeout=PATIENCE_MS)
+        await expect(page.locator("#age")).not_to_have_text(then or "")
         await expect(request).to_be_focused()
         await page.keyboard.press("Space")
         await expect(page.locator("#story")).to_have_count(0)
@@ -552,5 +553,5 @@ async def test_a_screen_reader_finds_its_way_by_names_and_hears_the_sentence_onc
         )
         for _ in range(2):
             then = await page.locator("#age").text_content()
-            await expect(page.locator("#age")).not_to_have_text(then or "", timeout=PATIENCE_MS)
+            await expect(page.locator("#age")).not_to_have_text(then or "")
         assert await page.evaluate("() => window.said") == 0, "a sentence that stays is not read out each second"

@@ -13,6 +13,7 @@ from pdlink.api.openai import parse
 from pdlink.few_lines import LINES, WINDOW_S, FewLines, http_logger
 from pdlink_proxy.watching import LEAST_S
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     import pytest
@@ -50,7 +51,7 @@ async def garbage(proxy: Proxy, data: bytes) -> bytes:
     reader, writer = await asyncio.open_connection(host, int(port))
     with contextlib.closing(writer):
         writer.write(data)
-        return await asyncio.wait_for(reader.read(), 10)
+        return await asyncio.wait_for(reader.read(), WAIT_S)
 
 
 async def test_what_is_no_http_costs_a_few_short_lines_of_the_log(

@@ -18,6 +18,7 @@ from pdlink.engine.request import SamplingParams
 from pdlink.serve.app import build_app
 from pdlink.serve.worker import Worker
 from pdlink.store.store import Store
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
@@ -67,7 +68,7 @@ class Served:
         self.store = store
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(WAIT_S)
 
     def compute(self, name: str, prompt: tuple[int, ...]) -> None:
         async def answer() -> None:
@@ -77,7 +78,7 @@ class Served:
         self.run(answer())
         copied = threading.Event()
         self.source.copier.put(copied.set)
-        assert copied.wait(20)
+        assert copied.wait(WAIT_S)
         assert self.store.flush(20)
 
     def post(self, verb: str, body: object, key: str = KEY) -> tuple[int, Any]:
@@ -95,7 +96,7 @@ class Served:
         self.run(self.server.close())
         self.worker.close()
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(20)
+        self.thread.join(WAIT_S)
         self.loop.close()
 
 

@@ -17,6 +17,7 @@ from pdlink.few_lines import LINES
 from pdlink.serve import app, store_app
 from pdlink.serve.process import bind, serve
 from tests.store.process import served
+from tests.waiting import WAIT_S
 
 from .tiered import opened
 
@@ -87,7 +88,7 @@ async def serving(app: web.Application) -> AsyncIterator[tuple[str, int]]:
         pass
 
     task = asyncio.create_task(serve(app, bound, None, ready=ready, drain=drain, say=lambda _: None))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         await started.wait()
         yield bound.getsockname()
     os.kill(os.getpid(), signal.SIGTERM)

@@ -152,7 +152,7 @@ def patient(script: Script) -> Iterator[WorkerPair]:
 @pytest.fixture(scope="module")
 def unlike(script: Script) -> Iterator[WorkerPair]:
     """Decode has other weights, so their handshake is refused."""
-    timeouts = TimeoutConfig(peer_s=0.3)
+    timeouts = TimeoutConfig(other_leg_s=1.0)
     decode = {"model": ModelConfig(num_layers=1, seed=1, max_tokens=1024)}
     with WorkerPair(script, timeouts=timeouts, decode=decode) as pair:
         yield pair

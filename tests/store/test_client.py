@@ -531,13 +531,14 @@ def test_a_look_up_that_waits_for_a_tier_delays_no_other_verb(tmp_path: Path) ->
 
 def test_an_answer_that_comes_late_is_no_loss(tmp_path: Path) -> None:
     tier, going = StubTier(), threading.Event()
-    with served(tmp_path, 4, [tier]) as (store, listener), client(listener.path, timeout_s=0.5) as mine:
+    with served(tmp_path, 4, [tier]) as (store, listener), client(listener.path, timeout_s=2.0) as mine:
         link = mine._link
         assert link is not None
         lookup = store.lookup
         store.lookup = lambda keys, _: going.wait(WAIT_S) and lookup(keys, 0.0)  # type: ignore[method-assign,return-value,assignment]
         assert mine.lookup(KEYS[:1], 0.0).keys == ()
         going.set()
+        link._timeout_s = WAIT_S
         assert put(mine, KEYS[:2]) == 2
         assert mine._link is link
         assert mine.lookup(KEYS[:2], 0.0).places == (0, 0)

@@ -13,6 +13,7 @@ from pdlink.config import TransportConfig
 from pdlink.errors import ConfigError, ProtocolError, TransportFailure
 from pdlink.transport import choice
 from pdlink.transport.base import BatchDone, BatchStatus, Occurrence, PeerClosed, Probe, Site, Transport
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,7 +119,7 @@ def test_a_line_in_the_registry_makes_a_class_a_transport_of_every_node(monkeypa
             for layer in range(2):
                 outgoing.layer_ready(layer)
             outgoing.finish(42)
-        assert incoming.wait(20.0) == 42
+        assert incoming.wait(WAIT_S) == 42
         for layer in range(2):
             for part in range(2):
                 sent, got = prefill.pages(layer, part), decode.pages(layer, part)

@@ -23,6 +23,7 @@ from pdlink.transport.mapped import MappedTransport
 from tests.conformance.transports.other_process import OtherProcess
 from tests.conformance.transports.side import PATIENCE_S, Side, assert_cut_off, join, run_list
 from tests.transport.standing import native_threads, wait_for_threads
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -156,7 +157,7 @@ def test_a_descriptor_that_is_another_file_by_now_is_refused(pair: tuple[Side, S
 def test_an_ended_process_is_refused(pair: tuple[Side, Side]) -> None:
     writer, owner = pair
     ended = subprocess.Popen(["true"])
-    ended.wait(20)
+    ended.wait(WAIT_S)
     gone = changed(owner.transport.invite("writer"), lambda fields: fields.update(pid=ended.pid))
     with pytest.raises(TransportFailure, match=str(ended.pid)):
         writer.transport.connect("owner", gone)

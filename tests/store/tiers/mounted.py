@@ -23,19 +23,19 @@ from pdlink.store.eviction import Lru
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape
 from pdlink.store.store import Store
 from pdlink.store.tiers.striped import Striped
+from tests.waiting import WAIT_S, until
 
 from ...serve.tiered import CHUNK, answers, computed_here, opened, prompt_of, store_of
 from .fuse import mount, mount_at
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
 SHAPE = RecordShape("uint8", 16, (Group("latent", (0,), 1, 1, 4096),))
 """64 KiB and a header."""
 KEYS = [number.to_bytes(32, "big") for number in range(100)]
 """6.6 MiB of records, which memory has room for, and a file system of 4 MiB has not."""
-_WAIT_S = 60.0
-_DEADLINE_S = 2.0
+_DEADLINE_S = 6.0
 """Of a tier's call."""
 CANNOT_MOUNT = 77
 """Exit status where this machine does not let the process mount that file system."""
@@ -56,7 +56,7 @@ def tmpfs(place: Path) -> None:
         _keeps_what_fits(store)
         mount_at("none", place, "tmpfs", "size=64m", _REMOUNT)
         _put(store, KEYS)
-        _until(lambda: store.flush(_WAIT_S) and not store.problems()["disk"], "it has room again")
+        until(lambda: store.flush(WAIT_S) and not store.problems()["disk"], "it has room again")
 
 
 def loop(place: Path) -> None:
@@ -75,7 +75,7 @@ def loop(place: Path) -> None:
         os.close(fd)
         store.clear(places=["memory"])
         assert _put(store, KEYS) == len(KEYS), "memory goes on"
-        _until(lambda: "left alone" in store.problems()["disk"], "it is left alone")
+        until(lambda: "left alone" in store.problems()["disk"], "it is left alone")
         assert _read(store, KEYS) == len(KEYS)
 
 
@@ -84,7 +84,7 @@ def frozen(place: Path) -> None:
     with _served(place) as server:
         with _store(place) as store:
             _put(store, KEYS[:20])
-            assert store.flush(_WAIT_S)
+            assert store.flush(WAIT_S)
             os.kill(server, signal.SIGSTOP)
             assert _put(store, KEYS[20:40]) == 20, "memory goes on"
             assert _read(store, KEYS[:40]) == 40
@@ -95,13 +95,13 @@ def frozen(place: Path) -> None:
             assert not store.clear(ending=KEYS[0][-4:]).durable
             took_s = time.monotonic() - began_s
             assert took_s < 10 * _DEADLINE_S, f"callers waited {took_s:.1f} s"
-            _until(lambda: not store.health()["disk"], "it is left alone")
+            until(lambda: not store.health()["disk"], "it is left alone")
             os.kill(server, signal.SIGCONT)
             _put(store, KEYS[40:60])
-            _until(lambda: store.flush(_WAIT_S) and store.health()["disk"], "it is used again")
+            until(lambda: store.flush(WAIT_S) and store.health()["disk"], "it is used again")
             store.clear(places=["memory"])
             assert _read(store, KEYS[40:60]) == 20
-            assert store.lookup(KEYS[:40], _WAIT_S).keys == (), "what was cleared stays so"
+            assert store.lookup(KEYS[:40], WAIT_S).keys == (), "what was cleared stays so"
             os.kill(server, signal.SIGSTOP)
             _put(store, KEYS[60:80])
             began_s = time.monotonic()
@@ -114,7 +114,7 @@ def frozen_start(place: Path) -> None:
     with _served(place) as server:
         with _store(place) as store:
             _put(store, KEYS[:20])
-            assert store.flush(_WAIT_S)
+            assert store.flush(WAIT_S)
         os.kill(server, signal.SIGSTOP)
         began_s = time.monotonic()
         with _store(place) as store:
@@ -122,16 +122,16 @@ def frozen_start(place: Path) -> None:
             assert not store.health()["disk"]
             assert _put(store, KEYS[20:40]) == 20, "memory goes on"
             assert _read(store, KEYS[20:40]) == 20
-            assert store.lookup(KEYS[:20], _WAIT_S).keys == ()
+            assert store.lookup(KEYS[:20], WAIT_S).keys == ()
             assert not store.clear(KEYS[:10]).durable, "nothing can be noted"
             took_s = time.monotonic() - began_s
             assert took_s < 10 * _DEADLINE_S, f"callers waited {took_s:.1f} s"
             os.kill(server, signal.SIGCONT)
-            _until(lambda: store.health()["disk"] and not store.problems()["disk"], "it is used")
-            _until(lambda: store.flush(_WAIT_S), "what memory had is on it")
+            until(lambda: store.health()["disk"] and not store.problems()["disk"], "it is used")
+            until(lambda: store.flush(WAIT_S), "what memory had is on it")
             store.clear(places=["memory"])
             assert _read(store, KEYS[10:40]) == 30
-            assert store.lookup(KEYS[:10], _WAIT_S).keys == (), "what was cleared stays so"
+            assert store.lookup(KEYS[:10], WAIT_S).keys == (), "what was cleared stays so"
         os.kill(server, signal.SIGSTOP)
         with _store(place):
             began_s = time.monotonic()
@@ -152,9 +152,9 @@ def frozen_worker(place: Path) -> None:
             assert b'pdlink_tier_problem{tier="disk"} 1' in body
             assert b'pdlink_tier_answering{tier="disk"} 0' in body
             os.kill(server, signal.SIGCONT)
-            _until(lambda: not health(worker).problems, "nothing troubles it")
+            until(lambda: not health(worker).problems, "nothing troubles it")
             store = store_of(worker)
-            _until(lambda: store.flush(_WAIT_S), "what memory had is on the disk")
+            until(lambda: store.flush(WAIT_S), "what memory had is on the disk")
             store.clear(places=["memory"])
             assert answers(worker, prompts, at_once=True) == expected
 
@@ -163,18 +163,18 @@ def read_only(place: Path) -> None:
     """A file system that becomes read-only is read, says so, and is written to when it can be again."""
     with _served(place) as server, _store(place) as store:
         _put(store, KEYS[:20])
-        assert store.flush(_WAIT_S)
+        assert store.flush(WAIT_S)
         os.kill(server, signal.SIGUSR1)
         _put(store, KEYS[20:40])
-        _until(lambda: "Read-only file system" in store.problems()["disk"], "it is told")
-        assert not store.flush(_WAIT_S)
+        until(lambda: "Read-only file system" in store.problems()["disk"], "it is told")
+        assert not store.flush(WAIT_S)
         for _ in range(5):  # writes that fail keep nobody from reading
             store.clear(places=["memory"])
             assert _read(store, KEYS[:20]) == 20
             _put(store, KEYS[20:40])
         assert store.health()["disk"]
         os.kill(server, signal.SIGUSR1)
-        _until(lambda: store.flush(_WAIT_S) and not store.problems()["disk"], "it is written to again")
+        until(lambda: store.flush(WAIT_S) and not store.problems()["disk"], "it is written to again")
         store.clear(places=["memory"])
         assert _read(store, KEYS[:40]) == 40
 
@@ -212,11 +212,11 @@ def _store(place: Path) -> Iterator[Store]:
 
 def _keeps_what_fits(store: Store) -> None:
     assert _put(store, KEYS) == len(KEYS)
-    assert store.flush(_WAIT_S), "the oldest of it make room"
+    assert store.flush(WAIT_S), "the oldest of it make room"
     assert "No space left" in store.problems()["disk"]
     assert store.health()["disk"], "it is read"
     store.clear(places=["memory"])
-    kept = [key for key in KEYS if store.lookup([key], _WAIT_S).keys]
+    kept = [key for key in KEYS if store.lookup([key], WAIT_S).keys]
     assert 20 < len(kept) < len(KEYS)
     assert _read(store, kept) == len(kept)
 
@@ -230,8 +230,8 @@ def _put(store: Store, keys: Sequence[bytes]) -> int:
 
 
 def _read(store: Store, keys: Sequence[bytes]) -> int:
-    fetch = store.fetch(store.lookup(keys, _WAIT_S), SHAPE, "request")
-    slots = fetch.done.result(_WAIT_S)
+    fetch = store.fetch(store.lookup(keys, WAIT_S), SHAPE, "request")
+    slots = fetch.done.result(WAIT_S)
     for slot in slots:
         assert store.array[slot.offset :][HEADER_NBYTES : SHAPE.nbytes].tobytes() == _content(slot.key)
     assert fetch.close()
@@ -240,13 +240,6 @@ def _read(store: Store, keys: Sequence[bytes]) -> int:
 
 def _content(key: bytes) -> bytes:
     return random.Random(key).randbytes(SHAPE.payload_nbytes)
-
-
-def _until(condition: Callable[[], object], what: str) -> None:
-    deadline_s = time.monotonic() + _WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"timed out waiting until {what}"
-        time.sleep(0.05)
 
 
 SCENARIOS = {

@@ -10,6 +10,7 @@ import tempfile
 import pytest
 
 from pdlink.store.tiers.resp import Reply, RespConnection, command
+from tests.waiting import WAIT_S
 
 PROGRAM = shutil.which("valkey-server") or shutil.which("redis-server")
 
@@ -52,7 +53,7 @@ class RealServer:
 
     def close(self) -> None:
         self._process.terminate()
-        self._process.wait(20)
+        self._process.wait(WAIT_S)
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._directory.cleanup()

@@ -19,6 +19,7 @@ from pdlink.errors import ConfigError
 from pdlink.fleet.ports import free_ports
 from pdlink.store.tiers.resp import CommandRefused, RespConnection
 from pdlink.store.tiers.valkey import PART_NBYTES, Valkey
+from tests.waiting import WAIT_S
 
 from .harness import key, read, record
 from .server import RealServer, valkey_server
@@ -329,7 +330,7 @@ class Liar:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for thread in self._threads:
-            thread.join(20)
+            thread.join(WAIT_S)
 
 
 def _endless(*pieces: bytes) -> Callable[[socket.socket], None]:
@@ -438,13 +439,13 @@ def test_a_server_that_drips_is_given_up_at_the_deadline(tmp_path: Path) -> None
 
 
 def test_closing_the_tier_wakes_a_call_that_waits(tmp_path: Path) -> None:
-    liar = Liar(tmp_path, lambda _: [liar.over.wait(50)].clear())
-    tier, answers = Valkey(liar.url, "n", timeout_s=50.0), []
+    liar = Liar(tmp_path, lambda _: [liar.over.wait(4 * WAIT_S)].clear())
+    tier, answers = Valkey(liar.url, "n", timeout_s=4 * WAIT_S), []
     waiting = threading.Thread(target=lambda: answers.append(read(tier, key(1))))
     waiting.start()
-    assert liar.asked.wait(20)
+    assert liar.asked.wait(WAIT_S)
     tier.close()
-    waiting.join(20)
+    waiting.join(WAIT_S)
     assert answers == [None]
     liar.close()
 
