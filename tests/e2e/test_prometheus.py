@@ -50,7 +50,7 @@ def test_every_panel_has_data_and_every_rule_is_evaluated(tmp_path: Path) -> Non
                 assert len(prometheus.ask("rules")["groups"][0]["rules"]) == len(dashboards.ALERTS)
             total = 'sum(pdlink_proxy_requests_total{outcome="ok"})'
             until(lambda: prometheus.values(total) == [float(len(ids))], "the last request is scraped", ANSWER_S)
-            assert prometheus.values("sum(up)") == [5.0]
+            until(lambda: prometheus.values("sum(up)") == [5.0], "each answered the last scrape", ANSWER_S)
             assert prometheus.values('count(ALERTS{alertstate="firing"})') == []
             now_s = time.time()
             exemplars = prometheus.ask(
