@@ -214,7 +214,7 @@ def test_directory_that_is_not_there_is_an_error_with_its_name(tmp_path: Path) -
 
 
 def test_a_hundred_gigabytes_take_less_than_a_second(tmp_path: Path) -> None:
-    """20 shards of 100 tensors in files with holes, so the disk's own time is not in it."""
+    """Of CPU: 20 shards of 100 tensors in files with holes, so the time of the disk is not in it."""
     place = write(tmp_path / "a")
     (place / "model.safetensors").unlink()
     each = 50 * 10**6
@@ -228,11 +228,11 @@ def test_a_hundred_gigabytes_take_less_than_a_second(tmp_path: Path) -> None:
     times = []
     for _ in range(3):
         digest_of.__globals__["_digest"].cache_clear()
-        began_s = time.perf_counter()
+        began_s = time.process_time()
         digest_of(place)
-        times.append(time.perf_counter() - began_s)
+        times.append(time.process_time() - began_s)
     assert min(times) < 1.0, times
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     digest_of(place)
-    assert time.perf_counter() - began_s < 0.1, "kept"
+    assert time.process_time() - began_s < 0.1, "kept"
     print(f"first {min(times):.3f} s")

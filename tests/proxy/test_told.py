@@ -15,7 +15,7 @@ from pdlink.api.errors import error_code, excerpt, rejection
 from pdlink.few_lines import LINES
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.worker import State
-from tests.proxy.fakes import DONE, FakeWorker, Proxy, proxy_of, until
+from tests.proxy.fakes import DEADLINE_S, DONE, FakeWorker, Proxy, proxy_of, until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,8 +96,9 @@ async def test_a_request_that_is_tried_again_is_logged_with_both_ids(
 
 
 async def test_a_worker_that_fails_many_requests_has_a_few_lines_in_its_own_words(
-    prefill: FakeWorker, decode: FakeWorker, caplog: pytest.LogCaptureFixture
+    prefill: FakeWorker, decode: FakeWorker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("pdlink.few_lines.WINDOW_S", 10 * DEADLINE_S)
     decode.fail_with, decode.fail_body = 502, DOCUMENT
     async with proxy_of([prefill], [decode], retries=0) as proxy:
         for _ in range(3 * LINES):

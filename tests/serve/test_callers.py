@@ -96,8 +96,9 @@ async def serving(app: web.Application) -> AsyncIterator[tuple[str, int]]:
 
 
 async def test_what_is_no_http_costs_a_few_short_lines_of_the_log(
-    build: Callable[..., web.Application], caplog: pytest.LogCaptureFixture
+    build: Callable[..., web.Application], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("pdlink.few_lines.WINDOW_S", 10 * WAIT_S)
     logging.getLogger("pdlink.http").filters.clear()
     async with serving(build("key")) as place:
         for _ in range(3 * LINES):
