@@ -23,6 +23,7 @@ from pdlink.transport.base import PeerFailed
 from pdlink.transport.tcp import TcpTransport
 from tests.conformance.transports.side import PATIENCE_S, Side, join
 from tests.transport.standing import standing_still
+from tests.waiting import until
 
 from .wire import (
     ANSWER,
@@ -94,10 +95,7 @@ def owner(make_side: Callable[..., Side]) -> Iterator[Side]:
 
 
 def wait_dropped(owner: Side, count: int) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while transport(owner).strangers_dropped < count:
-        assert time.monotonic() < deadline, transport(owner).strangers_dropped
-        time.sleep(0.001)
+    until(lambda: transport(owner).strangers_dropped >= count, f"{count} strangers were sent away")
 
 
 def transport(side: Side) -> TcpTransport:

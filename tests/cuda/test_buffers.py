@@ -55,7 +55,7 @@ def test_a_pinned_buffer_that_cannot_be_pinned_leaves_nothing(call: str, device:
     with pytest.raises(CudaFailure, match=call):
         PinnedBuffer(device, 4096)
     assert double.counts() == counts
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 def test_the_node_of_a_device_is_read_where_the_system_knows_it(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def test_memory_of_a_peer_is_unmapped_when_its_end_is_reported(
         writer.close_peer("other")
         writer.wait_closed("other")
         assert double.counts().mappings == 0
-        assert len(list(Path("/proc/self/fd").iterdir())) == before
+        assert len(list(Path("/proc/self/fd").iterdir())) <= before
     finally:
         other.end()
 

@@ -58,7 +58,7 @@ def test_a_buffer_that_does_not_fit_is_refused_before_any_of_it_is_made(monkeypa
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match=f"{11 * PAGE_NBYTES} bytes does not fit into {10 * PAGE_NBYTES}"):
         Buffer(10 * PAGE_NBYTES + 1)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     with Buffer(10 * PAGE_NBYTES):
         pass
 

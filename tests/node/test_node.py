@@ -396,7 +396,7 @@ def test_failed_opening_leaves_nothing_open(steady_descriptors: None) -> None:
     with pytest.raises(ConfigError, match="no descriptor"):
         pdlink.Node("n", groups(4), transports=[Broken(LoopbackHub())], pool=BlockPool(32))
     gc.collect()  # the error's traceback holds views of the memory
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_closed_node_frees_its_native_engines() -> None:

@@ -14,7 +14,7 @@ from pdlink.config.tracing import TracingConfig
 from pdlink.observe.otlp import SpanSender
 from pdlink.observe.spans import Span, TraceContext, new_span_id
 from tests.observe.collector import Collector
-from tests.waiting import WAIT_S
+from tests.waiting import WAIT_S, until
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel is not installed")
 
@@ -34,10 +34,7 @@ def sender_to(url: str, max_waiting: int = 100) -> SpanSender:
 
 
 def until_dropped(sender: SpanSender, count: int) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while sender.num_dropped < count:
-        assert time.monotonic() < deadline_s, f"{sender.num_dropped} of {count} dropped"
-        time.sleep(0.01)
+    until(lambda: sender.num_dropped >= count, f"{count} are dropped")
 
 
 def test_a_collector_gets_what_was_said() -> None:

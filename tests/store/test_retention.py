@@ -11,7 +11,7 @@ import pytest
 from pdlink import Retention
 from pdlink.serve.openai import CompletionRequest
 from pdlink.store.slots import USUAL
-from tests.waiting import WAIT_S
+from tests.waiting import WAIT_S, until
 
 from .stubs import StubTier
 from .test_cache import CHUNK, PROMPT, RECORD_NBYTES, Pages
@@ -81,9 +81,8 @@ def test_two_tiers_get_the_same_header() -> None:
 def test_the_keeper_drops_what_is_over() -> None:
     with Pages() as pages:
         pages.stored(retention=Retention(ttl_s=0.01))
-        while pages.cache.lookup(PROMPT).num_tokens:
-            time.sleep(0.01)
-        assert pages.cache._store.gauges()["used"] == 0
+        until(lambda: pages.cache._store.gauges()["used"] == 0, "it is dropped")
+        assert not pages.cache.lookup(PROMPT).num_tokens
 
 
 def test_one_salt_cannot_push_out_the_kv_of_others() -> None:

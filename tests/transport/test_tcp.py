@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +32,7 @@ from tests.conformance.transports.side import (
     run_list,
     wait_until_sockets_are_full,
 )
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -199,10 +199,8 @@ def test_the_congestion_control_and_streams_in_use_are_reported(make_side: Calla
         assert writer.transport.lane("owner") in ("", "tcp")
         # One batch is enough for one stream only; the others are there when there is something for all.
         assert writer.wait_batch(writer.submit_block("owner", 0, NBYTES)) == "ok"
-        wait_connected = time.monotonic() + PATIENCE_S
-        while transport(writer).details("owner") != {"streams": expected[0], "congestion": expected[1]}:
-            assert time.monotonic() < wait_connected, transport(writer).details("owner")
-            time.sleep(0.001)
+        wanted = {"streams": expected[0], "congestion": expected[1]}
+        until(lambda writer=writer, wanted=wanted: transport(writer).details("owner") == wanted, "all are used")  # type: ignore[misc]
         assert writer.transport.lane("owner") == "tcp"
 
 
@@ -294,10 +292,7 @@ def test_nothing_is_heard_of_an_ended_connection_while_a_forked_child_holds_a_co
             assert writer.wait_batch(writer.submit_block(f"owner {index}", 0, 100)) == "ok"
         # Strangers of each kind: one says nothing, one says nonsense, and of more than 256 the oldest makes room.
         strangers = [stack.enter_context(socket.create_connection((there.host, there.port))) for _ in range(262)]
-        deadline = time.monotonic() + PATIENCE_S
-        while transport(owner).strangers_dropped < 6:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        until(lambda: transport(owner).strangers_dropped >= 6, "the oldest are sent away")
         with child_that_holds_every_descriptor():
             for stranger in strangers[::2]:
                 with contextlib.suppress(ConnectionError):
@@ -308,9 +303,7 @@ def test_nothing_is_heard_of_an_ended_connection_while_a_forked_child_holds_a_co
             for index in range(8):
                 writer.wait_closed(f"owner {index}")
                 owner.wait_closed(f"writer {index}")
-            while transport(owner).strangers_dropped < 262:
-                assert time.monotonic() < deadline
-                time.sleep(0.001)
+            until(lambda: transport(owner).strangers_dropped >= 262, "all are sent away")
             for stranger in strangers:
                 stranger.settimeout(PATIENCE_S)
                 with contextlib.suppress(ConnectionError):

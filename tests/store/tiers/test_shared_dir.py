@@ -111,6 +111,7 @@ def test_a_directory_that_does_not_answer_at_the_start_is_told_and_used_when_it_
     assert read(tier, key(1)) == record(1)
 
 
+@pytest.mark.usefixtures("steady_descriptors")
 def test_a_read_error_closes_the_file_and_keeps_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = SharedDir(tmp_path, "model")
     tier.put(key(1), record(1))
@@ -123,7 +124,7 @@ def test_a_read_error_closes_the_file_and_keeps_the_record(tmp_path: Path, monke
         patch.setattr(os, "readv", fail)
         with pytest.raises(OSError, match="Input/output error"):
             read(tier, key(1))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert read(tier, key(1)) == record(1)
 
 
