@@ -27,6 +27,6 @@ def test_a_short_run_of_faults_ends_with_right_answers_and_nothing_held(tmp_path
     assert verdict["problems"] == []
     assert status == 0
     assert verdict["verdict"] == "ok"
-    assert verdict["outcomes"]["right"] > 20
+    assert verdict["outcomes"]["right"] > 5, "each client has had some"
     assert verdict["outcomes"]["wrong"] == verdict["outcomes"]["unsettled"] == verdict["leaked_blocks"] == 0
     assert sum(verdict["faults"].values()) == SECONDS / EVERY_S

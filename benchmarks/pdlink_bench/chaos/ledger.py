@@ -163,6 +163,19 @@ def segments() -> set[str]:
     return names | {f"sysv {row[1]} of {row[3]} bytes" for row in rows if row[6] == "0"}
 
 
+async def left_behind(before: set[str], pause_s: float = 2.0) -> set[str]:
+    """Segments that are not of `before` and stay without anybody who has them open.
+
+    Other programs of this machine make some, too. They open or remove them in much less than `pause_s`, which this
+    takes where it finds some.
+    """
+    left = segments() - before
+    if left:
+        await asyncio.sleep(pause_s)
+        left &= segments()
+    return left
+
+
 def _names(path: str) -> list[str]:
     try:
         return os.listdir(path)

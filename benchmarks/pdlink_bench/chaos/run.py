@@ -81,7 +81,7 @@ async def run_local(
     finally:
         await local.close()
     verdict.problems += local.findings
-    verdict.problems += [f"shared memory left behind: {name}" for name in sorted(ledger.segments() - before)]
+    verdict.problems += [f"shared memory left behind: {name}" for name in sorted(await ledger.left_behind(before))]
     return verdict
 
 
