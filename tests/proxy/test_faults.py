@@ -77,7 +77,7 @@ async def test_decode_is_told_when_prefill_fails_and_still_answers(
             prefill.stream_override = b'data: {"error":{"message":"engine died","code":"engine_failure"}}\n\n'
         case "no event":
             prefill.end_after = 0
-    more: dict[str, Any] = {"first_byte_timeout_s": 0.3} if fault == "silent" else {}
+    more: dict[str, Any] = {"first_byte_timeout_s": 1.0} if fault == "silent" else {}
     if fault == "refused":
         more = {"health_interval_s": 3600}  # it is gone before its health is asked for again
     async with proxy_of([prefill], [decode], **more) as proxy:
@@ -143,7 +143,7 @@ async def test_a_lost_decode_leg_is_tried_again_elsewhere(
             bad.end_after = 0
         case "502" | "503" | "504":
             bad.fail_with = int(fault)
-    more: dict[str, Any] = {"first_byte_timeout_s": 0.3} if fault == "silent" else {}
+    more: dict[str, Any] = {"first_byte_timeout_s": 1.0} if fault == "silent" else {}
     if fault == "refused":
         more = {"health_interval_s": 3600}  # it is gone before its health is asked for again
     async with proxy_of(prefills, decodes, **more) as proxy:

@@ -216,7 +216,7 @@ async def test_a_client_that_leaves_ends_the_workers_request() -> None:
 
 async def test_a_client_that_reads_nothing_ends_its_request_and_blames_no_worker() -> None:
     worker = Full(stream=[bytes(2**22)] * 8)
-    config: dict[str, Any] = {"dialect": "vllm-nixl", "idle_timeout_s": 0.3}
+    config: dict[str, Any] = {"dialect": "vllm-nixl", "idle_timeout_s": 1.0}
     async with fleet(worker), proxy_of([], [worker], **config) as proxy:
         async with proxy.client.post(proxy.url + "/pooling", json={"model": "m"}):
             await until(lambda: proxy.counted("requests_total", outcome="client_left") == 1)
