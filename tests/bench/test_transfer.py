@@ -48,7 +48,7 @@ SMALL = Workload(
     src_order="LBPTH",
     dst_order="LPBHT",
 )
-QUICK = RoundSettings(layer_ms=(0.1,), rounds=2, warm_ups=1, timeout_s=10.0)
+QUICK = RoundSettings(layer_ms=(0.1,), rounds=2, warm_ups=1, timeout_s=4.0)
 
 
 class Standing:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdlink.fleet.ports import free_ports
+from tests.waiting import until
 
 from ..store.process import Process, process
-from .deployment import Answer, Deployment, prompt_of, request, until, worker_settings
+from .deployment import Answer, Deployment, prompt_of, request, worker_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

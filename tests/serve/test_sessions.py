@@ -15,9 +15,8 @@ from pdlink.api.session import DEFAULT_TTL_S, MAX_ID_CHARS, MAX_TTL_S, AskedSess
 from pdlink.errors import RequestAborted
 from pdlink.serve.app import build_app
 from pdlink.serve.tiers import KeptTurn
-from tests.waiting import WAIT_S
+from tests.waiting import WAIT_S, until
 
-from ..store.process import until
 from .test_shared_store import listening, worker
 from .tiered import CHUNK, SAMPLING, Computed, answers, opened, prompt_of, settle, store_of
 
