@@ -17,10 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 ID_HEADER, TTL_HEADER = "x-session-id", "x-session-ttl"
+OWNER_HEADER = "X-Pdlink-Session-Owner"
+"""Of a leg's request: `owner_of` the client's API key. The proxy passes no such header of a client's on."""
 KEPT_HEADER = "X-Pdlink-Session"
 """Of an answer: how many tokens of the prompt its session keeps, "kept=768 of=1024"; fewer where its quota ends."""
 KEPT = re.compile(r"kept=(\d{1,12}) of=\d{1,12}")
 MAX_ID_CHARS = 128
+MAX_OWNER_CHARS = 32
+_OWNER = re.compile(r"[0-9a-f]{0,32}")
 DEFAULT_TTL_S, MAX_TTL_S = 300.0, 86400.0
 
 SessionId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
@@ -31,6 +35,16 @@ class AskedSession(NamedTuple):
     id: str
     ttl_s: float
     """How long it keeps its KV after each turn."""
+    owner: str = ""
+    """Whose it is beside its `cache_salt`: see `OWNER_HEADER`."""
+
+
+def owner_said(said: Mapping[str, str]) -> str:
+    """Of a leg's request. Raises BadField."""
+    owner = said.get(OWNER_HEADER, "")
+    if not _OWNER.fullmatch(owner):
+        raise BadField(f"{OWNER_HEADER}: got {owner!a:.40}; expected what the proxy sends; leave it out")
+    return owner
 
 
 def asked_session(session_id: str | None, ttl_s: float | None, said: Mapping[str, str]) -> AskedSession | None:

@@ -20,7 +20,7 @@ from pdlink.api.errors import stream_error
 from pdlink.api.fields import decoder
 from pdlink.api.legs import MAX_ID_CHARS, AloneParams
 from pdlink.api.openai import CHAT, COMPLETIONS
-from pdlink.api.session import ID_HEADER, KEPT_HEADER, asked_session
+from pdlink.api.session import ID_HEADER, KEPT_HEADER, asked_session, owner_said
 from pdlink.config import is_loopback
 from pdlink.errors import DeadlineExceeded, InvalidRequest, PdlinkError
 from pdlink.events import listen
@@ -225,7 +225,7 @@ async def _generate(
     turn = None
     if ID_HEADER in http.headers or request.session_id or request.session_ttl_s is not None:
         asked = asked_session(request.session_id, request.session_ttl_s, http.headers)
-        turn = KeptTurn(asked.id, asked.ttl_s) if asked is not None else None
+        turn = KeptTurn(asked._replace(owner=owner_said(http.headers))) if asked is not None else None
     leg, caller_id = params.leg if params else "", http.headers.get("X-Request-Id", "")
     timeline.named(request_id, caller_id, leg)
     stream = worker.start(

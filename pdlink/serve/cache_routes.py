@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from pdlink.api.fields import decoded
-from pdlink.api.session import SessionId  # noqa: TC001  (msgspec reads annotations at run time)
+from pdlink.api.session import MAX_OWNER_CHARS, SessionId  # noqa: TC001  (msgspec reads annotations at run time)
 from pdlink.config.tiers import A_BYTE
 from pdlink.errors import ConfigError, InvalidRequest, Overloaded
 from pdlink.serve.http import body_of, json_response
@@ -83,6 +83,8 @@ class UnpinRequest(Struct, frozen=True, forbid_unknown_fields=True):
 class EndSessionRequest(Struct, frozen=True, forbid_unknown_fields=True):
     session_id: SessionId
     cache_salt: str = ""
+    owner: Annotated[str, Meta(max_length=MAX_OWNER_CHARS)] | None = None
+    """`owner_of` the API key that its turns came with; None for those of all."""
 
 
 class MoveRequest(NamedPrompt, frozen=True, kw_only=True):
@@ -229,7 +231,7 @@ class CacheDesk:
 
     def end_session(self, asked: EndSessionRequest) -> dict[str, bool]:
         """Whether it was known. Its records are as others from now on."""
-        return {"ended": self._store.end_session(asked.session_id, tenant_of(asked.cache_salt))}
+        return {"ended": self._store.end_session(asked.session_id, tenant_of(asked.cache_salt), asked.owner)}
 
     def move(self, asked: MoveRequest) -> dict[str, int]:
         self._check_places([asked.source, asked.destination])

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
+    from pdlink.api.session import AskedSession
     from pdlink.engine.engine import Engine
     from pdlink.kv.hashing import Chain
     from pdlink.node.port import EnginePort
@@ -40,8 +41,7 @@ _CLOSE_S = 2.0
 class KeptTurn:
     """The turn of an agent's session that a request is."""
 
-    session_id: str
-    ttl_s: float
+    session: AskedSession
     kept_tokens: int | None = None
     """Of the prompt, that the session keeps, once that is known; None where this worker keeps nothing of it."""
 
@@ -347,6 +347,6 @@ def _hold(request: _Request, *, waits: bool) -> None:
     thread: a store in another process may not answer."""
     turn, prompt = request.turn, request.stored
     if turn is not None and prompt is not None and request.retention is not None:
-        kept = prompt.hold(turn.session_id, turn.ttl_s, waits=waits)
+        kept = prompt.hold(*turn.session, waits=waits)
         if not waits:
             turn.kept_tokens = kept

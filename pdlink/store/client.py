@@ -240,8 +240,8 @@ class RemoteStore(AnyStore):
         kept, told = tuple(keys[: wire.MAX_KEYS]), tuple(sizes)
         return self._count(lambda call: wire.HoldSession(call, session, kept, told, waits))
 
-    def end_session(self, name: str, tenant: str) -> bool:
-        return bool(self._count(lambda call: wire.EndSession(call, name, tenant)))
+    def end_session(self, name: str, tenant: str, owner: str | None = None) -> bool:
+        return bool(self._count(lambda call: wire.EndSession(call, name, tenant, owner)))
 
     def clear(
         self, keys: Sequence[bytes] | None = None, places: Sequence[str] | None = None, *, ending: bytes = b""

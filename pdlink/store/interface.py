@@ -93,6 +93,8 @@ class SessionState(msgspec.Struct, frozen=True):
     name: str
     tenant: str
     """Empty for requests without a `cache_salt`."""
+    owner: str
+    """Of the client's API key; empty without one."""
     records: int
     asked: int
     """Records of its last turn: more than `records` if the quota ended there."""
@@ -283,8 +285,8 @@ class AnyStore(ABC):
         """
 
     @abstractmethod
-    def end_session(self, name: str, tenant: str) -> bool:
-        """It keeps nothing any more; whether it was known."""
+    def end_session(self, name: str, tenant: str, owner: str | None = None) -> bool:
+        """It keeps nothing any more; whether it was known. owner: None for those of all."""
 
     @abstractmethod
     def clear(

@@ -198,10 +198,10 @@ class Prompt:
             save.begin(first // unit, end // unit, Blocks(tuple(table), 0))
         save.layer(layer)
 
-    def hold(self, name: str, ttl_s: float, *, waits: bool) -> int:
-        """The session of that name keeps its records, and no others of this model's; how many leading tokens its
-        quota allows. As `AnyStore.hold`."""
-        session = SessionTerms(name, self._retention.tenant, ttl_s, self.source.scope)
+    def hold(self, name: str, ttl_s: float, owner: str = "", *, waits: bool) -> int:
+        """The session of that name and owner keeps its records, and no others of this model's; how many leading
+        tokens its quota allows. As `AnyStore.hold`."""
+        session = SessionTerms(name, self._retention.tenant, ttl_s, self.source.scope, owner)
         keys = [key for chunk in zip(*self.keys.by_group, strict=True) for key in chunk]
         sizes = [group.shape.nbytes for group in self.source.groups]
         return self.source.store.hold(session, keys, sizes, waits=waits) // len(sizes) * self.source.chunk_tokens

@@ -32,6 +32,8 @@ class SessionTerms(NamedTuple):
     scope: str = ""
     """Whose keys these are (`Origin.scope`): a session keeps those of the last turn of each model, and of each rank
     whose records are its own."""
+    owner: str = ""
+    """Who may end it, of those with the same tenant: each has names of its own."""
 
 
 class Holding(NamedTuple):
@@ -86,8 +88,8 @@ class SessionHolds:
         self.nbytes = 0
         self._nbytes_of: Counter[str] = Counter()
         self._num_of: Counter[str] = Counter()
-        self._holders: dict[tuple[str, str, str], _Holder] = {}
-        """By tenant, name and scope."""
+        self._holders: dict[tuple[str, str, str, str], _Holder] = {}
+        """By tenant, name, owner and scope."""
         self._next_s = inf
         """No deadline is sooner."""
 
@@ -114,7 +116,7 @@ class SessionHolds:
 
         sizes: bytes of a record, in turns. waits: its turn has ended.
         """
-        name = session.tenant, session.name, session.scope
+        name = session.tenant, session.name, session.owner, session.scope
         mine = self._holders.get(name)
         if mine is None:
             if len(self) >= MAX_SESSIONS or self._num_of[session.tenant] >= MAX_OF_TENANT:
@@ -138,13 +140,13 @@ class SessionHolds:
             mine.nbytes += kept.nbytes
         return Holding(len(mine.keys), gone + mine.keys)
 
-    def end(self, name: str, tenant: str) -> list[bytes] | None:
-        """It keeps nothing any more, in all scopes: what it kept; None if there is no such session. Costs a look at
-        each session."""
-        found = [each for each in self._holders if each[:2] == (tenant, name)]
+    def end(self, name: str, tenant: str, owner: str | None = None) -> list[bytes] | None:
+        """It keeps nothing any more, in all scopes: what it kept; None if there is no such session. owner: None for
+        those of all. Costs a look at each session."""
+        found = [each for each in self._holders if each[:2] == (tenant, name) and owner in (None, each[2])]
         return [key for each in found for key in self._end(each)] if found else None
 
-    def _end(self, name: tuple[str, str, str]) -> list[bytes]:
+    def _end(self, name: tuple[str, str, str, str]) -> list[bytes]:
         self._num_of[name[0]] -= 1
         return self._let_go(self._holders.pop(name), 0)
 
@@ -160,7 +162,8 @@ class SessionHolds:
         if first is None or first.deadline_s > now_s:
             self._next_s = inf if first is None else first.deadline_s
             return []
-        return self._end((first.session.tenant, first.session.name, first.session.scope))
+        of = first.session
+        return self._end((of.tenant, of.name, of.owner, of.scope))
 
     def rank(self, key: bytes) -> int | None:
         """Instead of a record's priority in memory; None for one that is as others."""

@@ -502,9 +502,9 @@ class Store(AnyStore):
         self._rank(holding.changed)
         return holding.num_keys
 
-    def end_session(self, name: str, tenant: str) -> bool:
+    def end_session(self, name: str, tenant: str, owner: str | None = None) -> bool:
         with self._lock:
-            changed = self._catalog.sessions.end(name, tenant)
+            changed = self._catalog.sessions.end(name, tenant, owner)
         self._rank(changed or ())
         return changed is not None
 
@@ -645,9 +645,8 @@ class Store(AnyStore):
 
         def of_session(held: SessionHeld) -> SessionState:
             session, records, nbytes, asked, waits, deadline_s = held
-            return SessionState(
-                session.name, session.tenant, records, asked, nbytes, waits=waits, ends_in_s=deadline_s - now_s
-            )
+            who = session.name, session.tenant, session.owner
+            return SessionState(*who, records, asked, nbytes, waits=waits, ends_in_s=deadline_s - now_s)
 
         with self._lock:
             catalog = self._catalog

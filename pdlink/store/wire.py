@@ -153,6 +153,7 @@ class EndSession(Message, frozen=True):
     call: int
     name: Text
     tenant: Text
+    owner: Text | None
 
 
 class Clear(Message, frozen=True):

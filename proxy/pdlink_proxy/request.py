@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from pdlink._http import num_events, usage_of
 from pdlink.api import kv_path
 from pdlink.api.errors import error_body, error_for
-from pdlink.api.keys import key_of
+from pdlink.api.keys import key_of, owner_of
 from pdlink.api.openai import LAST_EVENTS
-from pdlink.api.session import ID_HEADER, KEPT, KEPT_HEADER, asked_session
+from pdlink.api.session import ID_HEADER, KEPT, KEPT_HEADER, OWNER_HEADER, asked_session
 from pdlink.api.sse import before_done, payloads
 from pdlink.errors import PdlinkError
 from pdlink.logs import about
@@ -165,7 +165,10 @@ class Request:
             asked = asked_session(call.said.session_id, call.said.session_ttl_s, said)  # checked by `Entry`
         to_place = wanted(call, None if asked is None else asked.id)
         if asked is not None:
-            to_place.turn = SessionTurn(key_of(said), asked.id, to_place.salt, to_place.model, asked.ttl_s)
+            owner = owner_of(key_of(said))
+            to_place.turn = SessionTurn(owner, asked.id, to_place.salt, to_place.model, asked.ttl_s)
+            if owner:
+                headers[OWNER_HEADER] = owner
         self._admission = Admission(
             shared,
             to_place,

@@ -11,6 +11,7 @@ import msgspec
 from aiohttp import web
 
 from pdlink.api.errors import refused
+from pdlink.api.keys import owner_of
 
 from .http_connection import HttpError
 from .upstream import Asking
@@ -37,16 +38,17 @@ def add_sessions(app: web.Application, services: Services) -> None:
         """Also one that only workers know: the proxy may have been started since."""
         if not entry.may_look(request):
             return entry.no_entry(request)
-        tenant, session_id = entry.sees_only(request), request.match_info["id"]
-        salts = set(services.sessions.end(tenant, session_id))
+        key, session_id = entry.sees_only(request), request.match_info["id"]
+        owner = None if key is None else owner_of(key)
+        salts = set(services.sessions.end(owner, session_id))
         if services.siblings is not None:
-            found = await services.siblings.ask_all("end_session", [tenant, session_id])
+            found = await services.siblings.ask_all("end_session", [owner, session_id])
             salts.update(itertools.chain.from_iterable(found.values()))
-        if tenant is None:
+        if owner is None:
             salts.add(request.query.get("cache_salt", ""))
         if not salts:
             return refused(404, f"session {session_id!r:.140}: not known, or not of this key", "not_found")
-        told = [_told(services, url, session_id, salt) for url in _urls(services) for salt in salts]
+        told = [_told(services, url, session_id, salt, owner) for url in _urls(services) for salt in salts]
         ended = dict.fromkeys(_urls(services), False)
         for url, done in await asyncio.gather(*told):
             ended[url] |= done
@@ -61,13 +63,13 @@ def _urls(services: Services) -> list[str]:
     return list(dict.fromkeys(each.url for each in services.pools.all)) if services.dialect.end_session else []
 
 
-async def _told(services: Services, url: str, session_id: str, salt: str) -> tuple[str, bool]:
+async def _told(services: Services, url: str, session_id: str, salt: str, owner: str | None) -> tuple[str, bool]:
     """A worker, and whether it kept something for the session. One that does not answer keeps it for its time."""
     end_session = services.dialect.end_session
     assert end_session is not None
     try:
         asking = Asking(services.shared.control, url, services.config.connect_timeout_s)
-        return url, await end_session(asking, session_id, salt)
+        return url, await end_session(asking, session_id, salt, owner)
     except (HttpError, OSError, ValueError):  # TimeoutError is an OSError
         return url, False
 

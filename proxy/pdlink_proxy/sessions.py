@@ -23,8 +23,8 @@ _NOWHERE: Mapping[str, str] = MappingProxyType({})
 class SessionTurn(NamedTuple):
     """Of a session: what one request is."""
 
-    tenant: str
-    """The API key that it came with: each has sessions of its own."""
+    owner: str
+    """`owner_of` the API key that it came with: each has sessions of its own."""
     id: str
     salt: str
     """Its `cache_salt`."""
@@ -60,7 +60,7 @@ class KnownSession(msgspec.Struct, kw_only=True):
 class KnownSessions:
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[str, str, str, str], KnownSession] = OrderedDict()
-        """By tenant, id, salt and model, as workers keep them; the one that was heard of last at the end."""
+        """By owner, id, salt and model, as workers keep them; the one that was heard of last at the end."""
 
     def where(self, turn: SessionTurn, now_s: float) -> Mapping[str, str]:
         """By leg, the label of the worker that had the last turn."""
@@ -97,9 +97,9 @@ class KnownSessions:
         if (known := self._known.get(turn[:4])) is not None:
             known.running, known.heard_s = max(0, known.running - 1), now_s
 
-    def end(self, tenant: str | None, session_id: str) -> list[str]:
-        """It is known no more. tenant: None for all. Gives the salts under which it was known."""
-        found = [key for key in self._known if key[1] == session_id and tenant in (None, key[0])]
+    def end(self, owner: str | None, session_id: str) -> list[str]:
+        """It is known no more. owner: None for all. Gives the salts under which it was known."""
+        found = [key for key in self._known if key[1] == session_id and owner in (None, key[0])]
         return [self._known.pop(key).salt for key in found]
 
     def shown(self, now_s: float) -> list[KnownSession]:

@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
+from pdlink.api.keys import owner_of
 from pdlink.api.legs import PrefillAddress
 from pdlink.api.openai import parse
 from pdlink.api.session import DEFAULT_TTL_S, AskedSession
@@ -68,7 +69,7 @@ def test_what_is_known_of_a_session_ends_with_its_time_after_the_last_turn() -> 
     assert known.where(TURN, 1000.0) == workers, "it runs"
     known.ended(TURN, 1000.0)
     assert known.where(TURN, 1059.0) == workers
-    assert known.where(TURN._replace(tenant="other"), 1059.0) == {}
+    assert known.where(TURN._replace(owner="other"), 1059.0) == {}
     assert known.where(TURN, 1060.0) == {}
     assert known.shown(1060.0) == []
     assert known.placed(TURN, workers, 100, 1060.0, again=False) == "turn 1 of session agent"
@@ -150,7 +151,8 @@ async def test_turns_stay_at_their_workers_until_the_session_ends_by_a_call() ->
                 assert (await answer.json())["sessions"] == [shown]
             async with proxy.client.delete(f"{proxy.url}/pdlink/sessions/agent") as answer:
                 assert (await answer.json()) == {"session_id": "agent", "ended": 4, "of": 4}
-            assert [each.ended for each in workers] == [[{"session_id": "agent", "cache_salt": ""}]] * 4
+            ended = {"session_id": "agent", "cache_salt": "", "owner": None}
+            assert [each.ended for each in workers] == [[ended]] * 4
             async with proxy.client.get(f"{proxy.url}/pdlink/sessions") as answer:
                 assert (await answer.json())["sessions"] == []
     finally:
@@ -170,17 +172,24 @@ async def test_a_key_ends_its_own_sessions_alone(tmp_path: Path) -> None:
             proxy_of([prefill], [decode], siblings=places[1], **more) as other,
         ):
             body = BODY | {"session_id": "mine", "cache_salt": "s"}
-            assert (await asked(proxy, "POST", "/v1/completions", "a", body))[0] == 200
+            forged = {"X_Pdlink_Session_Owner": owner_of("b")}
+            assert (await asked(proxy, "POST", "/v1/completions", "a", body, **forged))[0] == 200
+            assert prefill.received[-1].headers["X-Pdlink-Session-Owner"] == owner_of("a")
             assert (await asked(proxy, "DELETE", "/pdlink/sessions/mine", "b"))[0] == 404
             assert (await asked(proxy, "DELETE", "/pdlink/sessions/mine", "nobody"))[0] == 401
             assert (await asked(proxy, "GET", "/pdlink/sessions", "a"))[0] == 403
             assert (await asked(proxy, "GET", "/pdlink/sessions", "boss"))[1]["of"] == 1
             assert prefill.ended == []
             assert (await asked(other, "DELETE", "/pdlink/sessions/mine", "a"))[1]["ended"] == 2, "from any process"
-            assert prefill.ended == [{"session_id": "mine", "cache_salt": "s"}]
+            assert prefill.ended == [{"session_id": "mine", "cache_salt": "s", "owner": owner_of("a")}]
             assert (await asked(proxy, "DELETE", "/pdlink/sessions/mine", "a"))[0] == 404
             assert (await asked(proxy, "DELETE", "/pdlink/sessions/x?cache_salt=t", "boss"))[0] == 200
-            assert prefill.ended[-1] == {"session_id": "x", "cache_salt": "t"}
+            assert prefill.ended[-1] == {"session_id": "x", "cache_salt": "t", "owner": None}
+            for key in ("a", "b"):
+                assert (await asked(proxy, "POST", "/v1/completions", key, body))[0] == 200
+            assert (await asked(proxy, "DELETE", "/pdlink/sessions/mine", "b"))[1]["ended"] == 2
+            assert prefill.ended[-1] == {"session_id": "mine", "cache_salt": "s", "owner": owner_of("b")}
+            assert (await asked(proxy, "GET", "/pdlink/sessions", "boss"))[1]["of"] == 1, "that of the other key"
     finally:
         await prefill.stop()
         await decode.stop()
@@ -239,7 +248,7 @@ def test_both_legs_of_vllm_name_the_session_to_its_connector() -> None:
         params = msgspec.json.decode(body)["kv_transfer_params"]
         assert (params["session_id"], params["session_ttl_s"]) == ("agent", 60.0)
         request = SimpleNamespace(kv_transfer_params=params)
-        assert session_of(request) == AskedSession("agent", 60.0)
+        assert session_of(request) == AskedSession("agent", 60.0, "key")
     for body in DIALECTS["vllm"].legs(call, msgspec.structs.replace(terms, turn=None)):
         assert "session_id" not in msgspec.json.decode(body)["kv_transfer_params"]
 
@@ -253,5 +262,7 @@ def test_vllm_hands_its_connector_the_session_of_a_client_from_0_33_on() -> None
         {"session_id": "x" * 129},
         {"session_id": "\udcff"},
         {"session_id": "a", "session_ttl_s": -1},
+        {"session_id": "a", "session_owner": 5},
+        {"session_id": "a", "session_owner": "x" * 33},
     ):
         assert session_of(SimpleNamespace(kv_transfer_params=params)) is None

@@ -11,6 +11,7 @@ import pytest
 from aiohttp.test_utils import TestServer
 
 from pdlink.api.fields import BadField
+from pdlink.api.keys import owner_of
 from pdlink.api.session import DEFAULT_TTL_S, MAX_ID_CHARS, MAX_TTL_S, AskedSession, asked_session
 from pdlink.errors import RequestAborted
 from pdlink.serve.app import build_app
@@ -30,7 +31,7 @@ OTHERS = [prompt_of(4 * CHUNK, 100 + seed) for seed in range(12)]
 
 def take_turn(of: Worker, prompt: tuple[int, ...], name: str) -> int | None:
     """A turn of the agent's; how many tokens its session keeps."""
-    turn = KeptTurn("agent", 60.0)
+    turn = KeptTurn(AskedSession("agent", 60.0))
 
     async def answer() -> None:
         async for _ in of.start(name, prompt, SAMPLING, None, turn=turn):
@@ -77,7 +78,9 @@ def test_a_session_waits_though_its_turn_ends_before_the_store_hears_that_it_run
         monkeypatch.setattr(store, "hold", late)
 
         async def leave() -> None:
-            stream = one.start("r", prompt_of(3 * CHUNK, 1), SAMPLING, None, turn=KeptTurn("agent", 60.0))
+            stream = one.start(
+                "r", prompt_of(3 * CHUNK, 1), SAMPLING, None, turn=KeptTurn(AskedSession("agent", 60.0))
+            )
             assert await asyncio.to_thread(told.wait, WAIT_S)
             one.engine.abort("r")
             with pytest.raises(RequestAborted):
@@ -157,6 +160,15 @@ def test_a_request_names_its_session_in_the_body_or_in_headers_and_ends_it_over_
             for name, known in (("a", True), ("b", True), ("a", False)):
                 ended = await post("/pdlink/cache/end_session", {"session_id": name})
                 assert ended == (200, None, {"ended": known})
+            first, second = owner_of("key"), owner_of("other")
+            for sent in (first, second, second):
+                headers = {"X_Session_ID": "a", "X_Pdlink_Session_Owner": sent}
+                assert (await post("/v1/completions", body, **headers))[:2] == (200, kept)
+            for owner, known in (("", False), (first, True), (first, False), (None, True), (second, False)):
+                ended = await post("/pdlink/cache/end_session", {"session_id": "a", "owner": owner})
+                assert ended == (200, None, {"ended": known}), owner
+            status, _, error = await post("/v1/completions", body, X_Session_ID="a", X_Pdlink_Session_Owner="me")
+            assert (status, "X-Pdlink-Session-Owner" in error["error"]["message"]) == (400, True)
             status, _, error = await post("/v1/completions", body, X_Session_ID="x" * 129)
             assert (status, "X-Session-ID" in error["error"]["message"]) == (400, True)
             status, _, error = await post("/v1/completions", body | {"session_id": "a", "session_ttl_s": -1})

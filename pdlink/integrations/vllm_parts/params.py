@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOAD_TIERS = "kv_load_tiers"
-_OF_THE_STORE = {"max_load_tokens", "max_offload_tokens", _LOAD_TIERS, "session_id", "session_ttl_s"}
+_OF_THE_STORE = {"max_load_tokens", "max_offload_tokens", _LOAD_TIERS, "session_id", "session_ttl_s", "session_owner"}
 """What a request may say that is served without a transfer. The session is read by `versions.session_of`."""
 _DIGEST_NBYTES = 8
 """Distinguishes the prompts of one HTTP request; a client that makes two collide hurts only its own request."""

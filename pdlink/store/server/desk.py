@@ -108,7 +108,8 @@ class Desk:
                 held = store.hold(session, message.keys, message.sizes, waits=message.waits)
                 self.tell(wire.Count(message.call, held))
             case wire.EndSession():
-                self.tell(wire.Count(message.call, int(store.end_session(message.name, message.tenant))))
+                ended = store.end_session(message.name, message.tenant, message.owner)
+                self.tell(wire.Count(message.call, int(ended)))
             case wire.Clear():
                 self._check_places(message.places or ())
                 self.tell(
@@ -296,7 +297,7 @@ def _checked(retention: Retention) -> Retention:
 def _checked_session(session: SessionTerms) -> SessionTerms:
     """Raises ProtocolError for one that no request may name."""
     right = 0 < len(session.name) <= MAX_NAME_CHARS
-    right &= max(len(session.tenant), len(session.scope)) <= _MAX_DIGEST_CHARS
+    right &= max(map(len, (session.tenant, session.scope, session.owner))) <= _MAX_DIGEST_CHARS
     if not right or not 0 < session.ttl_s <= MAX_TTL_S:
         raise ProtocolError(f"session: got {session!r:.200}; expected what `SessionTerms` says; correct it")
     return session

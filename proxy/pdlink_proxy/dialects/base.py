@@ -114,9 +114,10 @@ class Dialect:
     sources: Callable[[Asking, str], Awaitable[tuple[Sourced, ...]]] | None = None
     """Asks a worker where the KV of a request's prompt came from, by the request's id; None for an engine that does
     not say. Raises as `upstream.ask`, and ValueError for another answer."""
-    end_session: Callable[[Asking, str, str], Awaitable[bool]] | None = None
-    """Tells a worker that the session of this id and `cache_salt` has ended; whether it knew it. None for an engine
-    that keeps none, or cannot be told. Raises as `upstream.ask`, and ValueError for another answer."""
+    end_session: Callable[[Asking, str, str, str | None], Awaitable[bool]] | None = None
+    """Tells a worker that the session of this id, `cache_salt` and owner, or those of all owners, have ended; whether
+    it knew one. None for an engine that keeps none, or cannot be told. Raises as `upstream.ask`, and ValueError for
+    another answer."""
     unserved: Mapping[str, str] = field(default_factory=dict)
     """Fields that are refused unless they are null, and why."""
     metrics: str = ""

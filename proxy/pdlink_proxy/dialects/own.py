@@ -86,8 +86,8 @@ class _Ended(msgspec.Struct):
     ended: bool
 
 
-async def _end_session(asking: Asking, session_id: str, salt: str) -> bool:
-    body = {"session_id": session_id, "cache_salt": salt}
+async def _end_session(asking: Asking, session_id: str, salt: str, owner: str | None) -> bool:
+    body = {"session_id": session_id, "cache_salt": salt, "owner": owner}
     url = f"{asking.url}/pdlink/cache/end_session"
     reply = await post(asking.client, url, body, timeout_s=asking.timeout_s)
     return reply.status == 200 and msgspec.json.decode(reply.body, type=_Ended).ended  # 404: it has no tiers

@@ -111,8 +111,9 @@ def _legs(call: Call, transfer: TransferTerms) -> tuple[bytes, bytes]:
     )
     to_decode = DecodeParams(transfer_id=transfer.transfer_id, prefill=transfer.prefill)
     if (turn := transfer.turn) is not None:
-        to_prefill = msgspec.structs.replace(to_prefill, session_id=turn.id, session_ttl_s=turn.ttl_s)
-        to_decode = msgspec.structs.replace(to_decode, session_id=turn.id, session_ttl_s=turn.ttl_s)
+        session = {"session_id": turn.id, "session_ttl_s": turn.ttl_s, "session_owner": turn.owner}
+        to_prefill = msgspec.structs.replace(to_prefill, **session)
+        to_decode = msgspec.structs.replace(to_decode, **session)
     return (
         prefill_body(call, to_prefill, without, temperature=0),
         call.with_params(to_decode),
