@@ -23,7 +23,8 @@ PATHS = (TRANSFERRED, CACHED, RECOMPUTED, TRANSFERRING, UNKNOWN)
 
 _VALUE = re.compile(r"transferred|cached|unknown|recomputed(;reason=[a-z0-9_:.-]{1,64})?")
 
-_USUAL = frozenset({TRANSFERRED, CACHED, UNKNOWN})
+USUAL = frozenset({TRANSFERRED, CACHED, UNKNOWN})
+"""Values that are paths, without more."""
 
 
 def recomputed(code: str) -> str:
@@ -38,10 +39,10 @@ def comment(value: str) -> bytes:
 
 def checked(value: str | None) -> str | None:
     """A worker's value if it is valid, else None."""
-    return value if value in _USUAL or (value is not None and _VALUE.fullmatch(value)) else None
+    return value if value in USUAL or (value is not None and _VALUE.fullmatch(value)) else None
 
 
 def path_of(value: str) -> str:
-    if value in _USUAL:
+    if value in USUAL:
         return value
     return value.partition(";")[0]

@@ -190,7 +190,7 @@ class Admission:
         if prefill is None or self._whole or not first:
             prefill, recomputed = self._unusual(action, choice)
         self.cached_tokens, self.recomputed, self.source = choice.cached_tokens, recomputed, choice.source
-        shared.metrics.attempts.add(1, action.why.value)
+        shared.metrics.attempts_for[action.why][0] += 1
         self.chosen = {Leg.DECODE: decode} if prefill is None else {Leg.PREFILL: prefill, Leg.DECODE: decode}
         told = ""
         if wanted.turn is not None:

@@ -171,7 +171,8 @@ class Router:
             call.headers["X-Request-Id"] = headers["X-Request-Id"]
             self.services.metrics.requests.add(1, "unavailable" if call.status == 503 else "rejected")
             return reworded(request.path, call)
-        entry.own(headers["X-Request-Id"], request.headers)
+        if entry.tenants:
+            entry.own(headers["X-Request-Id"], request.headers)
         if entry.limits is not None:
             asked = wanted(call, None)
             if (refusal := entry.over_limit(request, asked.total_tokens)) is not None:
@@ -202,7 +203,8 @@ class Router:
         if call is None or shared is None:
             return None
         running, headers = services.requests, services.entry.leg_headers(said)
-        services.entry.own(headers["X-Request-Id"], said)
+        if services.entry.tenants:
+            services.entry.own(headers["X-Request-Id"], said)
 
         def over() -> None:
             running.discard(made)

@@ -124,21 +124,21 @@ class Attempt:
             tokens = max(1, asked.num_tokens - self._cached_tokens)
         else:
             tokens = asked.num_tokens + asked.answer_tokens
-        now_s = time.monotonic()
-        work = shared.pools.sent(asked, worker, tokens, now_s)
-        self.legs[leg] = running = WorkerLeg(worker, work, tokens=tokens, now_s=now_s, freed=shared.freed)
+        if leg in shared.pools.noting:
+            shared.pools.placed(asked, worker)
+        self.legs[leg] = running = WorkerLeg(worker, tokens, time.monotonic(), shared)
+        running.leg, running.attempt, running.transfer_id, running.hears = leg, self._number, self.transfer_id, hears
+        running.max_nbytes = shared.max_body_nbytes
+        if not (self._call.streaming and (leg is Leg.DECODE or shared.dialect.prefill_streams)):
+            running.most_nbytes = running.max_nbytes
+        lines = self._lines
         if self._trace is not None:
             running.span_id = new_span_id()
             headers = {**headers, "traceparent": self._trace.below(running.span_id)}
-        running.send(
-            shared.clients[leg],
-            self._call.path,
-            body,
-            header_lines({**self._leg_headers, **headers}) if headers else self._lines,
-            hears,
-            leg=leg,
-            attempt=self._number,
-            transfer_id=self.transfer_id,
-            max_nbytes=shared.max_body_nbytes,
-            streams=self._call.streaming and (leg is Leg.DECODE or shared.dialect.prefill_streams),
-        )
+        if headers:
+            lines = header_lines({**self._leg_headers, **headers})
+        if worker.headers:
+            lines += header_lines(worker.headers)
+        worker.legs.add(running)
+        running.url = worker.url + self._call.path
+        running.connection = shared.clients[leg].send("POST", running.url, running, body, lines)

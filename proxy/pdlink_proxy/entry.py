@@ -65,6 +65,8 @@ class Entry:
     def read_keys(self) -> None:
         """Raises ConfigError, and keeps those it has."""
         self.api_keys = api_keys(self._config)
+        self.tenants = len(self.api_keys) > 1
+        """There are several keys."""
         self._bearers = frozenset(f"Bearer {key.decode(errors='surrogateescape')}" for key in self.api_keys)
         """As most clients send them. To look one up takes no longer for a key that is nearly right: a set compares
         texts of equal hashes alone, and those have a random seed."""
@@ -167,11 +169,6 @@ class Entry:
             return None
         return key_of(request.headers)
 
-    @property
-    def tenants(self) -> bool:
-        """Whether there are several keys."""
-        return len(self.api_keys) > 1
-
     def owns(self, key: str, request_id: str) -> bool | None:
         """Whether the request of this id came with this key, and with no other one; None if it is not known here."""
         owner = self._owners.get(request_id)
@@ -184,9 +181,7 @@ class Entry:
         return refused_page(said, loopback=self._loopback, setting="api_keys")
 
     def own(self, request_id: str, said: Mapping[str, str]) -> None:
-        """A request with this head was let in: those who send its key may see it."""
-        if len(self.api_keys) < 2:
-            return
+        """A request with this head was let in: those who send its key may see it. Of `tenants`."""
         key = key_of(said)
         if self._owners.setdefault(request_id, key) != key:
             self._owners[request_id] = ""

@@ -8,22 +8,19 @@ from typing import TYPE_CHECKING, Protocol
 
 from pdlink.logs import about
 
-from .http_client import header_lines
 from .http_connection import AnswerListener, WorkerGone
 from .records import LegRecord
 from .steps import Leg
 from .upstream import describe, loss_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pdlink._http import Headers
 
     from .alarms import Alarms
-    from .http_client import HttpClient, HttpRequest
+    from .http_client import HttpRequest
     from .http_connection import Connection, HttpError
+    from .queue import Queue
     from .steps import Loss
-    from .table import WorkerState
     from .worker import Worker
 
 LET_GO_S = 1.0
@@ -41,6 +38,15 @@ MIN_PACE_TOKENS = 512
 log = logging.getLogger("pdlink.proxy")
 
 
+class Frees(Protocol):
+    """Has requests that wait for workers."""
+
+    queue: Queue
+
+    def serve_queue(self) -> None:
+        """A worker has less to do."""
+
+
 class LegAccount:
     """What a leg counts for at its worker, from when it leaves until the worker has nothing more to do for it: its
     load, and how it went for the breaker and the outlier. `end` is the only end."""
@@ -51,17 +57,11 @@ class LegAccount:
     _call = 0
     _probe = False
 
-    def __init__(
-        self,
-        worker: Worker,
-        work: WorkerState,
-        tokens: int,
-        now_s: float,
-        freed: Callable[[], object],
-    ) -> None:
-        """work: of the worker's present life, in which this leg's tokens are counted. now_s: time.monotonic. freed:
-        called when the worker has less to do."""
-        self.worker, self._work, self._tokens, self._freed = worker, work, tokens, freed
+    def __init__(self, worker: Worker, tokens: int, now_s: float, frees: Frees) -> None:
+        """tokens: that the worker has to do for it. now_s: time.monotonic."""
+        self.worker, self._tokens, self._frees = worker, tokens, frees
+        self._work = work = worker.work  # of the worker's present life, in which its tokens are counted
+        work.sent(tokens, now_s)
         self.sent_s = now_s
         self._ahead = work.load
         """Tokens that the worker has to do, with this leg's."""
@@ -70,9 +70,10 @@ class LegAccount:
             self._call = self._breaker.begin(now_s)
             self._probe = self._outlier.begin()
 
-    def end(self, now_s: float, *, well: bool | None) -> None:
+    def end(self, now_s: float, *, well: bool | None, pace: float | None = None) -> None:
         """The worker has nothing to do for it any more. well: None if the end says nothing of the worker, as of a leg
-        that was given up.
+        that was given up. pace: seconds for a unit of its work, at least so many if it was given up; None if it says
+        nothing of the worker.
 
         Of several calls the first counts. A failure that shows after it counts as one, too.
         """
@@ -80,7 +81,7 @@ class LegAccount:
         if well and first:  # nearly every end
             if self._call or self._breaker.failures:
                 self._breaker.end(self._call, now_s, failed=False)
-            self._outlier.end(now_s, probe=self._probe, failed=False, pace=self.pace(now_s, well=True))
+            self._outlier.end(now_s, probe=self._probe, failed=False, pace=pace)
         elif well is False:
             if self.failed:
                 return
@@ -92,18 +93,14 @@ class LegAccount:
             return
         else:
             self._breaker.drop(self._call)
-            self._outlier.drop(now_s, probe=self._probe, at_least=self.pace(now_s, well=None))
+            self._outlier.drop(now_s, probe=self._probe, at_least=pace)
         if self.worker.on_trial and well is not False:  # nothing else can change
             self.worker.judged()
         if first:
             self.ended = True
             self._work.finished(self._tokens, now_s, served=well is True)
-            self._freed()
-
-    def pace(self, now_s: float, *, well: bool | None) -> float | None:
-        """Seconds for a unit of its work, at least so many if it was given up; None if it says nothing of the
-        worker, as here."""
-        return None
+            if self._frees.queue.num:
+                self._frees.serve_queue()
 
 
 class Hears(Protocol):
@@ -129,11 +126,15 @@ class Hears(Protocol):
 
 
 class WorkerLeg(LegAccount, AnswerListener):
-    """Listens to one answer. Once it is closed it tells no more."""
+    """Listens to one answer. Once it is closed it tells no more. `Attempt` sends it."""
 
     leg: Leg
     attempt = 0
     transfer_id = url = ""
+    max_nbytes = 0
+    """Of an answer in one piece."""
+    hears: Hears | None = None
+    """From when it is sent until it is closed: or both would wait for the collector."""
     fate = ""
     """How it ended, for people."""
     answered_s: float | None = None
@@ -145,52 +146,23 @@ class WorkerLeg(LegAccount, AnswerListener):
     """Until the end of the answer."""
     nbytes = 0
     """Of its stream, so far."""
-    _hears: Hears | None = None
-    """From when it is sent until it is closed: or both would wait for the collector."""
-    _max_nbytes = 0
-    _streams = False
     _paused = False
     """Its client has kept it waiting."""
     _let_go: Alarms | None = None
     """Where the end of its patience is set, once it is let go."""
 
-    def send(
-        self,
-        client: HttpClient,
-        path: str,
-        body: bytes,
-        lines: bytes,
-        hears: Hears,
-        *,
-        leg: Leg,
-        attempt: int,
-        transfer_id: str,
-        max_nbytes: int,
-        streams: bool,
-    ) -> None:
-        """lines: headers. max_nbytes: of an answer in one piece. streams: its answer is a stream of events, if its
-        status is 2xx."""
-        worker = self.worker
-        self._hears, self.leg, self.attempt, self.transfer_id = hears, leg, attempt, transfer_id
-        self._max_nbytes, self._streams = max_nbytes, streams
-        self.most_nbytes = 0 if streams else max_nbytes
-        worker.legs.add(self)
-        self.url = url = worker.url + path
-        if worker.headers:
-            lines += header_lines(worker.headers)
-        self.connection = client.send("POST", url, self, body, lines)
-
     def close(self, *, well: bool | None) -> None:
         """It is over, unless it was before. well: as of `LegAccount.end`."""
-        if self._hears is None:
+        if self.hears is None:
             return
-        self._hears = None
+        self.hears = None
         self.closed_s = now_s = time.monotonic()
         self.worker.legs.discard(self)
         if not self.fate:
             self.fate = "served" if well else "cancelled"
         if not self.ended:
-            self.end(now_s, well=well)
+            timed = self.nbytes or self.leg is Leg.PREFILL
+            self.end(now_s, well=well, pace=self.pace(now_s, well=well) if timed else None)
         if self._let_go is not None:
             self._let_go.clear(self.cancel)
 
@@ -199,7 +171,7 @@ class WorkerLeg(LegAccount, AnswerListener):
         if self.leg is Leg.PREFILL:
             return (now_s - self.sent_s) / self._ahead if self._ahead >= MIN_PACE_TOKENS else None
         # Given up, a stream says nothing: it may have waited for prefill.
-        if not well or not self._streams or self._paused or self.nbytes < MIN_PACE_NBYTES:
+        if not well or self._paused or self.nbytes < MIN_PACE_NBYTES:
             return None
         took_s = now_s - self.answered_s if self.answered_s is not None else 0.0
         return took_s / self.nbytes if took_s >= MIN_PACE_S else None
@@ -210,13 +182,13 @@ class WorkerLeg(LegAccount, AnswerListener):
 
     def cancel(self) -> None:
         """Close its connection; the worker aborts."""
-        if self._hears is not None:
+        if self.hears is not None:
             self._leave()
             self.close(well=None)
 
     def gone(self, reason: str) -> None:
         """Its worker is not there any more, and its connection says nothing of it: the same as if that had broken."""
-        if self._hears is not None:
+        if self.hears is not None:
             self._leave()
             self.on_lost(WorkerGone(ConnectionError(reason), reused=False, answered=self.answered_s is not None))
 
@@ -258,7 +230,7 @@ class WorkerLeg(LegAccount, AnswerListener):
     def _broke(self, error: Exception) -> None:
         words = "transfer %s: its request failed unexpectedly"
         log.error(words, self.transfer_id, exc_info=error, extra=about(transfer_id=self.transfer_id))
-        hears = self._hears
+        hears = self.hears
         self.cancel()
         if hears is not None:
             hears.broke(self, error)
@@ -268,21 +240,22 @@ class WorkerLeg(LegAccount, AnswerListener):
     def on_head(self, status: int, headers: Headers) -> None:
         self.answered_s = time.monotonic()
         if not 200 <= status < 300:
-            self.most_nbytes = self._max_nbytes
+            self.most_nbytes = self.max_nbytes
             return
         try:
-            if self._hears is not None:
-                self._hears.began(self, headers)
+            if self.hears is not None:
+                self.hears.began(self, headers)
         except Exception as error:  # noqa: BLE001
             self._broke(error)
 
     def on_data(self, data: bytes) -> None:
         self.nbytes += len(data)
         try:
-            if self._hears is not None:
-                self._hears.sent(self, data)
+            if self.hears is not None:
+                self.hears.sent(self, data)
             if self.leg is Leg.PREFILL and not self.ended:  # it has nothing to do after its first token
-                self.end(time.monotonic(), well=True)
+                now_s = time.monotonic()
+                self.end(now_s, well=True, pace=self.pace(now_s, well=True))
                 self.fate = self.fate or "served"
         except Exception as error:  # noqa: BLE001
             self._broke(error)
@@ -290,8 +263,8 @@ class WorkerLeg(LegAccount, AnswerListener):
     def on_end(self) -> None:
         self.connection = None
         try:
-            if self._hears is not None:
-                self._hears.ended(self)
+            if self.hears is not None:
+                self.hears.ended(self)
         except Exception as error:  # noqa: BLE001
             self._broke(error)
 
@@ -300,15 +273,15 @@ class WorkerLeg(LegAccount, AnswerListener):
         if self.answered_s is None:
             self.answered_s = time.monotonic()
         try:
-            if self._hears is not None:
-                self._hears.answered(self, status, headers, body)
+            if self.hears is not None:
+                self.hears.answered(self, status, headers, body)
         except Exception as error:  # noqa: BLE001
             self._broke(error)
 
     def on_lost(self, error: HttpError) -> None:
         self.connection = None
         try:
-            if self._hears is not None:
-                self._hears.lost(self, loss_of(error), f"{self.url}: {describe(error)}")
+            if self.hears is not None:
+                self.hears.lost(self, loss_of(error), f"{self.url}: {describe(error)}")
         except Exception as problem:  # noqa: BLE001
             self._broke(problem)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pdlink.api.kv_path import PATHS, path_of
+from pdlink.api.kv_path import PATHS, USUAL, path_of
 from pdlink.observe.series import FINE_SECONDS, Counter, Gauge, Histogram, ProcessMetrics, Registry
 from pdlink.observe.spans import read_context
 
@@ -148,8 +148,10 @@ class Metrics(Registry):
             )
         )
         ProcessMetrics(self)
+        # By label: found once, and not for each request.
         self._requests = {outcome: self.requests.series(outcome) for outcome in outcomes}
-        """By outcome: found once, and not for each request."""
+        self._kv = {value: self.kv.series(value) for value in USUAL}
+        self.attempts_for = {why: self.attempts.series(why.value) for why in Why}
 
     def ended(self, record: RequestRecord, stages: Mapping[str, float], exemplar: dict[str, str]) -> None:
         """A request for tokens has ended. stages: of the time to its first token. exemplar: names it."""
@@ -157,7 +159,7 @@ class Metrics(Registry):
         self._requests[outcome][0] += 1
         self.duration.observe(record.total_s, outcome, exemplar=exemplar)
         if outcome in _WITH_TOKENS:
-            self.kv.add(1, path_of(record.kv))
+            (self._kv.get(record.kv) or self.kv.series(path_of(record.kv)))[0] += 1
             self.stages.observe_each(stages)
         if record.per_token_s is not None:
             self.per_token.observe(record.per_token_s)

@@ -83,7 +83,8 @@ class PassThrough:
                 outcome = Outcome.UNAVAILABLE if body.status == 503 else Outcome.REJECTED
                 answer: web.StreamResponse = body
             else:
-                services.entry.own(headers["X-Request-Id"], request.headers)
+                if services.entry.tenants:
+                    services.entry.own(headers["X-Request-Id"], request.headers)
                 with services.running(_Running()):
                     answer, outcome = await self._pass(request, body, {**own_headers(services, request), **headers})
         except asyncio.CancelledError:
@@ -291,10 +292,8 @@ class _Count:
     """The request counts in the worker's load while this context lasts."""
 
     def __init__(self, shared: Shared, worker: Worker, wanted: PlacementRequest) -> None:
-        self._shared, self._worker, now_s = shared, worker, time.monotonic()
-        tokens = wanted.total_tokens
-        worker.work.sent(tokens, now_s)
-        self._account = LegAccount(worker, worker.work, tokens=tokens, now_s=now_s, freed=shared.freed)
+        self._shared, self._worker = shared, worker
+        self._account = LegAccount(worker, wanted.total_tokens, time.monotonic(), shared)
         self._well: bool | None = None
         """As of `LegAccount.end`."""
 

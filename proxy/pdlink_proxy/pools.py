@@ -59,7 +59,8 @@ class Pools:
         self._paces: dict[str, float | None] = {}
         """`prefill_pace` by model."""
         self._placer = placer
-        self._noting = {Leg(leg): policy for leg, policy in placer.noting.items()}
+        self.noting = {Leg(leg): policy for leg, policy in placer.noting.items()}
+        """By leg, policies that are told where requests go: see `placed`."""
         self._labels = {side: itertools.count() for side in Leg}
         self._both = itertools.count()
         self.kv_events = KVEvents()
@@ -359,15 +360,11 @@ class Pools:
         picked = self._placer.one_of(request, [worker.work for worker in workers])
         return next(worker for worker in workers if worker.work is picked)
 
-    def sent(self, request: PlacementRequest, worker: Worker, tokens: int, now: float) -> WorkerState:
-        """A leg with so many tokens to do leaves for the worker; the caller says when it is `finished`."""
-        work = worker.work
-        if (policy := self._noting.get(worker.side)) is not None:
-            lacking = policy.placed(request, work)
-            if lacking >= KEY_TOKENS:  # a block at least, whatever its size
-                self.kv_events.sent(worker.id, time.monotonic())
-        work.sent(tokens, now)
-        return work
+    def placed(self, request: PlacementRequest, worker: Worker) -> None:
+        """A leg leaves for the worker, whose side is `noting`."""
+        lacking = self.noting[worker.side].placed(request, worker.work)
+        if lacking >= KEY_TOKENS:  # a block at least, whatever its size
+            self.kv_events.sent(worker.id, time.monotonic())
 
     def _tell_alone(self, refused: RefusedPair | None) -> None:
         if refused is not None and self._alone is None:

@@ -102,14 +102,9 @@ class Shared:
             return True
         return self.pools.has_engines and call.path not in dialect.engine_paths
 
-    def freed(self) -> None:
-        """A worker has less to do."""
-        if self.queue.num:
-            self.serve_queue()
-
     def serve_queue(self) -> None:
         """Something has changed for those who wait: place them soon."""
-        if len(self.queue) and not self._serving:
+        if self.queue.num and not self._serving:
             self._serving = True
             asyncio.get_running_loop().call_soon(self._serve_queue)
 

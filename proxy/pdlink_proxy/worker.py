@@ -94,6 +94,8 @@ class Worker:
     reason: str = "has not answered yet"
     health: Health | None = None
     """The last valid one, kept while the worker is away: it names its model."""
+    link: dict[str, Any] = field(default_factory=dict)
+    """What its dialect must know to reach its KV: of its health."""
     heard_s: float | None = None
     """time.monotonic of the last answer."""
     legs: set[Gone] = field(default_factory=set)
@@ -168,11 +170,6 @@ class Worker:
         control = self.control or self.health.control or ""
         return PrefillAddress(control[0] if len(control) == 1 else control, self.health.name, self.engine)
 
-    @property
-    def link(self) -> dict[str, Any]:
-        """What its dialect must know to reach its KV."""
-        return self.health.link if self.health else {}
-
     def heard(self, health: Health | str, *, faults_when_asked: int) -> None:
         """Take in its health, or the text why its answer is invalid."""
         self.heard_s = time.monotonic()
@@ -187,7 +184,7 @@ class Worker:
             self.breaker, self.outlier = Breaker(math.inf, failures=FAILURES), Outlier()
             self.routes, self.lacks = None, set()
             self.judged()
-        known, self.health = self.health, health
+        known, self.health, self.link = self.health, health, health.link
         if known is None or (known.model, known.aliases) != (health.model, health.aliases):
             self._tell()
         if health.role not in (self.side.value, "both", None):

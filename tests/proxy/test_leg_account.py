@@ -29,8 +29,8 @@ def worker_on_trial() -> Worker:
 
 def sent(worker: Worker, tokens: int = 100) -> tuple[LegAccount, list[bool]]:
     freed: list[bool] = []
-    worker.work.sent(tokens, 0.0)
-    return LegAccount(worker, worker.work, tokens, 0.0, lambda: freed.append(True)), freed
+    frees = SimpleNamespace(queue=SimpleNamespace(num=1), serve_queue=lambda: freed.append(True))
+    return LegAccount(worker, tokens, 0.0, cast("Any", frees)), freed
 
 
 @given(ends=st.lists(st.sampled_from([True, False, None]), min_size=1, max_size=5))
@@ -70,12 +70,8 @@ def test_a_leg_that_finds_out_about_a_worker_makes_room_for_the_next_one(well: b
 
 
 def leg_of(worker: Worker, tokens: int) -> WorkerLeg:
-    worker.work.sent(tokens, 0.0)
-    leg = WorkerLeg(worker, worker.work, tokens, 0.0, lambda: None)
-    hears = SimpleNamespace(began=lambda *_: None, sent=lambda *_: None)
-    client = SimpleNamespace(send=lambda *_: None)
-    more = {"leg": worker.side, "attempt": 1, "transfer_id": "x", "max_nbytes": 1, "streams": True}
-    leg.send(cast("Any", client), "/", b"", b"", cast("Any", hears), **cast("Any", more))
+    leg = WorkerLeg(worker, tokens, 0.0, cast("Any", SimpleNamespace(queue=SimpleNamespace(num=0))))
+    leg.leg, leg.hears = worker.side, cast("Any", SimpleNamespace(began=lambda *_: None, sent=lambda *_: None))
     return leg
 
 
