@@ -48,6 +48,7 @@ NUM_WALKS = 8
 """Of a request."""
 PEER_S = 150.0
 """Makes heartbeats of 12.5 s: on a busy machine one in half a second falls into every walk."""
+USAGE = b'{"prompt_tokens":2,"total_tokens":10,"completion_tokens":8,"prompt_tokens_details":null}'
 SETTLE_S, IDLE_S = 0.3, 2.0
 """From the end of a request until nothing of it is left, and how long workers with nothing to do are listened to."""
 
@@ -319,7 +320,10 @@ async def _proxied(recorder: Recorder) -> list[Span]:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         reader, writer = await asyncio.open_connection(*runner.addresses[0])
         spans = []
-        for role, stream, last in (("whole", b"false", b'"usage":{}}'), ("stream", b"true", b"0\r\n\r\n")):
+        for role, stream, last in (
+            ("whole", b"false", b'"kv_transfer_params":null}'),
+            ("stream", b"true", b"0\r\n\r\n"),
+        ):
             body = b'{"model":"m","prompt":"hello","max_tokens":8,"stream":%b}' % stream
             asked = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             asked += b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
@@ -345,7 +349,7 @@ async def _stand_in(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
             length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
             body = await reader.readexactly(length)
             choice = b'{"choices":[{"index":0,"text":" word","finish_reason":%b}]'
-            pieces = [choice % b'"length"' + b',"kv_transfer_params":{"pdlink_kv":"transferred"},"usage":{}}']
+            pieces = [choice % b'"length"' + b',"usage":%b,"kv_transfer_params":{"pdlink_kv":"transferred"}}' % USAGE]
             kind = b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(pieces[0])
             if b"/models" in head:
                 pieces = [b'{"data":[{"id":"m"}]}']

@@ -110,6 +110,8 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     """`fields` as one JSON object."""
     said: CommonFields
     """As the client wrote it, also where `fields` are extended."""
+    max_tokens: int | None = None
+    """Of its answer, at most, as the client wrote it; None if it does not say."""
 
     @property
     def prompt(self) -> bytes:
@@ -127,16 +129,6 @@ class Call(msgspec.Struct, frozen=True, eq=False):
         if self.path not in _FIRST_FIELDS or (first := self.fields.get(_FIRST_FIELDS[self.path])) is None:
             return found
         return bytes(first) + found
-
-    @property
-    def max_tokens(self) -> int | None:
-        """Of its answer, at most; None if it does not say."""
-        said = self.said
-        if self.path == COMPLETIONS or self.path == MESSAGES:
-            return said.max_tokens
-        if self.path == CHAT:
-            return said.max_completion_tokens or said.max_tokens
-        return said.max_output_tokens if self.path == RESPONSES else sampling_of(self).max_new_tokens
 
     @property
     def has_embeds(self) -> bool:
@@ -180,10 +172,15 @@ def parse(path: str, data: bytes, model: str | None = None) -> Call:
         fields = decoded(data, dict[str, msgspec.Raw])
         said = said_in(data, fields)
     if path == GENERATE:
-        if (raw := fields.get("sampling_params")) is not None:
-            decoded(raw, _ANY_SAMPLING, "sampling_params", strict=False)
+        raw, sampling = fields.get("sampling_params"), None
+        if raw is not None:
+            sampling = decoded(raw, _ANY_SAMPLING, "sampling_params", strict=False)
+        most = sampling.max_new_tokens if isinstance(sampling, Sampling) else None
         model = said.model or model
     else:
+        most = said.max_output_tokens if path == RESPONSES else said.max_tokens
+        if path == CHAT:
+            most = said.max_completion_tokens or most
         model = said.model
     if model is None:
         raise BadField("model: missing; expected the name of a model that GET /v1/models lists", "model")
@@ -204,7 +201,7 @@ def parse(path: str, data: bytes, model: str | None = None) -> Call:
         names = " or ".join(known)
         raise BadField(f"{names}: got {number} of these fields, expected one", next(iter(known)))
     fields.pop(KV_PARAMS, None)
-    return Call(path, model, said.stream or False, said.seed, fields, msgspec.json.encode(fields), said)
+    return Call(path, model, said.stream or False, said.seed, fields, msgspec.json.encode(fields), said, most)
 
 
 def said_in(data: bytes, fields: Mapping[str, msgspec.Raw]) -> CommonFields:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pdlink.api import kv_path
 from pdlink.events import FallbackUsed, emit
@@ -14,16 +14,21 @@ from pdlink.reasons import Reason
 from .decisions import Decision
 from .placement import ProxyBarred, Queued
 from .queue import Waiting
-from .steps import Event, Leg, Place, Placed, Unplaced, Waits, Why
+from .steps import Leg, Place, Placed, Unplaced, Waits, Why
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from .fleet import PlacementRequest
     from .lenders import KVSource
     from .pools import WorkerPair
     from .shared import Shared
     from .worker import Worker
+
+
+class PlacesLater(Protocol):
+    """A request that waits for workers: `Waiting.item`."""
+
+    def place_now(self) -> bool:
+        """There may be workers for it now. Whether it waits no more."""
 
 
 class Admission:
@@ -41,7 +46,8 @@ class Admission:
     """Of the newest attempt; empty if workers were never looked for."""
     placement_s = 0.0
     """Spent on the choice."""
-    _waiting: Waiting | None = None
+    waiting: Waiting | None = None
+    """Its place in the queue, once it has had one."""
     _num_behind = 0
     _action: Place | None = None
     """Why workers are wanted now."""
@@ -54,11 +60,8 @@ class Admission:
         request_id: str,
         tenant: str,
         whole: bool,
-        happen: Callable[[Event], object],
-        failed: Callable[[Exception], None],
     ) -> None:
-        """tenant: whose fair share it takes. whole: decode must serve it alone. happen: gets Placed or Unplaced after
-        a wait. failed: gets what was raised while it waited."""
+        """tenant: whose fair share it takes. whole: decode must serve it alone."""
         self.wanted = wanted
         wanted.whole = whole
         wanted.plain = whole and not shared.dialect.decode_computes
@@ -70,14 +73,12 @@ class Admission:
         self._loop = shared.loop
         self.started_s = self._loop.time()
         self._shared, self._request_id, self._tenant, self._whole = shared, request_id, tenant, whole
-        self._happen: Callable[[Event], object] = happen
-        self._failed: Callable[[Exception], None] = failed
         self.num_prompt_tokens = wanted.num_tokens
         """Without what `place` counts with it later."""
 
-    def place(self, action: Place, num_behind: int = 0) -> Placed | Unplaced | Waits:
-        """Workers for a new attempt, or the request waits for them. num_behind: tokens of its answer that the client
-        has, which count with the prompt now."""
+    def place(self, action: Place, waits: PlacesLater, num_behind: int = 0) -> Placed | Unplaced | Waits:
+        """Workers for a new attempt, or the request waits for them. waits: is called when there may be some.
+        num_behind: tokens of its answer that the client has, which count with the prompt now."""
         shared, wanted = self._shared, self.wanted
         if more := num_behind - self._num_behind:
             self._num_behind = num_behind
@@ -106,40 +107,28 @@ class Admission:
             self.note("refused", found.reason)
             return Unplaced(found.reason)
         since_s = self.started_s if first else now
-        self._waiting = Waiting(
+        self.waiting = Waiting(
             self._tenant,
             wanted.model,
             tokens=wanted.total_tokens,
             since_s=since_s,
-            item=self,
+            item=waits,
             priority=wanted.priority,
             kind=(wanted.whole, wanted.plain, first),
         )
-        if not shared.queue.put(self._waiting):
+        if not shared.queue.put(self.waiting):
             self.note("refused", "the queue is full")
             return Unplaced(f"queue_size: {config.queue_size} requests wait already; try again later", full=True)
         self.note("waits", found.reason)
         shared.serve_queue()
         return Waits(f"{found.reason}; waited {timeout_s:g} s", now + timeout_s)
 
-    def place_now(self) -> bool:
-        """It waits, and may have workers if there are some. Whether it waits no more."""
+    def place_now(self) -> Placed | Unplaced | None:
+        """It waits, and may have workers if there are some; None if there are none."""
         if self._action is None:
             raise RuntimeError("waits for no workers")
-        try:
-            found = self._try(self._action)
-            if isinstance(found, Queued):
-                return False
-            self._happen(found)
-        except Exception as error:  # noqa: BLE001 -- of any policy: its own request fails, the queue goes on
-            self._failed(error)
-        return True
-
-    def leave(self) -> None:
-        """It waits no more. Nothing if it did not."""
-        if self._waiting is not None:
-            self._shared.queue.remove(self._waiting)
-        self._happen = self._failed = _ignore  # of the request that has this: the collector would have to find both
+        found = self._try(self._action)
+        return None if isinstance(found, Queued) else found
 
     def note(self, verdict: str, reason: str, prefill: Worker | None = None, decode: Worker | None = None) -> None:
         """Keep a decision about it for `pdlink explain`."""
@@ -247,7 +236,3 @@ class Admission:
     def _count_fallback(self, kind: str, reason: str) -> None:
         self._shared.metrics.fallbacks.add(1, kind)
         emit(FallbackUsed(kind=kind, reason=reason))
-
-
-def _ignore(_said: object) -> None:
-    pass

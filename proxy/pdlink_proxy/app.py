@@ -192,31 +192,20 @@ class Router:
             return client.result()
 
     def taken(
-        self, path: str, said: dict[str, str], body: bytes, client: ClientAnswer, ended: Callable[[], None]
+        self, path: str, said: dict[str, str], body: bytes, client: ClientAnswer, over: Callable[[], None]
     ) -> Request | None:
         """A request that `Front` has read, ready to begin; None for one that is to be refused, which `generate` does.
 
-        ended: called when its answer is written.
+        over: of `Request`.
         """
         services, shared = self.services, self._shared
         call = services.entry.taken(path, said, body)
         if call is None or shared is None:
             return None
-        running, headers = services.requests, services.entry.leg_headers(said)
+        headers = services.entry.leg_headers(said)
         if services.entry.tenants:
             services.entry.own(headers["X-Request-Id"], said)
-
-        def over() -> None:
-            running.discard(made)
-            if not running:
-                services.idle.set()
-            ended()
-
-        made = Request(shared, client, call=call, headers=headers, said=said, over=over)
-        if not running:
-            services.idle.clear()
-        running.add(made)
-        return made
+        return Request(shared, client, call=call, headers=headers, said=said, over=over)
 
 
 ROUTER = web.AppKey("router", Router)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdlink.api import kv_path
 from pdlink.observe.spans import new_span_id
 
 from .decision_log import logged_attempt
@@ -59,7 +58,7 @@ class Attempt:
         self.transfer_id = f"xfer-{new_id()}"
         self.legs: dict[Leg, WorkerLeg] = {}
         self.kv = admission.recomputed
-        """How its KV came, once known."""
+        """How its KV came, once known: decode says it, unless there was no transfer."""
         prefill = self.chosen.get(Leg.PREFILL)
         of_prefill = f"X-Pdlink-Prefill: {prefill.label}\r\n" if prefill is not None else ""
         decode = self.chosen[Leg.DECODE].label
@@ -111,11 +110,6 @@ class Attempt:
         assert self.decision is not None
         ends = {leg.value: running.fate or "let go" for leg, running in self.legs.items()}
         return logged_attempt(self.decision, self.transfer_id, ends)
-
-    def note_kv(self, said: str | None) -> None:
-        """What decode says of how the KV came."""
-        if self.kv is None and said is not None:  # or there was no transfer
-            self.kv = kv_path.checked(said)
 
     def _send(self, hears: Hears, leg: Leg, body: bytes, headers: Mapping[str, str]) -> None:
         """headers: more than those of both legs."""

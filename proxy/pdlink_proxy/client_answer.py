@@ -90,13 +90,14 @@ class _OfAiohttp:
 
 
 class ClientAnswer:
-    """To one request: `respond`, or `begin`, any number of `write` and `end`. Nothing waits; see `behind`."""
+    """To one request: `respond`, or `begin`, any number of `write` and `end`. Nothing waits: while its connection is
+    `writing_paused`, the client is behind."""
 
-    __slots__ = ("_chunked", "_connection", "_kept", "keep", "begun", "ended")
+    __slots__ = ("_chunked", "connection", "_kept", "keep", "begun", "ended")
 
     def __init__(self, connection: ClientConnection, *, chunked: bool = True, keep: bool = True) -> None:
         """chunked: it knows HTTP/1.1. keep: the connection stays after the answer."""
-        self._connection, self._chunked, self.keep = connection, chunked, keep
+        self.connection, self._chunked, self.keep = connection, chunked, keep
         self._kept = _CLOSES if not keep else "" if chunked else _STAYS
         """The header that says so, where the version of HTTP does not."""
         self.begun = self.ended = False
@@ -110,13 +111,8 @@ class ClientAnswer:
     @property
     def gone(self) -> bool:
         """The client has closed its connection."""
-        transport = self._connection.transport
+        transport = self.connection.transport
         return transport is None or transport.is_closing()
-
-    @property
-    def behind(self) -> bool:
-        """The client reads more slowly than bytes come for it."""
-        return self._connection.writing_paused
 
     @property
     def keeps(self) -> bool:
@@ -129,7 +125,7 @@ class ClientAnswer:
         line, kept = _STATUS_LINES.get(status) or f"HTTP/1.1 {status} \r\n", self._kept
         length = f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n"
         head = f"{line}{length}{lines}{kept}Date: {rfc822_formatted_time()}\r\n\r\n"
-        self._connection.write(head.encode(), body)
+        self.connection.write(head.encode(), body)
 
     def begin(self, lines: str, data: bytes) -> None:
         """The head of a stream of events, and the first of them."""
@@ -138,16 +134,16 @@ class ClientAnswer:
         if not self._chunked:
             self.keep, self._kept = False, _CLOSES
         head = f"{_STATUS_LINES[200]}{_EVENTS}{framing}{lines}{self._kept}Date: {rfc822_formatted_time()}\r\n\r\n"
-        self._connection.write(head.encode(), self.chunk(data) if data else b"")
+        self.connection.write(head.encode(), self.chunk(data) if data else b"")
 
     def write(self, data: bytes) -> None:
         """At least a byte."""
-        self._connection.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        self.connection.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     def write_chunks(self, data: bytes) -> None:
         """Bytes that are chunks already."""
         if data:
-            self._connection.write(data)
+            self.connection.write(data)
 
     def chunk(self, data: bytes) -> bytes:
         """As it is sent in a stream."""
@@ -155,7 +151,7 @@ class ClientAnswer:
 
     def lend(self) -> int | None:
         """The number of its socket, if chunks may be written to it now; 0 if they never may."""
-        transport = self._connection.transport
+        transport = self.connection.transport
         if transport is None or not self._chunked or transport.get_extra_info("ssl_object") is not None:
             return 0
         if transport.is_closing() or transport.get_write_buffer_size():
@@ -168,19 +164,19 @@ class ClientAnswer:
         self.ended = True
         data = self.chunk(data) if data else b""
         if self._chunked:
-            self._connection.write(data, b"0\r\n\r\n")
+            self.connection.write(data, b"0\r\n\r\n")
         elif data:
-            self._connection.write(data)
+            self.connection.write(data)
 
     async def drain(self) -> None:
-        """Wait until the client is no more `behind`. Raises ConnectionError if it leaves."""
-        await self._connection.drain()
+        """Wait until the client is no more behind. Raises ConnectionError if it leaves."""
+        await self.connection.drain()
 
     async def caught_up(self, timeout_s: float) -> None:
-        """Wait until the client is no more `behind`, or has left; close the connection of one that does not read."""
+        """Wait until the client is no more behind, or has left; close the connection of one that does not read."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._connection.drain()
+                await self.connection.drain()
         except TimeoutError:
             self.abort()
         except ConnectionError:
@@ -188,7 +184,7 @@ class ClientAnswer:
 
     def abort(self) -> None:
         """Close the connection now."""
-        self._connection.abort()
+        self.connection.abort()
 
     def result(self) -> web.StreamResponse:
         """What the handler of the request returns to aiohttp."""

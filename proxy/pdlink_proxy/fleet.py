@@ -6,7 +6,7 @@ import re
 from contextlib import suppress
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import numpy as np
@@ -37,16 +37,29 @@ _KEY_NBYTES = BYTES_PER_TOKEN * KEY_TOKENS
 """Of a text's JSON, and of token ids in 32 bits."""
 
 
-class PlacementRequest:
-    """What is to be placed. One is made for each request, so only what it was given is its own."""
+class PlacementRequest(msgspec.Struct, eq=False):
+    """What is to be placed."""
 
-    whole = False
+    model: str
+    num_tokens: int
+    """Of the prompt; an estimate where only its text is known."""
+    answer_tokens: int = UNKNOWN_ANSWER_TOKENS
+    """At most."""
+    prompt: bytes = b""
+    """In JSON: text, token ids or messages."""
+    salt: str = ""
+    """Requests with different ones share no prefix."""
+    session: str = ""
+    """Of the client, where it names one."""
+    priority: int = 0
+    """Lower is earlier."""
+    whole: bool = False
     """One worker must serve it: its prompt's KV is not enough for its answer, or cannot be moved."""
-    plain = False
+    plain: bool = False
     """That must be a plain server: decode computes no prompts."""
     avoid: frozenset[str] = frozenset()
     """Keys of workers that are taken only where there is no other."""
-    key_tokens = KEY_TOKENS
+    key_tokens: int = KEY_TOKENS
     chain: Sequence[int] | None = None
     """`keys`, once they are known."""
     considered: dict[str, Considered] | None = None
@@ -55,36 +68,15 @@ class PlacementRequest:
     """Of a text, its first token ids, as far as they are known; see `Tokenizing`."""
     held: HeldKV | None = None
     """What workers that publish their KV say that they have of the prompt, by `WorkerState.number`."""
-    _ids: Tokens | None = None
-    _read = False
-    """`_ids` is what the prompt has."""
     turn: SessionTurn | None = None
     """Of a session."""
     pinned: Mapping[str, str] = MappingProxyType({})
     """By leg, the label of the worker that has the KV of its session."""
     behind: dict[str, float] | None = None
     """Of decode's worker, once it is chosen: see `pair_times.Behind`."""
-
-    def __init__(
-        self,
-        model: str,
-        num_tokens: int,
-        answer_tokens: int = UNKNOWN_ANSWER_TOKENS,
-        prompt: bytes = b"",
-        salt: str = "",
-        session: str = "",
-        priority: int = 0,
-        **more: Any,
-    ) -> None:
-        """num_tokens: of the prompt; an estimate where only its text is known. answer_tokens: at most. prompt: in
-        JSON: text, token ids or messages. salt: requests with different ones share no prefix. session: of the client,
-        where it names one. priority: lower is earlier. more: of the attributes above."""
-        self.model, self.num_tokens, self.answer_tokens = model, num_tokens, answer_tokens
-        self.prompt, self.salt, self.session, self.priority = prompt, salt, session, priority
-        for name, value in more.items():
-            if name not in _FURTHER:
-                raise TypeError(f"a placement request has no {name}")
-            setattr(self, name, value)
+    _ids: Tokens | None = None
+    _read: bool = False
+    """`_ids` is what the prompt has."""
 
     @property
     def keys(self) -> Sequence[int]:
@@ -114,9 +106,6 @@ class PlacementRequest:
     @property
     def total_tokens(self) -> int:
         return self.num_tokens + self.answer_tokens
-
-
-_FURTHER = frozenset(name for name in vars(PlacementRequest) if not name.startswith("_"))
 
 
 @lru_cache(maxsize=256)

@@ -142,8 +142,8 @@ class Flow:
     """Marks of decode's events that are judged here. Others go to the client as they are."""
     usage: Usage | None = None
     """Of decode's answer in one piece."""
-    hastened = False
-    """`deadline_s` may be earlier than it was; the caller sets it back."""
+    hastened_s = math.inf
+    """`deadline_s` may have come as near as this; the caller sets it back."""
     _begun = False
     """The client has a part of the answer."""
     _waits: Waits | None = None
@@ -264,7 +264,7 @@ class Flow:
         return self._on_lost(event.leg, event.loss, event.detail, now)
 
     def _of_waits(self, event: Waits, _now: float) -> list[Action]:
-        self._waits, self.hastened = event, True
+        self._waits, self.hastened_s = event, min(event.until_s, self._request_deadline_s)
         return []
 
     def _of_client_left(self, _event: ClientLeft, _now: float) -> list[Action]:
@@ -280,7 +280,7 @@ class Flow:
 
     def _on_placed(self, event: Placed, now: float) -> list[Action]:
         self.attempts += 1
-        self._waits, self.hastened = None, True
+        self._waits, self.hastened_s = None, min(now + self._limits.first_byte_s, self._request_deadline_s)
         self._legs, self._decode = {}, event.decode
         self._prefill_answer, self.tries[-1].placed_s = b"", now
         at_once = self._rules.handover is None
@@ -313,7 +313,8 @@ class Flow:
                 problem = problem_of(event)
                 if problem is not None:
                     return self._malformed(leg, *problem, now)
-                state.spoke, state.since_s, self.hastened = True, now, True
+                state.spoke, state.since_s = True, now
+                self.hastened_s = min(now + self._limits.idle_s, self._request_deadline_s)
                 if leg is Leg.PREFILL:
                     self.tries[-1].prefill_s = now
                 else:
@@ -606,16 +607,23 @@ class Flow:
     # ---- ends
 
     def _finish(self, outcome: Outcome, final: Respond | EndStream | None) -> list[Action]:
-        actions = self._end_legs() if outcome is not Outcome.OK else self._let_go()
+        actions: list[Action] = []
+        if outcome is not Outcome.OK:
+            actions = self._end_legs()
+        else:
+            for leg, state in self._legs.items():
+                if state.running:
+                    actions.append(LetGo(self.attempts, leg))  # noqa: PERF401 -- a comprehension is a call
         if self._begun and isinstance(final, Respond):  # of an attempt to go on
             final, outcome = self._words.as_end(final), Outcome.BROKEN
         self.outcome = outcome
         return actions if final is None else [*actions, final]
 
     def _finish_stream(self) -> list[Action]:
-        actions = self._let_go()
-        self.outcome = Outcome.BROKEN if self._error_passed else Outcome.OK
-        return [*actions, EndStream(b"")]
+        actions = self._finish(Outcome.OK, EndStream(b""))
+        if self._error_passed:
+            self.outcome = Outcome.BROKEN
+        return actions
 
     def _give_up(self, error: type[PdlinkError], message: str) -> list[Action]:
         if not self._begun:
@@ -638,13 +646,6 @@ class Flow:
             # Its connection is closed already, so closing cannot tell it that no receiver will come: decode may have
             # ended before it knew of the transfer.
             actions.append(TellToStop(self.attempts, Leg.PREFILL, "decode ended without taking the KV"))
-        return actions
-
-    def _let_go(self) -> list[Action]:
-        actions: list[Action] = []
-        for leg, state in self._legs.items():
-            if state.running:
-                actions.append(LetGo(self.attempts, leg))  # noqa: PERF401 -- a comprehension is a call
         return actions
 
     # ---- facts

@@ -125,6 +125,9 @@ class Front(Requests, asyncio.Protocol):
         self._request = request = self._doors.router.taken(path, said, body, client, self._ended)
         if request is None:
             return False
+        services = self._doors.services
+        services.requests.add(request)
+        services.idle.clear()
         request.begin()
         return True
 
@@ -172,7 +175,13 @@ class Front(Requests, asyncio.Protocol):
     def _ended(self) -> None:
         """The answer is written."""
         request, self._request = self._request, None
-        if request is None or self.transport is None:
+        if request is None:
+            return
+        services = self._doors.services
+        services.requests.discard(request)
+        if not services.requests:
+            services.idle.set()
+        if self.transport is None:
             return
         client = request.client
         if not (self._keeps and client.keep and client.ended):
@@ -215,7 +224,7 @@ class Doors(web.Server):
     """Makes a `Front` for each connection; in front of aiohttp's server, and closed with it."""
 
     def __init__(self, aiohttp: web.Server, router: Router, keepalive_s: float) -> None:
-        self.aiohttp, self.router = aiohttp, router
+        self.aiohttp, self.router, self.services = aiohttp, router, router.services
         self.paths = {f"POST {path} HTTP/1.1\r\n".encode(): path for path in (COMPLETIONS, CHAT)}
         """By the first line of a request that is served here."""
         self.loop = asyncio.get_running_loop()

@@ -114,7 +114,8 @@ class Pools:
                 if worker is None or worker.plain != plain:
                     label = f"both-{next(self._both)}" if plain else f"{side.value}-{next(self._labels[side])}"
                     worker = Worker(url, side, label=label, engine=engine.number, headers=engine.headers, plain=plain)
-                worker.cell, worker.control = entry.cell, engine.control
+                worker.cell = entry.cell
+                worker.controlled_at(engine.control)
                 worker.listed_as_draining = entry.drain
                 found.append(worker)
             self._sides[side].replace(found)

@@ -60,6 +60,7 @@ from .steps import (
     TellToStop,
     Tick,
 )
+from .tokenizing import LEAST_NBYTES
 from .upstream import tell_to_stop
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ class Request:
     """When its stream began."""
     _num_events = 0
     """Of its stream, so far: about its tokens."""
+    _kv_told = ""
+    """How its KV came, as its client was told at the end."""
     _kept_line = ""
     """The header that says how much of its prompt its session keeps."""
     _tail = b""
@@ -174,9 +177,8 @@ class Request:
             to_place,
             request_id=request_id,
             tenant=key_of(said),
-            whole=shared.whole(call),
-            happen=self.happen,
-            failed=self.fail,
+            whole=(dialect.whole is not None and dialect.whole(call))
+            or (shared.pools.has_engines and call.path not in dialect.engine_paths),
         )
         self._exemplar = exemplar_of(headers)
         if shared.decision_log is not None and self._admission.sampled:
@@ -188,10 +190,14 @@ class Request:
     def begin(self) -> None:
         tokenizing, asked = self._shared.tokenizing, self._admission.wanted
         try:
-            if tokenizing is not None and (waits := tokenizing.prepare(asked, self._call)) is not None:
+            if (
+                tokenizing is not None
+                and len(asked.prompt) >= LEAST_NBYTES
+                and (waits := tokenizing.prepare(asked, self._call)) is not None
+            ):
                 self._preparing = self._shared.spawn(self._prepare(waits))
                 return
-            self.happen(self._admission.place(FIRST))
+            self.happen(self._admission.place(FIRST, self))
         except Exception as error:  # noqa: BLE001 -- of any policy or dialect
             self.fail(error)
 
@@ -200,10 +206,20 @@ class Request:
             await prepared
             self._preparing = None
             if not self._flow.over:  # it may be, with a client that has not read its answer yet
-                self.happen(self._admission.place(FIRST))
+                self.happen(self._admission.place(FIRST, self))
         except Exception as error:  # noqa: BLE001 -- of any tokenizer, policy or dialect
             self._preparing = None
             self.fail(error)
+
+    def place_now(self) -> bool:
+        """Of `PlacesLater`."""
+        try:
+            if (found := self._admission.place_now()) is None:
+                return False
+            self.happen(found)
+        except Exception as error:  # noqa: BLE001 -- of any policy: its own request fails, the queue goes on
+            self.fail(error)
+        return True
 
     def leave(self) -> None:
         """The client has left. Nothing if its answer is written."""
@@ -213,7 +229,7 @@ class Request:
         """The flow is over: nothing more is written."""
         if self._closed or self._last is not None:
             return
-        if self.client.behind and not self.client.gone:
+        if self.client.connection.writing_paused and not self.client.gone:
             self._last = self._shared.spawn(self._let_catch_up())
         else:
             self._close()
@@ -222,7 +238,9 @@ class Request:
         if self._closed:
             return
         self._closed = True
-        self._admission.leave()
+        if (waiting := self._admission.waiting) is not None:
+            self._shared.queue.remove(waiting)
+            self._admission.waiting = None  # which has this request: the collector would have to find both
         if (turn := self._admission.wanted.turn) is not None and self._admission.chosen:
             self._shared.sessions.ended(turn, time.monotonic())
         if self._flow.outcome is None:
@@ -290,7 +308,7 @@ class Request:
             self._request_id,
             time.time(),
             outcome.value,
-            self._kv_value,
+            self._kv_told or self._kv_value,
             prompt_tokens or self._admission.num_prompt_tokens,
             attempts=flow.attempts,
             total_s=total_s,
@@ -351,17 +369,18 @@ class Request:
                         self._forward(forward)
                         forward = b""
                     num_behind = self._recovery.num_behind if self._recovery is not None else 0
-                    follows = self._admission.place(action, num_behind)
+                    follows = self._admission.place(action, self, num_behind)
             if forward:
                 self._forward(forward)
         if follows is not None:
             self.happen(follows)
         elif flow.outcome is not None:
             self._end()
-        elif flow.hastened:
-            flow.hastened = False
-            if (due_s := flow.deadline_s) < self._armed_s:
-                self._arm(due_s if self._behind_since_s is None else self._due_s())
+        else:
+            due_s, flow.hastened_s = flow.hastened_s, math.inf
+            if due_s < self._armed_s:
+                self._armed_s = due_s if self._behind_since_s is None else self._due_s()
+                self._shared.alarms.set(self.tick, self._armed_s)
 
     def _let_go(self, action: LetGo) -> None:
         self._attempts[action.attempt].legs[action.leg].let_go(self._shared.alarms)
@@ -376,10 +395,6 @@ class Request:
         self._shared.spawn(self._tell_to_stop(self._attempts[action.attempt].legs[action.leg], action.reason))
 
     # ---- deadlines
-
-    def _arm(self, due_s: float) -> None:
-        self._armed_s = due_s
-        self._shared.alarms.set(self.tick, due_s)
 
     def _due_s(self) -> float:
         """Time of the next tick. Silence of a worker does not count while its last bytes wait for the client."""
@@ -400,7 +415,8 @@ class Request:
         else:
             self.happen(Tick())
         if self._armed_s == math.inf and not self._flow.over:
-            self._arm(self._due_s())
+            self._armed_s = self._due_s()
+            self._shared.alarms.set(self.tick, self._armed_s)
 
     def _blame(self, action: BlameLeg) -> None:
         reason = action.reason.value if isinstance(action.reason, Loss) else str(action.reason)
@@ -459,7 +475,7 @@ class Request:
         attempt = self._attempts[leg.attempt]
         if self._shared.pools.refusals.pairs:
             self._fits(attempt, leg)
-        attempt.note_kv(self._shared.dialect.said(headers, b"").kv)
+        attempt.kv = attempt.kv or self._shared.dialect.said(headers, b"").kv
         attempt.decode_spoke = True
         if attempt is self._attempt and self._early is not None:  # its events wait no longer
             self._open()
@@ -472,7 +488,7 @@ class Request:
                 self.client.write(data)
         else:
             self.happen(Chunk(leg.attempt, leg.leg, data))
-        if self.client.behind:
+        if self.client.connection.writing_paused:
             self._hold(leg)
 
     def ended(self, leg: WorkerLeg) -> None:
@@ -492,7 +508,7 @@ class Request:
                 attempt = self._attempts[leg.attempt]
                 if self._shared.pools.refusals.pairs:
                     self._fits(attempt, leg)
-                attempt.note_kv(said.kv)
+                attempt.kv = attempt.kv or said.kv
             if said.source is not None:
                 self._tell_source(leg.worker, said.source)
         self.happen(Answered(leg.attempt, leg.leg, status=status, body=body, content_type=headers.content_type))
@@ -537,8 +553,8 @@ class Request:
         if 200 <= status < 300:
             if self._tally is not None:
                 self._tally.whole(body)
-            self._tail = body
-            lines += f"{kv_path.HEADER}: {self._kv_value}\r\n"
+            self._tail, self._kv_told = body, self._kv_value
+            lines += f"{kv_path.HEADER}: {self._kv_told}\r\n"
             if (prefill_s := self._flow.tries[-1].prefill_s) is not None:
                 ttft_s = prefill_s - self._started_s
                 self._shared.metrics.ttft.observe(ttft_s, Leg.PREFILL.value, exemplar=self._exemplar)
@@ -593,7 +609,8 @@ class Request:
         self._tail += data
         self._open()
         self._stages, timing = stages(self._flow.tries, self._admission.placement_s, time.monotonic(), "total")
-        self.client.end(before_done(data, timing_comment(timing) + kv_path.comment(self._kv_value)))
+        self._kv_told = self._kv_value
+        self.client.end(before_done(data, timing_comment(timing) + kv_path.comment(self._kv_told)))
 
     def _lines(self, last: str, now_s: float) -> str:
         """Headers: which request, where its time went, and of the attempt, which transfer and which workers."""
@@ -641,7 +658,7 @@ class Request:
         self.client.write_chunks(unsent)
         if leg is not None and leg.connection is not None:
             leg.connection.give_back(unread)
-            if self.client.behind:
+            if self.client.connection.writing_paused:
                 self._hold(leg)
 
     # ---- what follows
@@ -665,7 +682,7 @@ class Request:
         attempt = self._attempts[flow.attempts]
         for payload in payloads(events):
             said = self._shared.dialect.said(_NO_HEADERS, payload)
-            attempt.note_kv(said.kv)
+            attempt.kv = attempt.kv or said.kv
             if said.source is not None:
                 self._tell_source(attempt.chosen[Leg.DECODE], said.source)
 

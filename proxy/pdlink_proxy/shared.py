@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from pdlink._http import SocketPoller
-    from pdlink.api.openai import Call
     from pdlink.config import ProxyConfig
 
     from .decision_log import DecisionLog
@@ -53,7 +52,7 @@ class Shared:
     decisions: Decisions
     records: Records
     queue: Queue
-    """Requests that wait for workers; `Waiting.item` is their `Admission`."""
+    """Requests that wait for workers; `Waiting.item` is the `Request`."""
     sessions: KnownSessions
     decision_log: DecisionLog | None = None
     tracer: Tracer | None = None
@@ -94,13 +93,6 @@ class Shared:
             request_s=config.request_timeout_s,
             decode_alone=self.may_decode_alone,
         )
-
-    def whole(self, call: Call) -> bool:
-        """Whether decode must serve a request alone."""
-        dialect = self.dialect
-        if dialect.whole is not None and dialect.whole(call):
-            return True
-        return self.pools.has_engines and call.path not in dialect.engine_paths
 
     def serve_queue(self) -> None:
         """Something has changed for those who wait: place them soon."""

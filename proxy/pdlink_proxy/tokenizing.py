@@ -45,6 +45,8 @@ log = logging.getLogger("pdlink.proxy")
 PATH = "/tokenize"
 ASK_S = 5.0
 """Longest answer of a worker."""
+LEAST_NBYTES = CHUNK_NBYTES
+"""Of a prompt: shorter ones are not asked for."""
 MAX_ASKED = 16
 """Questions at once; further prompts are placed without."""
 MAX_ANSWER_NBYTES = 32 * 2**20
@@ -69,7 +71,7 @@ class Tokenizing:
         """Set what is known of the prompt's token ids: `known_ids`, and a better `num_tokens`. Returns what is to be
         awaited for that; None if nothing is: a task would take more time than the look."""
         nbytes, pools = len(request.prompt), self._pools
-        if nbytes < CHUNK_NBYTES or not pools.several or not pools.kv_events.index or request.ids is not None:
+        if nbytes < LEAST_NBYTES or not pools.several or not pools.kv_events.index or request.ids is not None:
             return None
         if (text := text_of(request, call)) is None:
             return None

@@ -66,6 +66,9 @@ class State(enum.Enum):
     BARRED = "refuses our key"
 
 
+_NOWHERE = PrefillAddress("")
+
+
 class Gone(Protocol):
     """A leg that waits for its worker."""
 
@@ -94,6 +97,8 @@ class Worker:
     reason: str = "has not answered yet"
     health: Health | None = None
     """The last valid one, kept while the worker is away: it names its model."""
+    address: PrefillAddress = _NOWHERE
+    """Its name and control address for decode, once it is heard."""
     link: dict[str, Any] = field(default_factory=dict)
     """What its dialect must know to reach its KV: of its health."""
     heard_s: float | None = None
@@ -162,13 +167,15 @@ class Worker:
         said = self.control or (self.health and self.health.control) or ()
         return tuple(address.partition("?")[0] for address in ((said,) if isinstance(said, str) else said))
 
-    @property
-    def address(self) -> PrefillAddress:
-        """Its name and control address for decode. Its health must be known."""
-        if self.health is None:
-            raise RuntimeError(f"{self.id} has not been heard")
-        control = self.control or self.health.control or ""
-        return PrefillAddress(control[0] if len(control) == 1 else control, self.health.name, self.engine)
+    def controlled_at(self, control: tuple[str, ...]) -> None:
+        """These are its control addresses, whatever its health reports."""
+        self.control = control
+        self._name_address()
+
+    def _name_address(self) -> None:
+        if (said := self.health) is not None:
+            control = self.control or said.control or ""
+            self.address = PrefillAddress(control[0] if len(control) == 1 else control, said.name, self.engine)
 
     def heard(self, health: Health | str, *, faults_when_asked: int) -> None:
         """Take in its health, or the text why its answer is invalid."""
@@ -185,6 +192,7 @@ class Worker:
             self.routes, self.lacks = None, set()
             self.judged()
         known, self.health, self.link = self.health, health, health.link
+        self._name_address()
         if known is None or (known.model, known.aliases) != (health.model, health.aliases):
             self._tell()
         if health.role not in (self.side.value, "both", None):

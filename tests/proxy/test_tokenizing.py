@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
@@ -117,7 +117,6 @@ async def test_a_request_that_ends_while_its_tokens_are_asked_for_is_not_placed(
     async def caught_up(_self: ClientAnswer, _timeout_s: float) -> None:
         await read.wait()
 
-    monkeypatch.setattr(ClientAnswer, "behind", True)
     monkeypatch.setattr(ClientAnswer, "caught_up", caught_up)
     async with told(prefills), proxy_of(prefills, [decode], **COST) as proxy:
         await heard(proxy)
@@ -131,6 +130,7 @@ async def test_a_request_that_ends_while_its_tokens_are_asked_for_is_not_placed(
         asking = asyncio.create_task(ask())
         await until(lambda: any(worker.tokenized for worker in prefills), "the question")
         (running,) = proxy.router.services.requests
+        cast("Any", running).client.connection.writing_paused = True
         running.shut_down()
         gate.set()
         await until(lambda: proxy.counted("tokenized_total", how="asked") == 1, "the tokens")

@@ -61,7 +61,7 @@ class Said(msgspec.Struct, frozen=True, gc=False):
     """Of a leg's KV."""
 
     kv: str | None = None
-    """How decode got it: a value of `pdlink.api.kv_path`; None if it does not say."""
+    """How decode got it: a value that `kv_path.checked` allows; None if it does not say."""
     source: Sourced | None = None
     """Where that of the leg's prompt came from."""
 

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import msgspec
 
 from pdlink.api.health import Health
-from pdlink.api.kv_path import HEADER
+from pdlink.api.kv_path import HEADER, checked
 from pdlink.api.legs import AloneParams, DecodeParams, PrefillParams
 from pdlink.errors import WorkerKeyRefused
 from pdlink.observe.sources import Sourced  # noqa: TC001  (msgspec reads the annotation at run time)
@@ -68,7 +68,7 @@ async def _look(asking: Asking, known: KnownHealth) -> Health | str:
 
 
 def _said(headers: Mapping[str, str], _body: bytes) -> Said:
-    return Said(headers.get(HEADER))
+    return Said(checked(headers.get(HEADER)))
 
 
 class _Sources(msgspec.Struct):
