@@ -40,15 +40,6 @@ class EventBuffer:
     def feed(self, data: bytes) -> None:
         self._held += data
 
-    def take_first_data_event(self) -> bytes | None:
-        """The first event with data, or None while it is incomplete. Comments before it are dropped."""
-        while (end := self._first_end()) > 0:
-            event = self._take(end)
-            if event.startswith(b"data:") or b"\ndata:" in event:
-                return event
-        self._hold()
-        return None
-
     def take_whole_events(self) -> bytes:
         """All bytes up to the last event boundary; the rest is held."""
         held, start = self._held, self._searched
@@ -66,7 +57,7 @@ class EventBuffer:
 
     def pass_whole_events(self, data: bytes) -> bytes:
         """`feed`, then `take_whole_events`; does not copy bytes that are whole events already."""
-        if self.passes(data):
+        if not self._held and data.endswith(b"\n\n"):  # as `passes`, which is a call
             return data
         self.feed(data)
         return self.take_whole_events()
@@ -75,15 +66,8 @@ class EventBuffer:
         """All held bytes, at the end of the stream."""
         return self._take(len(self._held))
 
-    def _first_end(self) -> int:
-        """End of the first event; 0 if it is incomplete."""
-        start = self._searched
-        lf = self._held.find(b"\n\n", start)
-        mixed = self._held.find(b"\n\r\n", start, lf if lf >= 0 else len(self._held))
-        return mixed + 3 if mixed >= 0 else lf + 2 if lf >= 0 else 0
-
     def _take(self, nbytes: int) -> bytes:
-        taken = bytes(self._held[:nbytes])
+        taken = bytes(memoryview(self._held)[:nbytes])
         del self._held[:nbytes]
         self._searched = 0
         return taken
@@ -92,6 +76,19 @@ class EventBuffer:
         self._searched = max(0, len(self._held) - 2)  # the longest boundary has three bytes
         if len(self._held) > MAX_EVENT_NBYTES:
             raise EventTooLong(f"an event of more than {MAX_EVENT_NBYTES} bytes")
+
+
+def first_data_event(data: bytes) -> tuple[bytes, bytes] | None:
+    """Of whole events the first one with data, and those behind it; None if there is none. What is before it is left
+    out."""
+    start = 0
+    while (found := _BOUNDARY.search(data, start)) is not None:
+        end = found.end()
+        event = data[start:end]
+        if event.startswith(b"data:") or b"\ndata:" in event:
+            return event, data[end:]
+        start = end
+    return None
 
 
 def is_done(data: bytes) -> bool:

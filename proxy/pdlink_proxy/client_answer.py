@@ -93,7 +93,7 @@ class ClientAnswer:
     """To one request: `respond`, or `begin`, any number of `write` and `end`. Nothing waits: while its connection is
     `writing_paused`, the client is behind."""
 
-    __slots__ = ("_chunked", "connection", "_kept", "keep", "begun", "ended")
+    __slots__ = ("_chunked", "_head", "connection", "_kept", "keep", "begun", "ended")
 
     def __init__(self, connection: ClientConnection, *, chunked: bool = True, keep: bool = True) -> None:
         """chunked: it knows HTTP/1.1. keep: the connection stays after the answer."""
@@ -101,6 +101,8 @@ class ClientAnswer:
         self._kept = _CLOSES if not keep else "" if chunked else _STAYS
         """The header that says so, where the version of HTTP does not."""
         self.begun = self.ended = False
+        self._head = b""
+        """Of its stream, until it is sent."""
 
     @classmethod
     def of(cls, request: web.Request) -> ClientAnswer:
@@ -128,17 +130,20 @@ class ClientAnswer:
         self.connection.write(head.encode(), body)
 
     def begin(self, lines: str, data: bytes) -> None:
-        """The head of a stream of events, and the first of them."""
+        """The head of a stream of events, and the first of them; without these it is sent with what comes next."""
         self.begun = True
         framing = "Transfer-Encoding: chunked\r\n" if self._chunked else ""
         if not self._chunked:
             self.keep, self._kept = False, _CLOSES
         head = f"{_STATUS_LINES[200]}{_EVENTS}{framing}{lines}{self._kept}Date: {rfc822_formatted_time()}\r\n\r\n"
-        self.connection.write(head.encode(), self.chunk(data) if data else b"")
+        self._head = head.encode()
+        if data:
+            self.write(data)
 
     def write(self, data: bytes) -> None:
         """At least a byte."""
-        self.connection.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        head, self._head = self._head, b""
+        self.connection.write(head, b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     def write_chunks(self, data: bytes) -> None:
         """Bytes that are chunks already."""
@@ -162,11 +167,11 @@ class ClientAnswer:
     def end(self, data: bytes) -> None:
         """Last bytes, perhaps none."""
         self.ended = True
-        data = self.chunk(data) if data else b""
+        head, self._head = self._head, b""
         if self._chunked:
-            self.connection.write(data, b"0\r\n\r\n")
-        elif data:
-            self.connection.write(data)
+            data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n"
+        if head or data:
+            self.connection.write(head, data)
 
     async def drain(self) -> None:
         """Wait until the client is no more behind. Raises ConnectionError if it leaves."""

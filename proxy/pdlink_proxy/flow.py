@@ -29,6 +29,7 @@ from pdlink.api.sse import (
     EventTooLong,
     before_end,
     before_finish_error,
+    first_data_event,
     has_named,
     is_done,
     problem_of,
@@ -118,13 +119,6 @@ class LegState(msgspec.Struct):
     """Its first data event or whole answer is here."""
     buffer: EventBuffer | None = None
     """Of its stream; an answer in one piece needs none."""
-
-    @property
-    def events(self) -> EventBuffer:
-        """Of its stream."""
-        if self.buffer is None:
-            self.buffer = EventBuffer()
-        return self.buffer
 
 
 class Flow:
@@ -246,12 +240,6 @@ class Flow:
 
     # ---- events
 
-    def _of_chunk(self, event: Chunk, now: float) -> list[Action]:
-        state = self._legs.get(event.leg) if event.attempt == self.attempts else None
-        if state is None or not state.running or (self._rules.awaits_prefill and self._keeps(event)):
-            return []
-        return self._on_chunk(event.leg, state, event.data, now)
-
     def _of_ended(self, event: Ended, now: float) -> list[Action]:
         if not self._awaited(event.attempt, event.leg) or self._keeps(event):
             return []
@@ -296,8 +284,14 @@ class Flow:
             self._legs[Leg.PREFILL] = LegState(event.prefill, now)
         return [StartLegs(self.attempts, event.prefill, decode=event.decode, at_once=at_once)]
 
-    def _on_chunk(self, leg: Leg, state: LegState, data: bytes, now: float) -> list[Action]:
-        buffer, forward = state.events, b""
+    def _on_chunk(self, event: Chunk, now: float) -> list[Action]:
+        leg, data = event.leg, event.data
+        state = self._legs.get(leg) if event.attempt == self.attempts else None
+        if state is None or not state.running or (self._rules.awaits_prefill and self._keeps(event)):
+            return []
+        forward, buffer = b"", state.buffer
+        if buffer is None:
+            buffer = state.buffer = EventBuffer()
         if leg is Leg.PREFILL and state.spoke:
             self._hear_cached(buffer.pass_whole_events(data))
             return []
@@ -306,12 +300,11 @@ class Flow:
                 state.since_s = now
                 forward = buffer.pass_whole_events(data)
             else:
-                buffer.feed(data)
-                event = buffer.take_first_data_event()
-                if event is None:
+                found = first_data_event(buffer.pass_whole_events(data))
+                if found is None:
                     return []
-                problem = problem_of(event)
-                if problem is not None:
+                first, rest = found
+                if (problem := problem_of(first)) is not None:
                     return self._malformed(leg, *problem, now)
                 state.spoke, state.since_s = True, now
                 self.hastened_s = min(now + self._limits.idle_s, self._request_deadline_s)
@@ -321,11 +314,11 @@ class Flow:
                     self.tries[-1].decode_s = now
                 if self.first_leg is None:
                     self.first_leg = leg
-                    forward = event
+                    forward = first
                 if leg is Leg.DECODE:
-                    forward += buffer.take_whole_events()
+                    forward += rest
                 else:
-                    self._hear_cached(buffer.take_whole_events())
+                    self._hear_cached(rest)
         except EventTooLong as error:
             return self._malformed(leg, str(error), b"", now)
         if not forward:
@@ -362,9 +355,9 @@ class Flow:
             marks = marks_of(forward, look)
         if marks & FINISH and not self._last_events:
             if marks & FAILED:
-                before, event = before_finish_error(forward)
+                before, failed = before_finish_error(forward)
                 return self._failed_by(
-                    leg, before, Loss.ERROR, "its answer ended with finish_reason error", event, now
+                    leg, before, Loss.ERROR, "its answer ended with finish_reason error", failed, now
                 )
             self._finished = True
         if leg is Leg.DECODE and marks & NAMED and has_named(forward, FAILURES):
@@ -421,7 +414,7 @@ class Flow:
         if leg is Leg.PREFILL and state.spoke:
             state.ended_well = True
             return []
-        rest = state.events.take_rest()
+        rest = state.buffer.take_rest() if state.buffer is not None else b""
         told = self._finished or self._error_passed
         if leg is Leg.DECODE and state.spoke and self._is_last(rest) and told:
             # Only the blank line after the last event is missing; without it the client would not see the event.
@@ -668,7 +661,7 @@ _REACTIONS: dict[type[Event], Callable[[Flow, Any, float], list[Action]]] = {
     Placed: Flow._on_placed,
     Unplaced: Flow._on_unplaced,
     Waits: Flow._of_waits,
-    Chunk: Flow._of_chunk,
+    Chunk: Flow._on_chunk,
     Ended: Flow._of_ended,
     Answered: Flow._on_answered,
     Lost: Flow._of_lost,

@@ -161,7 +161,7 @@ class WorkerLeg(LegAccount, AnswerListener):
         if not self.fate:
             self.fate = "served" if well else "cancelled"
         if not self.ended:
-            timed = self.nbytes or self.leg is Leg.PREFILL
+            timed = self.nbytes >= MIN_PACE_NBYTES or self.leg is Leg.PREFILL
             self.end(now_s, well=well, pace=self.pace(now_s, well=well) if timed else None)
         if self._let_go is not None:
             self._let_go.clear(self.cancel)

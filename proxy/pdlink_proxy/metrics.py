@@ -151,6 +151,8 @@ class Metrics(Registry):
         # By label: found once, and not for each request.
         self._requests = {outcome: self.requests.series(outcome) for outcome in outcomes}
         self._kv = {value: self.kv.series(value) for value in USUAL}
+        self.num_streams = self.active_streams.series()
+        """How many are open, as its one number."""
         self.attempts_for = {why: self.attempts.series(why.value) for why in Why}
 
     def ended(self, record: RequestRecord, stages: Mapping[str, float], exemplar: dict[str, str]) -> None:

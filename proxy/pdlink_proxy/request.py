@@ -250,7 +250,7 @@ class Request:
         if self._early is not None:
             alarms.clear(self._open)
         if self._opened_s is not None:
-            shared.metrics.active_streams.add(-1)
+            shared.metrics.num_streams[0] -= 1
         if self._preparing is not None:
             self._preparing.cancel()
         if self._catching_up is not None:
@@ -493,7 +493,8 @@ class Request:
 
     def ended(self, leg: WorkerLeg) -> None:
         """Its event stream ended properly."""
-        self.happen(Ended(leg.attempt, leg.leg))
+        if self._flow.outcome is None:
+            self.happen(Ended(leg.attempt, leg.leg))
         leg.close(well=True)
 
     def answered(self, leg: WorkerLeg, status: int, headers: Headers, body: bytes) -> None:
@@ -588,7 +589,8 @@ class Request:
             self._open(data)
 
     def _open(self, data: bytes = b"") -> None:
-        """Begin the stream, with the events that waited for it and these. Nothing if it has begun."""
+        """Begin the stream, with the events that waited for it and these. Nothing if it has begun: it is an alarm,
+        too."""
         if self._opened_s is not None:
             return
         self._opened_s = now_s = time.monotonic()
@@ -598,7 +600,7 @@ class Request:
             self._shared.alarms.clear(self._open)
         self.client.begin(lines, data)
         metrics = self._shared.metrics
-        metrics.active_streams.add(1)
+        metrics.num_streams[0] += 1
         if (first := self._flow.first_leg) is not None:
             metrics.ttft.observe(now_s - self._started_s, first.value, exemplar=self._exemplar)
 
@@ -607,7 +609,8 @@ class Request:
         if self._tally is not None:
             self._tally.add(data)
         self._tail += data
-        self._open()
+        if self._opened_s is None:
+            self._open()
         self._stages, timing = stages(self._flow.tries, self._admission.placement_s, time.monotonic(), "total")
         self._kv_told = self._kv_value
         self.client.end(before_done(data, timing_comment(timing) + kv_path.comment(self._kv_told)))

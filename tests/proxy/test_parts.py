@@ -14,7 +14,7 @@ from pdlink.api.errors import error_code, stream_error
 from pdlink.api.fields import BadField
 from pdlink.api.legs import PrefillAddress
 from pdlink.api.openai import CHAT, COMPLETIONS, parse
-from pdlink.api.sse import EventBuffer, EventTooLong, is_done, problem_of
+from pdlink.api.sse import EventBuffer, EventTooLong, first_data_event, is_done, problem_of
 from pdlink_proxy.dialects import TransferTerms
 from pdlink_proxy.dialects.own import PDLINK
 
@@ -38,10 +38,9 @@ def test_events_come_out_whole_and_nothing_is_lost(seed: int) -> None:
 
 def test_the_first_data_event_is_found_behind_comments() -> None:
     buffer = EventBuffer()
-    buffer.feed(b": hi\n\nevent: ping\n\n\n\nid: 1\nda")
-    assert buffer.take_first_data_event() is None
-    buffer.feed(b"ta: {}\n\nrest")
-    assert buffer.take_first_data_event() == b"id: 1\ndata: {}\n\n"
+    assert first_data_event(buffer.pass_whole_events(b": hi\n\nevent: ping\n\n\n\nid: 1\nda")) is None
+    found = first_data_event(buffer.pass_whole_events(b"ta: {}\n\ndata: 2\r\n\r\nrest"))
+    assert found == (b"id: 1\ndata: {}\n\n", b"data: 2\r\n\r\n")
     assert buffer.take_rest() == b"rest"
 
 
@@ -49,8 +48,6 @@ def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdlink.api.sse.MAX_EVENT_NBYTES", 10)
     buffer = EventBuffer()
     buffer.feed(b"data: " + b"x" * 10)
-    with pytest.raises(EventTooLong):
-        buffer.take_first_data_event()
     with pytest.raises(EventTooLong):
         buffer.take_whole_events()
 
@@ -145,8 +142,7 @@ def test_codes_of_workers_that_stop_or_are_full_reach_the_client() -> None:
         assert error_code(msgspec.json.encode({"error": {"code": error.code}})) == error.code
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["first event", "later event"])
-def test_searching_an_event_takes_time_for_its_length_and_not_for_its_pieces(first: bool) -> None:
+def test_searching_an_event_takes_time_for_its_length_and_not_for_its_pieces() -> None:
     """Searched from its beginning for every piece, 16 MB in pieces of 4 KB took seconds of every stream's time."""
     searched = 0
 
@@ -154,7 +150,7 @@ def test_searching_an_event_takes_time_for_its_length_and_not_for_its_pieces(fir
         def take(self) -> None:
             nonlocal searched
             searched += len(self._held) - self._searched
-            assert not (self.take_first_data_event() if first else self.take_whole_events())
+            assert not self.take_whole_events()
 
     buffer, piece, num_pieces = Counting(), b"x" * 4096, 1024
     for _ in range(num_pieces):
@@ -167,13 +163,9 @@ def test_searching_an_event_takes_time_for_its_length_and_not_for_its_pieces(fir
 def test_a_boundary_in_pieces_is_found(boundary: bytes) -> None:
     stream = b"data: 1" + boundary + b"data: 22" + boundary + b"da"
     for size in range(1, 8):
-        for first in (True, False):
-            buffer, out = EventBuffer(), b""
-            for start in range(0, len(stream), size):
-                buffer.feed(stream[start : start + size])
-                if first and not out:
-                    out += buffer.take_first_data_event() or b""
-                else:
-                    out += buffer.take_whole_events()
-            assert out + buffer.take_rest() == stream
-            assert out == stream[:-2]
+        buffer, out = EventBuffer(), b""
+        for start in range(0, len(stream), size):
+            out += buffer.pass_whole_events(stream[start : start + size])
+        assert out + buffer.take_rest() == stream
+        assert out == stream[:-2]
+        assert first_data_event(out) == (b"data: 1" + boundary, b"data: 22" + boundary)
