@@ -107,7 +107,8 @@ class PDLinkTier(SecondaryTierManager):  # type: ignore[misc]
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         versions.share_log()
         settings = settings_of.read_tier(given)
-        versions.check(vllm.__version__, accept_newer=settings.untested_vllm == "accept")
+        accepts = settings.untested_vllm == "accept"
+        versions.check(vllm.__version__, accept_newer=accepts, oldest=versions.TIER)
         self.locality = Locality(settings.locality) if settings.locality is not None else None
         rows = np.asarray(primary_kv_view)
         assert rows.flags.c_contiguous, "rows follow each other"

@@ -58,6 +58,11 @@ def test_other_versions_are_refused_with_the_range(version: str) -> None:
         versions.check(version, accept_newer=False)
 
 
+def test_the_tier_has_a_range_of_its_own() -> None:
+    with pytest.raises(versions.UnsupportedVllm, match=r"PDLinkTier works with vLLM 0\.32 to .* this is 0\.31\.0"):
+        versions.check("0.31.0", accept_newer=False, oldest=versions.TIER)
+
+
 def test_a_newer_version_can_be_accepted_and_says_what_was_not_tried(caplog: pytest.LogCaptureFixture) -> None:
     assert versions.check("0.34.0", accept_newer=True) == (0, 34)
     for version in ("0.33.1", "0.34.0"):

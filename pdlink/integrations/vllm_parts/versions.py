@@ -35,6 +35,8 @@ OLDEST, NEWEST = (0, 24), (0, 33)
 HYBRID = (0, 32)
 """The first version whose models with several groups of KV caches are transferred. Earlier ones were not tried; up to
 0.29 they could not be told that the KV of such a request does not come."""
+TIER = (0, 32)
+"""The first version whose OffloadingConnector takes our tier. Earlier ones were not tried."""
 
 
 class UnsupportedVllm(LocalError):
@@ -43,19 +45,18 @@ class UnsupportedVllm(LocalError):
     code = "unsupported_vllm"
 
 
-def check(version: str, *, accept_newer: bool) -> tuple[int, int]:
+def check(version: str, *, accept_newer: bool, oldest: tuple[int, int] = OLDEST) -> tuple[int, int]:
     """(major, minor) of a vLLM that can be used. Raises UnsupportedVllm, with the remedy."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
         raise UnsupportedVllm(f"vLLM {version!r} does not say which version it is")
     found = int(match[1]), int(match[2])
-    known = f"PDLinkConnector works with vLLM {_text(OLDEST)} to {_text(NEWEST)}, this is {version}"
-    if found < OLDEST:
+    what = "PDLinkConnector" if oldest == OLDEST else "PDLinkTier"
+    known = f"{what} works with vLLM {_text(oldest)} to {_text(NEWEST)}, this is {version}"
+    if found < oldest:
         raise UnsupportedVllm(f"{known}; update vLLM")
     if found > NEWEST and not accept_newer:
-        raise UnsupportedVllm(
-            f"{known}; update pdlink, or try it with untested_vllm: accept in kv_connector_extra_config"
-        )
+        raise UnsupportedVllm(f"{known}; update pdlink, or try it with untested_vllm: accept among its settings")
     return found
 
 

@@ -18,6 +18,13 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch warn about each other while they are imported
     pytest.importorskip("vllm.v1.kv_offload.tiering.spec", exc_type=ImportError)
 
+import vllm  # noqa: E402
+
+from pdlink.integrations.vllm_parts import versions  # noqa: E402
+
+if versions.check(vllm.__version__, accept_newer=True) < versions.TIER:
+    pytest.skip("takes no tier of others, or was not tried", allow_module_level=True)
+
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory  # noqa: E402
 
 from pdlink.errors import ConfigError  # noqa: E402
