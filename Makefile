@@ -57,8 +57,9 @@ vllm: $(VLLM_STAMP)  ## vLLM's build for CPUs with pdlink in an environment of i
 test-vllm: $(VLLM_STAMP)  ## what needs real vLLM servers; some ten minutes on two idle cores
 	$(VLLM_BIN)/python -m pytest -m vllm tests/integrations tests/e2e tests/proxy/test_engine_events.py $(PYTEST_ARGS)
 
-engines: $(VLLM_STAMP)  ## the contract with every vLLM of the window, from wheels without a device; ENGINES="0.33.0" for one
-	$(VLLM_BIN)/python tools/engines.py $(ENGINES)
+engines: $(VLLM_STAMP) $(if $(ENGINES),,$(SGLANG_STAMP))  ## the contract with every engine of the windows, from wheels without a device; ENGINES="0.33.0": with one vLLM
+	$(VLLM_BIN)/python tools/engines.py vllm $(ENGINES)
+	$(if $(ENGINES),,PYTHONPATH=tests/sglang_cpu $(SGLANG_BIN)/python tools/engines.py sglang)
 
 sglang: $(SGLANG_STAMP)  ## SGLang with pdlink in an environment of its own, .venv-sglang, without its kernels (4 GB)
 

@@ -25,7 +25,7 @@ from .sglang_process import Engine
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs SGLang", allow_module_level=True)
 
-pytestmark = [pytest.mark.sglang, pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.sglang, pytest.mark.engines, pytest.mark.e2e, pytest.mark.timeout(300)]
 
 PAGE = 16
 

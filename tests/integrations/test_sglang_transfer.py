@@ -19,7 +19,7 @@ from .sglang_process import Engine
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs SGLang", allow_module_level=True)
 
-pytestmark = [pytest.mark.sglang, pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.sglang, pytest.mark.engines, pytest.mark.e2e, pytest.mark.timeout(300)]
 
 FAILED, BOOTSTRAPPING, WAITING, SUCCESS = 0, 1, 2, 4
 ROW, OTHER_ROW = 3, 5

@@ -11,7 +11,7 @@ import torch
 from pdlink.integrations.loaded_weights import LoadedWeights
 from pdlink.integrations.sglang_parts import weights
 
-pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.sglang, pytest.mark.engines, pytest.mark.filterwarnings("ignore")]
 registry = pytest.importorskip("sglang.srt.plugins.hook_registry", exc_type=ImportError)
 
 
