@@ -326,9 +326,10 @@ class Catalog:
     def expire(self, now_s: float) -> int:
         """End the leases whose deadline is over; how many. Forget records, priorities, sessions, whose time is over.
 
-        `_MOST_DUE` records and one session at most: see `is_due`.
+        `_MOST_DUE` records, and as many of those that sessions keep, at most: see `is_due`.
         """
-        self.rank(self.sessions.expire(now_s))
+        self.sessions.expire(now_s)
+        self.forget_ended()
         for record in islice(self._deadlines.due(now_s), _MOST_DUE):
             if record.expires_s <= now_s:
                 self._forget(record)
@@ -386,6 +387,12 @@ class Catalog:
                 return
             oldest = self._turns.evict(lambda _: True, from_priority=HELD)
             self._set_rank(newest if oldest is None else self._records[oldest], None)
+
+    def forget_ended(self) -> bool:
+        """Of what ended sessions keep, `_MOST_DUE` records at most; whether there may be more."""
+        gone = self.sessions.take_ended(_MOST_DUE)
+        self.rank(gone)
+        return bool(gone)
 
     def is_below(self, key: bytes) -> None:
         """A tier has this record, too."""

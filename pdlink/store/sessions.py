@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
 MAX_NAME_CHARS, MAX_TTL_S = 128, 86400.0
 MAX_SESSIONS, MAX_OF_TENANT = 16384, 4096
 """A session more keeps nothing: its turns are served all the same."""
+_MOST_DUE = 64
+"""Deadlines that one call looks at: some hundredths of a millisecond."""
+_STALE = 64
+"""Entries of sessions that are gone, beside some for each that is there, before they are sorted out."""
+
+_Name = tuple[str, str, str, str]
+"""Tenant, name, owner, scope."""
 
 
 class SessionTerms(NamedTuple):
@@ -72,6 +80,8 @@ class _Holder:
     session: SessionTerms
     waits: bool
     deadline_s: float = inf
+    due_s: float = inf
+    """When its deadline is looked at: of the only entry that counts."""
     asked: int = 0
     keys: list[bytes] = field(default_factory=list)
     nbytes: int = 0
@@ -88,10 +98,13 @@ class SessionHolds:
         self.nbytes = 0
         self._nbytes_of: Counter[str] = Counter()
         self._num_of: Counter[str] = Counter()
-        self._holders: dict[tuple[str, str, str, str], _Holder] = {}
-        """By tenant, name, owner and scope."""
-        self._next_s = inf
-        """No deadline is sooner."""
+        self._holders: dict[_Name, _Holder] = {}
+        self._named: dict[tuple[str, str], set[_Name]] = {}
+        """By tenant and name."""
+        self._entries: list[tuple[float, _Name]] = []
+        """A heap: when to look at a deadline, which may be later by now."""
+        self._ended: list[_Holder] = []
+        """They keep what `take_ended` has not given yet."""
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -122,11 +135,13 @@ class SessionHolds:
             if len(self) >= MAX_SESSIONS or self._num_of[session.tenant] >= MAX_OF_TENANT:
                 return Holding(0, [])
             mine = self._holders[name] = _Holder(session, waits)
+            self._named.setdefault(name[:2], set()).add(name)
             self._num_of[session.tenant] += 1
         common = next((at for at, both in enumerate(zip(mine.keys, keys, strict=False)) if both[0] != both[1]), None)
-        gone = self._let_go(mine, min(len(mine.keys), len(keys)) if common is None else common)
+        gone = self._cut(mine, min(len(mine.keys), len(keys)) if common is None else common)
         mine.session, mine.waits, mine.asked, mine.deadline_s = session, waits, len(keys), now_s + session.ttl_s
-        self._next_s = min(self._next_s, mine.deadline_s)
+        if mine.deadline_s < mine.due_s:
+            self._look_at(name, mine)
         for index in range(len(mine.keys), len(keys)):
             key, nbytes = keys[index], sizes[index % len(sizes)]
             kept = self.kept.get(key)
@@ -140,30 +155,56 @@ class SessionHolds:
             mine.nbytes += kept.nbytes
         return Holding(len(mine.keys), gone + mine.keys)
 
-    def end(self, name: str, tenant: str, owner: str | None = None) -> list[bytes] | None:
-        """It keeps nothing any more, in all scopes: what it kept; None if there is no such session. owner: None for
-        those of all. Costs a look at each session."""
-        found = [each for each in self._holders if each[:2] == (tenant, name) and owner in (None, each[2])]
-        return [key for each in found for key in self._end(each)] if found else None
+    def end(self, name: str, tenant: str, owner: str | None = None) -> bool:
+        """It has ended, in all scopes: `take_ended` gives what it kept. Whether it was known. owner: None for all."""
+        found = [each for each in self._named.get((tenant, name), ()) if owner in (None, each[2])]
+        for each in found:
+            self._end(each)
+        return bool(found)
 
-    def _end(self, name: tuple[str, str, str, str]) -> list[bytes]:
+    def _end(self, name: _Name) -> None:
+        self._ended.append(self._holders.pop(name))
         self._num_of[name[0]] -= 1
-        return self._let_go(self._holders.pop(name), 0)
+        named = self._named[name[:2]]
+        named.discard(name)
+        if not named:
+            del self._named[name[:2]]
 
     def is_due(self, now_s: float) -> bool:
-        """Whether the deadline of some session may be over."""
-        return self._next_s <= now_s
+        """Whether the deadline of some session may be over, or an ended one keeps something still."""
+        return bool(self._ended) or (bool(self._entries) and self._entries[0][0] <= now_s)
 
-    def expire(self, now_s: float) -> list[bytes]:
-        """End one session, in one scope, whose deadline is over: what it kept."""
-        if not self.is_due(now_s):
-            return []
-        first = min(self._holders.values(), key=lambda each: each.deadline_s, default=None)
-        if first is None or first.deadline_s > now_s:
-            self._next_s = inf if first is None else first.deadline_s
-            return []
-        of = first.session
-        return self._end((of.tenant, of.name, of.owner, of.scope))
+    def expire(self, now_s: float) -> None:
+        """End sessions whose deadline is over: some of them, see `is_due`."""
+        for _ in range(_MOST_DUE):
+            if not self._entries or self._entries[0][0] > now_s:
+                return
+            at_s, name = heappop(self._entries)
+            mine = self._holders.get(name)
+            if mine is None or mine.due_s != at_s:
+                continue
+            if mine.deadline_s > now_s:
+                self._look_at(name, mine)
+            else:
+                self._end(name)
+
+    def _look_at(self, name: _Name, mine: _Holder) -> None:
+        """At its deadline."""
+        mine.due_s = mine.deadline_s
+        heappush(self._entries, (mine.due_s, name))
+        if len(self._entries) > _STALE + 3 * len(self._holders):
+            self._entries = [(each.due_s, name) for name, each in self._holders.items()]
+            heapify(self._entries)
+
+    def take_ended(self, most: int) -> list[bytes]:
+        """Keys that ended sessions keep no more, so many at most; none are left once it gives fewer."""
+        gone: list[bytes] = []
+        while self._ended and len(gone) < most:
+            mine = self._ended[-1]
+            gone += self._cut(mine, max(0, len(mine.keys) - (most - len(gone))))
+            if not mine.keys:
+                self._ended.pop()
+        return gone
 
     def rank(self, key: bytes) -> int | None:
         """Instead of a record's priority in memory; None for one that is as others."""
@@ -185,7 +226,7 @@ class SessionHolds:
 
     def check(self) -> None:
         """Raise AssertionError at the first broken invariant."""
-        holders = self._holders.values()
+        holders = [*self._holders.values(), *self._ended]
         num_kept = Counter(key for each in holders for key in each.keys)
         assert num_kept == {key: kept.sessions for key, kept in self.kept.items()}
         nbytes = Counter[str]()
@@ -195,14 +236,16 @@ class SessionHolds:
         assert self.nbytes == nbytes.total() <= self._total_nbytes
         assert all(used <= self._quota_nbytes for used in nbytes.values())
         assert +self._num_of == Counter(tenant for tenant, *_ in self._holders)
-        assert all(each.deadline_s >= self._next_s for each in holders)
+        assert all(each.deadline_s >= each.due_s for each in self._holders.values())
+        assert {(each.due_s, name) for name, each in self._holders.items()} <= set(self._entries)
+        assert {name for each in self._named.values() for name in each} == self._holders.keys()
         assert all(each.nbytes == sum(self.kept[key].nbytes for key in each.keys) for each in holders)
 
     def _has_room(self, tenant: str, nbytes: int) -> bool:
         in_all = self.nbytes + nbytes <= self._total_nbytes
         return in_all and self._nbytes_of[tenant] + nbytes <= self._quota_nbytes
 
-    def _let_go(self, mine: _Holder, first: int) -> list[bytes]:
+    def _cut(self, mine: _Holder, first: int) -> list[bytes]:
         """It keeps the keys before this one only; the others."""
         gone = mine.keys[first:]
         del mine.keys[first:]

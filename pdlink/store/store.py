@@ -504,9 +504,13 @@ class Store(AnyStore):
 
     def end_session(self, name: str, tenant: str, owner: str | None = None) -> bool:
         with self._lock:
-            changed = self._catalog.sessions.end(name, tenant, owner)
-        self._rank(changed or ())
-        return changed is not None
+            ended = self._catalog.sessions.end(name, tenant, owner)
+        gone = True
+        while gone:
+            with self._lock:
+                gone = self._catalog.forget_ended()
+            let_others()
+        return ended
 
     def _rank(self, keys: Sequence[bytes]) -> None:
         """After sessions have changed what they keep of these."""

@@ -226,9 +226,9 @@ class World:
         self.counts["held"] += held.num_keys
 
     def _end_session(self, dice: Dice) -> None:
-        ended = self.catalog.sessions.end(dice.one(["a", "b"]), dice.one(["t", "u"]))
-        self.catalog.rank(ended or ())
-        self.counts["session ended"] += ended is not None
+        self.counts["session ended"] += self.catalog.sessions.end(dice.one(["a", "b"]), dice.one(["t", "u"]))
+        if dice.below(2):
+            self.catalog.forget_ended()
 
     def _remove(self, dice: Dice) -> None:
         if dice.below(3):

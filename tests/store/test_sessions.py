@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import inf
 from random import Random
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,6 +18,9 @@ from tests.waiting import WAIT_S, until
 
 from .stubs import SHAPE, StubTier
 from .test_store import Clock, opened, put, put_below, read
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 NBYTES = SHAPE.nbytes
 MINE = [b"mine%028d" % index for index in range(4)]
@@ -290,6 +294,65 @@ def test_one_tenant_cannot_take_all_sessions() -> None:
     assert sessions.hold(session(tenant="other"), MINE[:1], [1], 0.0, waits=True).num_keys == 1
 
 
+class NotPassed(dict[Any, Any]):
+    """A look at all of it fails."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError
+
+    items = keys = values = __iter__  # type: ignore[assignment]
+
+
+def test_the_end_of_one_session_costs_no_look_at_the_others() -> None:
+    sessions = SessionHolds(1 << 40, 1 << 40)
+    for number in range(MAX_OF_TENANT):
+        sessions.hold(session(str(number), ttl_s=60.0 + number), [b"%d" % number], [1], 0.0, waits=True)
+        sessions.hold(session(str(number), ttl_s=60.0 + number), [b"%d" % number], [1], 1.0, waits=True)
+    sessions._holders = NotPassed(sessions._holders)
+    assert sessions.end("7", "")
+    assert not sessions.end("7", "")
+    calls = 0
+    while sessions.is_due(60.0 + MAX_OF_TENANT // 2):
+        sessions.expire(60.0 + MAX_OF_TENANT // 2)
+        sessions.take_ended(512)
+        calls += 1
+    assert len(sessions) == MAX_OF_TENANT // 2
+    assert calls < MAX_OF_TENANT // 8
+
+
+def test_what_a_large_session_kept_is_let_go_in_pieces_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [b"%d" % number for number in range(20_000)]
+    made = Catalog(Lru(), sessions=SessionHolds(1 << 40, 1 << 40))
+    made.resize(1 << 30)
+    ranked, rank = list[int](), made.rank
+
+    def counted(of: list[bytes]) -> list[bytes]:
+        ranked.append(len(of))
+        return rank(of)
+
+    monkeypatch.setattr(made, "rank", counted)
+    for number in range(3):
+        made.sessions.hold(session(str(number)), keys, [1], 0.0, waits=True)
+        made.sessions.hold(session(f"small {number}"), keys[:1], [1], 0.0, waits=True)
+    while made.is_due(60.0):
+        made.expire(60.0)
+    assert max(ranked) <= 512
+    assert sum(ranked) == 3 * len(keys) + 3
+    assert not made.sessions.kept
+
+
+def test_turns_with_shorter_times_leave_no_deadlines_behind() -> None:
+    sessions = SessionHolds(1 << 40, 1 << 40)
+    for turn in range(10_000):
+        sessions.hold(session(ttl_s=20_000.0 - turn), MINE, [1], 0.0, waits=True)
+    assert len(sessions._entries) < 100
+    sessions.check()
+    sessions.expire(10_000.0)
+    assert len(sessions) == 1
+    sessions.expire(10_001.0)
+    assert len(sessions) == 0
+
+
 def test_sessions_count_right_in_any_order() -> None:
     for seed in range(100):
         rng, now_s = Random(seed), 0.0
@@ -304,6 +367,8 @@ def test_sessions_count_right_in_any_order() -> None:
                 case 1:
                     while sessions.is_due(now_s):
                         sessions.expire(now_s)
+                        sessions.take_ended(rng.randint(1, 5))
+                        sessions.check()
                     assert all(each.deadline_s > now_s for each in sessions.held())
                 case 2:
                     sessions.place(rng.choice(keys), is_below=rng.random() < 0.5)
@@ -317,6 +382,8 @@ def test_sessions_count_right_in_any_order() -> None:
             sessions.check()
         for each in sessions.held():
             sessions.end(each.session.name, each.session.tenant)
+        while sessions.take_ended(3):
+            sessions.check()
         assert not sessions.kept
 
 
@@ -329,7 +396,9 @@ def test_the_rank_of_a_record_follows_all_who_keep_it() -> None:
     sessions.place(key, is_below=True)
     assert sessions.rank(key) == HELD
     assert sessions.hold(session("b"), [key], [1], 0.0, waits=False).changed == [key]
-    assert sessions.end("a", "") == [key]
+    assert sessions.end("a", "")
+    assert sessions.take_ended(9) == [key]
     assert sessions.rank(key) == HELD, "the other one keeps it"
-    assert sessions.end("b", "") == [key]
+    assert sessions.end("b", "")
+    assert sessions.take_ended(9) == [key]
     assert sessions.rank(key) is None
