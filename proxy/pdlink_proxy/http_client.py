@@ -149,6 +149,12 @@ class HttpClient:
                 _, connection = await loop.create_connection(
                     lambda: Connection(self._poller), address.host, address.port, ssl=tls
                 )
+        except TimeoutError:
+            error = NoConnection(f"no connection within {self._connect_timeout_s:g} s")
+        except Exception as problem:  # noqa: BLE001 -- not OSError alone: a name that DNS cannot have is a ValueError
+            error = NoConnection(str(problem))
+            error.__cause__ = problem
+        else:
             if connection.keeps:
                 connection.host = request.host
                 request.connecting = None
@@ -156,11 +162,6 @@ class HttpClient:
                 return
             # Its loss was told before it had a listener: a worker that dies resets what it has not accepted.
             error = NoConnection("the worker closed the connection at once")
-        except TimeoutError:
-            error = NoConnection(f"no connection within {self._connect_timeout_s:g} s")
-        except Exception as problem:  # noqa: BLE001 -- not OSError alone: a name that DNS cannot have is a ValueError
-            error = NoConnection(str(problem))
-            error.__cause__ = problem
         if request in self._running:
             self.finished(request)
             request.lost(error)
