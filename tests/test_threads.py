@@ -24,7 +24,7 @@ from pdlink.config.tracing import TracingConfig
 from pdlink.events import MessageDropped, emit
 from pdlink.integrations import trace_file
 from pdlink.integrations.sglang_parts.gpu import GpuOrder
-from pdlink.observe import otlp, traces
+from pdlink.observe import otlp
 from pdlink.observe.kv_ledger import BlockPlace
 from pdlink.observe.kv_publisher import KVPublisher
 from pdlink.observe.spans import Span, TraceContext
@@ -189,7 +189,7 @@ def timeline(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setattr(trace_file, "_INTERVAL_S", 0.01)
     file = trace_file.TraceFile("n", str(folder / "t.json"))
     with patch.context() as bad:
-        bad.setattr(traces, "write", bug)
+        bad.setattr(trace_file.TraceFile, "_write", bug)
         emit(MessageDropped(reason="malformed"))
         until(lambda: not file._thread.is_alive(), "it has died")
     emit(MessageDropped(reason="malformed"))

@@ -123,8 +123,6 @@ class UpConfig(Section):
         if count > 1:
             if worker.name is not None:
                 raise ValueError(f"{side}.name: is of one worker, and num_{side} is {count}; leave it out")
-            if worker.timeline is not None and "{name}" not in worker.timeline:
-                raise ValueError(f"{side}.timeline: is one file, and num_{side} is {count}; write {{name}} into it")
             if any("{name}" not in directory for directory in worker.tiers.disks):
                 raise ValueError(
                     f"{side}.tiers.local_disk: is of one worker, and num_{side} is {count}; write {{name}} into it"

@@ -51,8 +51,6 @@ class WorkerConfig(Section):
     happens. 0 writes none."""
     on_transfer_failure: Literal["recompute", "fail"] = "recompute"
     """What decode does when the KV does not arrive: compute the prompt itself, or answer 502."""
-    timeline: str | None = None
-    """File for a trace of the last transfers at exit, for ui.perfetto.dev; {name} is the worker's name."""
 
     @model_validator(mode="after")
     def _used(self) -> WorkerConfig:

@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from pdlink.config import is_loopback
 from pdlink.errors import ConfigError, EngineFailure
-from pdlink.events import listen
-from pdlink.observe import traces
-from pdlink.observe.timeline import Timeline
 from pdlink.serve.process import bind, raise_descriptor_limit, serve
 
 if TYPE_CHECKING:
@@ -52,12 +49,9 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
         )
     if security.insecure:
         log.warning("security.insecure: anybody who reaches this worker's ports can read and write its KV cache")
-    trace_path = traces.path_of(config.timeline, worker.name) if config.timeline is not None else None
     if parent is not None:
         parent.doing(f"loading the model {config.model.name}")
     worker.open()
-    trace = Timeline(worker.name)
-    stop_tracing = listen(trace) if trace_path is not None else None
 
     def ready(url: str) -> dict[str, Any]:
         control, transports = worker.node.address, worker.node.transports
@@ -89,9 +83,6 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
         problem = health.problem(worker)
     finally:
         worker.close()
-        if trace_path is not None and stop_tracing is not None:
-            stop_tracing()
-            traces.write(trace, trace_path)
     if problem:
         raise EngineFailure(f"{worker.name} cannot go on: {problem}")
 

@@ -40,7 +40,6 @@ VALUES: dict[str, Any] = {
     "listen.control": "127.0.0.2:4323",
     "listen.data": "127.0.0.2",
     "listen.advertise": "127.0.0.2",
-    "timeline": "/tmp/{name}.json",
     "local_disk": "/tmp/{name}",
     "peer_port": 4322,
     "engine.device": "cuda:1",

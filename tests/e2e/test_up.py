@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -97,8 +96,8 @@ class Up:
             self.text += line
 
 
-def test_a_killed_worker_comes_back_and_ctrl_c_leaves_traces_and_nothing_else(tmp_path: Path) -> None:
-    with Up("--decode", "2", "--set", f"prefill.timeline={tmp_path}/{{name}}.json") as site:
+def test_a_killed_worker_comes_back_and_ctrl_c_leaves_nothing() -> None:
+    with Up("--decode", "2") as site:
         children = descendants(site.process.pid)
         assert len(children) == 4
         [decode] = [pid for pid in children if "decode-0" in Path(f"/proc/{pid}/cmdline").read_text()]
@@ -110,7 +109,6 @@ def test_a_killed_worker_comes_back_and_ctrl_c_leaves_traces_and_nothing_else(tm
         rest = site.process.communicate(timeout=60)[0]
     assert site.process.returncode == 0, rest
     assert "decode-0 was killed by SIGKILL; starting it again on the same ports" in site.text
-    assert json.loads((tmp_path / "prefill-0.json").read_text())["transfers"]
     said = [line for line in rest.splitlines() if "ok again" not in line]  # of the proxy, a moment later
     assert " WARNING " not in "\n".join(said), "a normal end looks like one"
     until(lambda: gone(children), "all children have ended")

@@ -8,27 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from pdlink.errors import ConfigError
 from pdlink.events import LayerWritten, emit
 from pdlink.integrations.trace_file import TraceFile
-from pdlink.observe import traces
-from pdlink.observe.timeline import Timeline
 from tests.observe.traced import tracks_of
 
 
 def test_a_trace_is_there_whole_and_nothing_beside_it(tmp_path: Path) -> None:
     for suffix in ("json", "pftrace"):
-        path = traces.path_of(str(tmp_path / f"{{name}}.{suffix}"), "decode-0")
-        assert traces.write(Timeline("decode-0"), path)
+        TraceFile("decode-0", str(tmp_path / f"decode-0.{suffix}")).close()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["decode-0.json", "decode-0.pftrace"]
     assert json.loads((tmp_path / "decode-0.json").read_text())["name"] == "decode-0"
     assert tracks_of((tmp_path / "decode-0.pftrace").read_bytes()) == ["decode-0"]
-
-
-@pytest.mark.parametrize("path", ["/nonexistent/a.json", "/proc", "/"])
-def test_a_place_that_takes_no_file_is_found_at_start(path: str) -> None:
-    with pytest.raises(ConfigError, match=r"^timeline: "):
-        traces.path_of(path, "a")
 
 
 def test_a_file_that_cannot_be_written_costs_one_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
