@@ -40,7 +40,9 @@ def look_up(
     for index, layout in enumerate(layouts):
         if layout.keeps_all:
             left_s = max(0.0, deadline_s - time.monotonic())
-            found[index] = _leading(store.lookup(keys[index][:num_chunks], left_s), barred)
+            found[index] = store.lookup(keys[index][:num_chunks], left_s)
+            if barred:
+                found[index] = _leading(found[index], barred)
             num_chunks = len(found[index].keys)
     if num_chunks * chunk_tokens <= begin and not keeps_all:
         return 0, found
@@ -58,7 +60,5 @@ def look_up(
 
 def _leading(found: Found, barred: Collection[int]) -> Found:
     """The chunks before the first that is in a barred place."""
-    if not barred:
-        return found
     count = next((index for index, place in enumerate(found.places) if place in barred), len(found.keys))
     return Found(found.keys[:count], found.places[:count])
