@@ -112,6 +112,8 @@ class Entry:
         try:
             models = self._pools.models() if request.path == GENERATE else ()
             call = parse(request.path, data, models[0] if len(models) == 1 else None)
+            if len(request.headers.getall(ID_HEADER, ())) > 1:
+                raise BadField("X-Session-ID: got several; expected one; leave the others out")
             asked_session(call.said.session_id, call.said.session_ttl_s, request.headers)
             self._refuse_unserved(call)
         except BadField as error:

@@ -211,6 +211,15 @@ async def test_a_session_id_that_is_too_long_is_refused_by_name(prefill: FakeWor
         assert prefill.received == []
 
 
+async def test_two_session_headers_are_refused(prefill: FakeWorker, decode: FakeWorker) -> None:
+    async with proxy_of([prefill], [decode]) as proxy:
+        two = [("X-Session-ID", "a"), ("X-Session-ID", "b")]
+        async with proxy.client.post(f"{proxy.url}/v1/completions", json=BODY, headers=two) as answer:
+            assert answer.status == 400
+            assert "X-Session-ID: got several" in (await answer.json())["error"]["message"]
+        assert prefill.received == []
+
+
 async def test_a_turn_whose_legs_cannot_begin_does_not_run_for_ever(
     prefill: FakeWorker, decode: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
