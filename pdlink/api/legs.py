@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from pdlink.api.fields import Count, Int64  # noqa: TC001  (msgspec reads annotations at run time)
-from pdlink.api.session import MAX_ID_CHARS as MAX_SESSION_CHARS
-from pdlink.api.session import MAX_OWNER_CHARS, MAX_TTL_S
+from pdlink.api.session import MAX_OWNER_CHARS
+from pdlink.config.tiers import MAX_SESSION_CHARS, MAX_SESSION_TTL_S
 
 MAX_ID_CHARS = 100
 TransferId = Annotated[str, Meta(pattern=rf"^[A-Za-z0-9][A-Za-z0-9._:-]{{0,{MAX_ID_CHARS - 1}}}\Z")]
@@ -43,7 +43,7 @@ class LegParams(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field
     """Unix seconds; the same in both legs' answers."""
     session_id: LegSession = ""
     """For servers of vLLM, whose connector sees no header: of an agent, whose KV is kept between its turns."""
-    session_ttl_s: Annotated[float, Meta(ge=0, le=MAX_TTL_S)] = 0.0
+    session_ttl_s: Annotated[float, Meta(ge=0, le=MAX_SESSION_TTL_S)] = 0.0
     session_owner: Annotated[str, Meta(max_length=MAX_OWNER_CHARS)] = ""
     """`owner_of` the client's API key."""
     source: Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)] = ""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from msgspec import Meta
 
 from pdlink.api.fields import BadField
+from pdlink.config.tiers import MAX_SESSION_CHARS, MAX_SESSION_TTL_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,13 +23,12 @@ OWNER_HEADER = "X-Pdlink-Session-Owner"
 KEPT_HEADER = "X-Pdlink-Session"
 """Of an answer: how many tokens of the prompt its session keeps, "kept=768 of=1024"; fewer where its quota ends."""
 KEPT = re.compile(r"kept=(\d{1,12}) of=\d{1,12}")
-MAX_ID_CHARS = 128
 MAX_OWNER_CHARS = 32
 _OWNER = re.compile(r"[0-9a-f]{0,32}")
-DEFAULT_TTL_S, MAX_TTL_S = 300.0, 86400.0
+DEFAULT_TTL_S = 300.0
 
-SessionId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
-TimeToLive = Annotated[float, Meta(gt=0, le=MAX_TTL_S)]
+SessionId = Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_CHARS)]
+TimeToLive = Annotated[float, Meta(gt=0, le=MAX_SESSION_TTL_S)]
 
 
 class AskedSession(NamedTuple):
@@ -60,13 +60,15 @@ def asked_session(session_id: str | None, ttl_s: float | None, said: Mapping[str
             raise BadField(f"session_id: got {name!a:.40}; expected printable characters; correct it", "session_id")
     elif not (name.isascii() and name.isprintable()):  # proxies pass no other header on
         raise BadField(f"X-Session-ID: got {name!a:.40}; expected printable ASCII; use session_id, or correct it")
-    elif len(name) > MAX_ID_CHARS:
-        raise BadField(f"X-Session-ID: got {len(name)} characters; expected at most {MAX_ID_CHARS}; shorten it")
+    elif len(name) > MAX_SESSION_CHARS:
+        raise BadField(f"X-Session-ID: got {len(name)} characters; expected at most {MAX_SESSION_CHARS}; shorten it")
     if ttl_s is None and (text := said.get(TTL_HEADER)):
         try:
             ttl_s = float(text)
         except ValueError:
             ttl_s = math.nan
-        if not 0 < ttl_s <= MAX_TTL_S:
-            raise BadField(f"X-Session-TTL: got {text!r:.40}; expected seconds, at most {MAX_TTL_S:g}; correct it")
+        if not 0 < ttl_s <= MAX_SESSION_TTL_S:
+            raise BadField(
+                f"X-Session-TTL: got {text!r:.40}; expected seconds, at most {MAX_SESSION_TTL_S:g}; correct it"
+            )
     return AskedSession(name, DEFAULT_TTL_S if ttl_s is None else ttl_s)

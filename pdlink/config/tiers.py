@@ -8,6 +8,8 @@ from pydantic import Field, field_validator, model_validator
 
 from pdlink.config.section import Port, Seconds, Section, in_pairs, no_use
 
+MAX_SESSION_CHARS, MAX_SESSION_TTL_S = 128, 86400.0
+"""Of the id of an agent's session, and of its time to live: for requests that name one and stores that keep it."""
 A_BYTE = 1e-9
 """In GiB, and a little more: int() of less is no quota at all."""
 OF_A_WORKER = (

@@ -18,7 +18,6 @@ from pdlink.store.slots import HELD, KEPT
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MAX_NAME_CHARS, MAX_TTL_S = 128, 86400.0
 MAX_SESSIONS, MAX_OF_TENANT = 16384, 4096
 """A session more keeps nothing: its turns are served all the same."""
 _MOST_DUE = 64

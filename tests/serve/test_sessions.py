@@ -12,7 +12,8 @@ from aiohttp.test_utils import TestServer
 
 from pdlink.api.fields import BadField
 from pdlink.api.keys import owner_of
-from pdlink.api.session import DEFAULT_TTL_S, MAX_ID_CHARS, MAX_TTL_S, AskedSession, asked_session
+from pdlink.api.session import DEFAULT_TTL_S, AskedSession, asked_session
+from pdlink.config.tiers import MAX_SESSION_CHARS, MAX_SESSION_TTL_S
 from pdlink.errors import RequestAborted
 from pdlink.serve.app import build_app
 from pdlink.serve.tiers import KeptTurn
@@ -192,9 +193,9 @@ def test_fields_come_before_headers_and_have_limits() -> None:
     assert asked_session("a", None, {"x-session-id": "b"}) == AskedSession("a", DEFAULT_TTL_S)
     assert asked_session(None, None, {"x-session-id": "b", "x-session-ttl": "2.5"}) == AskedSession("b", 2.5)
     assert asked_session("a", 7.0, {"x-session-ttl": "2.5"}) == AskedSession("a", 7.0)
-    times = ("0", "-1", "nan", "inf", "soon", str(MAX_TTL_S + 1))
+    times = ("0", "-1", "nan", "inf", "soon", str(MAX_SESSION_TTL_S + 1))
     wrong = [{"x-session-id": "b", "x-session-ttl": text} for text in times]
-    for said in ({"x-session-id": "b" * (MAX_ID_CHARS + 1)}, *wrong):
+    for said in ({"x-session-id": "b" * (MAX_SESSION_CHARS + 1)}, *wrong):
         with pytest.raises(BadField, match="X-Session"):
             asked_session(None, None, said)
     with pytest.raises(BadField, match="session_ttl_s"):

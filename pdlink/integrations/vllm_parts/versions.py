@@ -12,7 +12,8 @@ import os
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pdlink.api.session import DEFAULT_TTL_S, MAX_ID_CHARS, MAX_OWNER_CHARS, MAX_TTL_S, AskedSession
+from pdlink.api.session import DEFAULT_TTL_S, MAX_OWNER_CHARS, AskedSession
+from pdlink.config.tiers import MAX_SESSION_CHARS, MAX_SESSION_TTL_S
 from pdlink.content import digest_of
 from pdlink.errors import ConfigError, LocalError
 from pdlink.integrations.vllm_parts import weights
@@ -161,11 +162,11 @@ def session_of(request: Any) -> AskedSession | None:
     params = request.kv_transfer_params or {}
     name = params.get("session_id") or getattr(request, "session_id", None)
     ttl_s, owner = params.get("session_ttl_s") or DEFAULT_TTL_S, params.get("session_owner") or ""
-    if not (isinstance(name, str) and 0 < len(name) <= MAX_ID_CHARS and name.isprintable()):
+    if not (isinstance(name, str) and 0 < len(name) <= MAX_SESSION_CHARS and name.isprintable()):
         return None
     if not isinstance(ttl_s, int | float) or not (isinstance(owner, str) and len(owner) <= MAX_OWNER_CHARS):
         return None
-    return AskedSession(name, float(ttl_s), owner) if 0 < ttl_s <= MAX_TTL_S else None
+    return AskedSession(name, float(ttl_s), owner) if 0 < ttl_s <= MAX_SESSION_TTL_S else None
 
 
 def check_config(

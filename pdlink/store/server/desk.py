@@ -16,11 +16,11 @@ import threading
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
+from pdlink.config.tiers import MAX_SESSION_CHARS, MAX_SESSION_TTL_S
 from pdlink.errors import ConfigError, ProtocolError
 from pdlink.store import wire
 from pdlink.store.interface import Found
 from pdlink.store.preimages import from_wire
-from pdlink.store.sessions import MAX_NAME_CHARS, MAX_TTL_S
 from pdlink.store.slots import MAX_PRIORITY, MAX_PRIORITY_S, MIN_PRIORITY, life_of
 
 if TYPE_CHECKING:
@@ -296,9 +296,9 @@ def _checked(retention: Retention) -> Retention:
 
 def _checked_session(session: SessionTerms) -> SessionTerms:
     """Raises ProtocolError for one that no request may name."""
-    right = 0 < len(session.name) <= MAX_NAME_CHARS
+    right = 0 < len(session.name) <= MAX_SESSION_CHARS
     right &= max(map(len, (session.tenant, session.scope, session.owner))) <= _MAX_DIGEST_CHARS
-    if not right or not 0 < session.ttl_s <= MAX_TTL_S:
+    if not right or not 0 < session.ttl_s <= MAX_SESSION_TTL_S:
         raise ProtocolError(f"session: got {session!r:.200}; expected what `SessionTerms` says; correct it")
     return session
 
