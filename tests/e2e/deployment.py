@@ -24,6 +24,7 @@ from tests.waiting import WAIT_S, until
 from . import held
 
 READY_S = 90.0
+ANSWERS = 'pdlink_tier_answering{tier="store"}'
 
 TIMEOUTS = {"peer_s": 5.0, "request_s": 60.0, "drain_s": 3.0}
 
@@ -190,6 +191,11 @@ class Deployment:
         with urllib.request.urlopen(self.url(label) + "/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+    def wait_store_answers(self, *labels: str) -> None:
+        """Until these workers know their store, which is later than that they are ready."""
+        for label in labels:
+            until(lambda label=label: self.metric(label, ANSWERS) == 1, f"{label} knows its store")  # type: ignore[misc]
 
     def idle(self, label: str) -> bool:
         """Whether this worker holds nothing for anybody: no request, no block, no transfer."""

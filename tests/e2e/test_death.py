@@ -163,6 +163,7 @@ def test_a_request_whose_prefill_and_decode_are_killed_goes_on_from_the_store_wi
         workers = {f"{role}-{number}": worker_settings(role, **settings) for role in roles for number in range(2)}
         launched = Deployment.launch(workers, {"retries": 3}, holdable=("decode-0", "decode-1"))
         with launched as deployment, ThreadPoolExecutor(1) as threads:
+            deployment.wait_store_answers(*workers)
 
             def counted(name: str, source: str) -> float:
                 return deployment.metric(name, f'pdlink_prompt_tokens_total{{source="{source}"}}')

@@ -41,7 +41,13 @@ def test_each_store_pulls_what_the_others_worker_computed_and_computes_when_it_i
         workers = {
             name: worker_settings(
                 "prefill",
-                tiers={"store": str(store.path), "chunk_size": CHUNK, "load_if_faster": False},
+                tiers={
+                    "store": str(store.path),
+                    "chunk_size": CHUNK,
+                    "load_if_faster": False,
+                    # A machine with more to do than it has cores keeps the store from answering for seconds.
+                    "store_timeout_s": 20.0,
+                },
                 cache=cache,
             )
             for name, store in (("prefill-left", left), ("prefill-right", right))
@@ -49,6 +55,7 @@ def test_each_store_pulls_what_the_others_worker_computed_and_computes_when_it_i
         workers["decode"] = worker_settings("decode", cache=cache, tiers={"max_local_cpu_size": 0})
         with Deployment.launch(workers, {"policy": "round_robin"}) as deployment:
             deployment.children |= {"left": left.child, "right": right.child}
+            deployment.wait_store_answers("prefill-left", "prefill-right")
             try:
                 check(deployment, ports)
             finally:

@@ -89,7 +89,13 @@ def cell(path: Path, policy: str) -> Iterator[Cell]:
         workers = {
             f"prefill-{name}": worker_settings(
                 "prefill",
-                tiers={"store": str(store.path), "chunk_size": CHUNK, "load_if_faster": False},
+                tiers={
+                    "store": str(store.path),
+                    "chunk_size": CHUNK,
+                    "load_if_faster": False,
+                    # A machine with more to do than it has cores keeps the store from answering for seconds.
+                    "store_timeout_s": 20.0,
+                },
                 cache=cache,
             )
             for name, store in stores.items()

@@ -86,8 +86,7 @@ class Split:
     def connected(self) -> None:
         clients = 'pdlink_store_clients{state="connected"}'
         until(lambda: self.deployment.metric("left store", clients) == 1, "the worker is connected to its store")
-        answers = 'pdlink_tier_answering{tier="store"}'
-        until(lambda: self.deployment.metric("left", answers) == 1, "the worker knows it")
+        self.deployment.wait_store_answers("left")
 
     def idle(self) -> None:
         until(lambda: self.deployment.idle("left"), "the worker holds nothing")
@@ -133,6 +132,7 @@ def launched(directory: Path) -> Iterator[Split]:
         }
         workers["alone"] = worker_settings("both", cache=cache, tiers={"max_local_cpu_size": 0})
         deployment = ends.enter_context(Deployment.launch(workers, routed=False))
+        deployment.wait_store_answers(*ports)
         expected = [answer.text for answer in deployment.complete_all(PROMPTS, at="alone")]
         deployment.kill("alone")
         assert len(set(expected)) == len(PROMPTS)

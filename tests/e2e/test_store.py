@@ -48,14 +48,10 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Deploymen
         yield found
 
 
-ANSWERS = 'pdlink_tier_answering{tier="store"}'
-
-
 def both_are_connected(deployment: Deployment) -> None:
     clients = 'pdlink_store_clients{state="connected"}'
     until(lambda: deployment.metric("store", clients) == 2, "both prefill workers are connected to the store")
-    for worker in ("prefill-0", "prefill-1"):  # which know it a moment later
-        until(lambda worker=worker: deployment.metric(worker, ANSWERS) == 1, f"{worker} knows its store")  # type: ignore[misc]
+    deployment.wait_store_answers("prefill-0", "prefill-1")
 
 
 def hits(deployment: Deployment) -> float:

@@ -174,7 +174,7 @@ def test_processes_that_are_stopped_tell_of_no_leaked_objects(capfd: pytest.Capt
         for label in deployment.children:
             deployment.kill(label, signal.SIGTERM)
         for child in deployment.children.values():
-            assert child.process.wait(20) == 0
+            assert child.process.wait(WAIT_S) == 0
     assert "leaked" not in capfd.readouterr().err
 
 

@@ -13,6 +13,7 @@ from pdlink.fleet.ports import free_ports
 from pdlink.peers.link import PeerLink
 from pdlink.peers.routed import IDLE_S, MAX_OPEN, RoutedPeers
 from tests.other_process import PATIENCE_S
+from tests.waiting import WAIT_S
 
 from .store_node import OtherNode, StoreNode, key
 
@@ -55,7 +56,7 @@ def test_each_prefix_comes_from_the_store_that_is_said_to_have_it(make_node: Mak
 
 
 def test_a_dead_source_is_a_miss_and_keeps_no_other_away(make_node: MakeNode, ends: ExitStack) -> None:
-    asker, other = make_node("asker", timeout_s=1.0), make_node("other")
+    asker, other = make_node("asker"), make_node("other")
     dying = OtherNode("dying", kind="tcp")
     ends.callback(dying.end)
     dying.call("put", 0, 1)
@@ -69,9 +70,11 @@ def test_a_dead_source_is_a_miss_and_keeps_no_other_away(make_node: MakeNode, en
     fetch = asker.store.fetch(found, asker.shape, "read")
     assert fetch.done.result(PATIENCE_S) == ()
     assert fetch.close()
+    asker.link._timeout_s = 0.5
     for _ in range(5):  # a tier that raised as often would be left alone
         assert asker.pull(address, 1) == 0
         assert asker.pull(f"tcp://127.0.0.1:{free_ports(1)}", 2) == 0
+    asker.link._timeout_s = WAIT_S
     assert asker.pull(other.address(), 10) == 1
 
 
