@@ -123,7 +123,6 @@ def test_the_image_copies_what_is_there_and_starts_pdlink() -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(180)
 def test_what_compose_starts_serves_and_moves_kv_over_tcp() -> None:
     """As processes of this host, with its names and ports; each container has its own pid namespace, so no mapped."""
     ports = {(name, port): str(free_ports(1)) for name in ("prefill", "decode") for port in ("8100", "8101")}

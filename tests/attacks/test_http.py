@@ -19,7 +19,7 @@ from tests.waiting import WAIT_S, until
 from .conftest import PROMPT
 from .processes import throw
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.e2e
 
 COMPLETIONS = "/v1/completions"
 EVERYWHERE = ["prefill", "decode", "proxy"]

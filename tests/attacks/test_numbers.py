@@ -48,8 +48,6 @@ from tests.waiting import WAIT_S
 from . import edges
 from .bench import Bench
 
-pytestmark = pytest.mark.timeout(180)
-
 ROOT = Path(__file__).parents[2]
 packed, packed_json = msgspec.msgpack.encode, msgspec.json.encode
 EVENT_ARRAYS = kv_index._StoredArray | kv_index._RemovedArray | kv_index._ClearedArray

@@ -17,7 +17,7 @@ from tests.e2e.deployment import Deployment
 from .conftest import PROMPT
 from .processes import connected, listening_ports, throw
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.e2e
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 """ZMTP 3.1, mechanism NULL, 64 bytes (rfc.zeromq.org/spec/37)."""

@@ -38,7 +38,7 @@ LONG = settings.get_current_profile_name() == "long"
 TIMES = 50 if LONG else 1
 KINDS = {"loopback": 1.0, "mapped": 0.5, "tcp": 0.5, "ucx-tcp": 0.1, "ucx-shm": 0.1, "mapped-cuda-double": 0.25}
 """Transports, and how many examples each gets: what opens a connection costs from 0.1 to 30 ms."""
-pytestmark = pytest.mark.timeout(120 * TIMES)
+pytestmark = pytest.mark.timeout(240 * TIMES)
 
 
 def examples(count: int, kind: str) -> settings:

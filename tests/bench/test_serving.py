@@ -33,7 +33,6 @@ def few(executable: Path, *more: str) -> argparse.Namespace:
     return options(*servers, "--model", "/m", *small, *more)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("engine", "other"), [("vllm", "NixlConnector"), ("sglang", "'nixl'")])
 def test_systems_take_turns_and_every_sample_is_kept(
     engine: str, other: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -61,7 +60,6 @@ def test_systems_take_turns_and_every_sample_is_kept(
     assert all("--some-flag" in text for text in logs.values())
 
 
-@pytest.mark.timeout(60)
 def test_a_server_that_does_not_start_is_a_failure_with_its_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

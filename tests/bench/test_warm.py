@@ -29,7 +29,6 @@ WORDS = [
 
 @pytest.mark.slow
 @pytest.mark.e2e
-@pytest.mark.timeout(240)
 def test_each_prompt_comes_from_where_its_row_says_and_nothing_is_left_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

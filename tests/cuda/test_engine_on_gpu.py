@@ -12,7 +12,6 @@ from tests.waiting import until
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(120),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 

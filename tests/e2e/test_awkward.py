@@ -13,7 +13,7 @@ from pdlink_bench.chaos.load import CHAT, NEVER, ask, awkward, catalogue, find_a
 
 from .deployment import Deployment, worker_settings
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.e2e
 
 SEED, DEADLINE_S, MODEL = 5, 30.0, "pdlink-tiny"
 

@@ -10,7 +10,7 @@ import pytest
 from pdlink.cli import main
 from pdlink_bench.chaos.schedule import Kind, schedule
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.e2e
 
 SEED, SECONDS, EVERY_S = 35, 8.0, 2.0
 WORKERS = ("prefill-0", "decode-0", "decode-1")

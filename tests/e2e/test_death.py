@@ -20,7 +20,7 @@ from .deployment import TIMEOUTS, Answer, Deployment, prompt_of, worker_settings
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.e2e
 
 NOT_BY_TIME = {"peer_s": 100.0, "request_s": 600.0}
 """So long that an answer within `WAIT_S` of a kill came of the lost connection, and not of silence."""

@@ -17,7 +17,7 @@ from tests.waiting import until
 
 from .deployment import Deployment, request, worker_settings
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")

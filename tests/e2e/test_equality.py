@@ -11,7 +11,7 @@ from tests.waiting import until
 
 from .deployment import Deployment, prompt_of, worker_settings
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.e2e
 
 SRC_BLOCK, DST_BLOCK, CHUNK = 16, 24, 128
 LENGTHS = [1, SRC_BLOCK - 1, SRC_BLOCK, SRC_BLOCK + 1, 3 * CHUNK + 7, 2000]

@@ -14,7 +14,7 @@ from tests.waiting import until
 
 from .deployment import Deployment, prompt_of, request, worker_settings
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.e2e
 
 EVENTS = {"endpoint": "tcp://[::1]:0", "replay_endpoint": "tcp://[::1]:0"}
 TIERS = {"max_local_cpu_size": 0}

@@ -14,7 +14,7 @@ from tests.waiting import until
 from .deployment import request
 from .stubs import fleet_of, running, url_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.e2e
 
 STREAMS, EVENTS = 2000, 8
 AT_ONCE = 64

@@ -15,7 +15,7 @@ from .deployment import Deployment, prompt_of, worker_settings
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.e2e
 
 CHUNK = 32
 NUM_CHUNKS = 6

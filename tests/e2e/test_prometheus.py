@@ -19,7 +19,7 @@ from .test_store import CHUNK, launched
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240), with_prometheus]
+pytestmark = [pytest.mark.e2e, with_prometheus]
 
 
 def test_every_panel_has_data_and_every_rule_is_evaluated(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.waiting import WAIT_S, until
 from .deployment import request
 from .stubs import Fleet, ask, fleet_of, running, sending, streaming, url_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.e2e
 
 
 def whole(fleet: Fleet, **fields: Any) -> bool:

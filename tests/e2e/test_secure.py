@@ -23,7 +23,7 @@ from tests.waiting import until
 
 from .deployment import READY_S, Deployment, prompt_of, worker_settings
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.e2e
 
 CLIENT = {"Authorization": "Bearer sk-client"}
 PROXY = {"X-Pdlink-Key": "between-proxy-and-workers"}

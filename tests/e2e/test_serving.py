@@ -18,7 +18,7 @@ from tests.waiting import until
 
 from .deployment import Deployment, prompt_of, request, worker_settings
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.e2e
 
 NUM_BLOCKS = 128
 

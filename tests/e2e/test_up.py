@@ -18,7 +18,7 @@ from tests.waiting import WAIT_S, until
 
 from .deployment import TIMEOUTS, Deployment, prompt_of, request, worker_settings
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.e2e
 
 
 def descendants(pid: int) -> list[int]:

@@ -18,7 +18,7 @@ from tests.waiting import until
 from .deployment import request
 from .test_up import descendants, gone
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[2]
 PORTS = {"vllm": "control_port", "sglang": "bootstrap_port"}

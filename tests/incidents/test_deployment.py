@@ -23,7 +23,7 @@ from tests.waiting import until
 if TYPE_CHECKING:
     from pdlink.serve.worker import Worker
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.e2e
 
 PROMPT = prompt_of(60, seed=5)
 SHARED = prompt_of(160, seed=6)

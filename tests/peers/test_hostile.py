@@ -23,8 +23,6 @@ from tests.waiting import WAIT_S, until
 
 from .store_node import StoreNode, key
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def ends() -> Iterator[ExitStack]:

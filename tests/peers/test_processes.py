@@ -16,8 +16,6 @@ from tests.waiting import WAIT_S, until
 
 from .store_node import OtherNode, StoreNode, key
 
-pytestmark = pytest.mark.timeout(120)
-
 KINDS = ["mapped", "tcp"]
 
 MakeOther = Callable[..., OtherNode]

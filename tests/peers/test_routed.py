@@ -17,8 +17,6 @@ from tests.waiting import WAIT_S
 
 from .store_node import OtherNode, StoreNode, key
 
-pytestmark = pytest.mark.timeout(120)
-
 MakeNode = Callable[..., StoreNode]
 
 

@@ -392,7 +392,6 @@ def test_a_server_that_answers_a_clear_with_something_else_has_failed(tmp_path: 
         liar.close()
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("verb", ["get", "put", "contains", "remove", "clear"])
 def test_a_lying_server_costs_an_os_error_or_a_miss_and_little_memory(
