@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import rmtree
+from socket import socket
 from tempfile import mkdtemp
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 
 from pdlink.config import ProxyConfig, WorkerConfig
 from pdlink.fleet.child import Child, listening_on, start, stop
+from tests.ports import keep_port
 from tests.waiting import WAIT_S, until
 
 from . import held
@@ -79,6 +81,7 @@ class Deployment:
     """Labels of workers that `hold` is for."""
     _holds: Path = Path()
     """The folder of a file for each worker that is held, by its label."""
+    _ports: list[socket] = field(default_factory=list)
 
     @classmethod
     def launch(
@@ -122,6 +125,7 @@ class Deployment:
 
     def stop(self) -> None:
         self.let_go()
+        self._give_back_ports()
         stop(list(self.children.values()), 8.0)
         if self.holdable:
             rmtree(self._holds, ignore_errors=True)
@@ -138,6 +142,11 @@ class Deployment:
         for label in self.holdable:
             self._hold_of(label).unlink(missing_ok=True)
 
+    def _give_back_ports(self) -> None:
+        for kept in self._ports:
+            kept.close()
+        self._ports.clear()
+
     def _hold_of(self, label: str) -> Path:
         return self._holds / label
 
@@ -145,7 +154,12 @@ class Deployment:
         return str(self.children[label].facts["url"])
 
     def kill(self, label: str, number: int = signal.SIGKILL) -> None:
-        os.kill(self.children[label].process.pid, number)
+        """The ports of a worker that ends of it are kept until it is started again."""
+        child = self.children[label]
+        os.kill(child.process.pid, number)
+        if number == signal.SIGKILL and "control_port" in child.facts:
+            child.process.wait(WAIT_S)
+            self._ports += [keep_port(child.facts[name]) for name in ("port", "control_port")]
 
     def restart(self, label: str) -> None:
         """The same worker again, on the ports it had."""
@@ -154,6 +168,7 @@ class Deployment:
         old.link.close()
         self._start(label, old.role, listening_on(old.settings, old.facts))
         self.children[label].wait_ready(READY_S)
+        self._give_back_ports()
 
     def _start(self, label: str, role: str, settings: dict[str, Any]) -> None:
         if label not in self.holdable:

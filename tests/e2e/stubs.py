@@ -9,10 +9,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from socket import socket
 from typing import Any
 
 from pdlink.config import ProxyConfig
 from pdlink.fleet.child import Child, start, stop
+from tests.ports import keep_port
 from tests.waiting import until
 
 from .deployment import READY_S, Answer, request
@@ -23,6 +25,7 @@ class Stub:
 
     def __init__(self, role: str) -> None:
         self.role, self.port = role, 0
+        self._kept: socket | None = None
         self.start()
 
     def start(self) -> None:
@@ -32,16 +35,23 @@ class Stub:
         assert self.process.stdout is not None
         with self.process.stdout as told:
             self.port = int(told.readline())
+        if self._kept is not None:
+            self._kept.close()
 
     def kill(self) -> None:
+        """Its port is kept until it is started again."""
         self.process.kill()
         self.process.wait()
+        self._kept = keep_port(self.port)
 
     def __enter__(self) -> Stub:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.kill()
+        if self._kept is not None:
+            self._kept.close()
+        self.process.kill()
+        self.process.wait()
 
     @property
     def url(self) -> str:

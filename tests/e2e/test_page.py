@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import socket
 import threading
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -93,22 +91,6 @@ def looked_at(browser: Browser, url: str, scheme: Any, looks: int) -> tuple[byte
         window.close()
 
 
-def hold(url: str) -> socket.socket:
-    """Keep the port of a dead worker from others, without listening: who connects is refused."""
-    found, port = socket.socket(), urlsplit(url).port or 0
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-
-    def bound() -> bool:
-        try:
-            found.bind(("127.0.0.1", port))
-        except OSError:  # its process is still ending
-            return False
-        return True
-
-    until(bound, "the port of the dead worker is free")
-    return found
-
-
 def cells_of(page: Page) -> list[list[str]]:
     found: list[list[str]] = page.evaluate(
         "() => [...document.querySelectorAll('tbody tr')].map(row => [...row.cells].map(cell => cell.textContent))"
@@ -138,7 +120,6 @@ def test_page_of_real_workers_shows_lanes_layers_on_their_way_and_who_is_gone(
         until(all_met, "every pair has moved KV")
         deployment.kill("decode-2")
         until(lambda: request(url + "/health").body["decode"][2]["state"] != "ok", "the proxy misses decode-2")
-        held = hold(deployment.url("decode-2"))
         chromium = playwright.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"], env={"HOME": str(tmp_path)}
         )
@@ -154,7 +135,6 @@ def test_page_of_real_workers_shows_lanes_layers_on_their_way_and_who_is_gone(
                 Path(keep, NAMES[0]).write_bytes(stamped(shot))
                 Path(keep, NAMES[1]).write_bytes(stamped(looked_at(chromium, url, "dark", 2)[0]))
         chromium.close()
-        held.close()
         state = request(url + "/pdlink/state").body
     pairs = {row[0]: row[1:] for row in cells if row[0].startswith("prefill-") and len(row) == 4}
     assert pairs.keys() == {"prefill-0", "prefill-1"}

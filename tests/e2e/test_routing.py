@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.ports import keep_port
 from tests.waiting import WAIT_S, until
 
 from .deployment import request
@@ -142,7 +143,8 @@ def test_a_proxy_is_restarted_beside_another_and_no_client_loses_a_request() -> 
             old.terminate()
             assert answer.read().endswith(b"data: [DONE]\n\n"), "it was let finish"
         old.process.wait(WAIT_S)
-        again = fleet.add_proxy(old.facts["port"], routers=2)
+        with keep_port(old.facts["port"]):
+            again = fleet.add_proxy(old.facts["port"], routers=2)
         assert [ask(again).status for _ in range(10)] == [200] * 10
         over.set()
         assert failed == []

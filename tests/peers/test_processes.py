@@ -12,6 +12,7 @@ import pytest
 
 from pdlink.fleet.ports import free_ports
 from tests.other_process import PATIENCE_S
+from tests.ports import keep_port
 from tests.waiting import WAIT_S, until
 
 from .store_node import OtherNode, StoreNode, key
@@ -131,7 +132,9 @@ def test_an_owner_that_was_started_again_is_found_at_its_address(make_other: Mak
     asker = make_node("asker", address)
     assert asker.read(0) == 1
     owner.kill()
-    again = make_other("owner", port=int(address.rpartition(":")[2]))
+    port = int(address.rpartition(":")[2])
+    with keep_port(port):
+        again = make_other("owner", port=port)
     again.call("put", 1, 2)
     until(lambda: asker.read(0, 1, 2) == 3, "it is found again")
 
