@@ -13,6 +13,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
+from pdlink.store.interface import SessionState
 from pdlink.store.slots import HELD, KEPT
 
 if TYPE_CHECKING:
@@ -50,18 +51,6 @@ class Holding(NamedTuple):
     """Leading ones that the session keeps."""
     changed: list[bytes]
     """Keys that it keeps, which are used now, and those that it keeps no more."""
-
-
-class SessionHeld(NamedTuple):
-    """What one session keeps, for operators."""
-
-    session: SessionTerms
-    records: int
-    nbytes: int
-    asked: int
-    """Records of its last turn: more than it keeps if the quota ended there."""
-    waits: bool
-    deadline_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -108,15 +97,17 @@ class SessionHolds:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def held(self) -> list[SessionHeld]:
+    def states(self, now_s: float) -> list[SessionState]:
         return [
-            SessionHeld(
-                each.session,
-                len(each.keys),
-                each.nbytes,
-                each.asked,
-                each.waits,
-                each.deadline_s,
+            SessionState(
+                each.session.name,
+                each.session.tenant,
+                each.session.owner,
+                records=len(each.keys),
+                asked=each.asked,
+                nbytes=each.nbytes,
+                waits=each.waits,
+                ends_in_s=each.deadline_s - now_s,
             )
             for each in self._holders.values()
         ]

@@ -41,7 +41,6 @@ from pdlink.store.interface import (
     Found,
     Kept,
     PlaceState,
-    SessionState,
     StoreState,
 )
 from pdlink.store.keeper import Keeper
@@ -62,7 +61,7 @@ if TYPE_CHECKING:
     from pdlink.store.eviction import EvictionPolicy
     from pdlink.store.interface import AnyFetch, RecordChange
     from pdlink.store.record import RecordShape
-    from pdlink.store.sessions import SessionHeld, SessionTerms
+    from pdlink.store.sessions import SessionTerms
     from pdlink.store.slots import Held, Retention, Share, Slot, SlotLease
     from pdlink.store.tiers.base import Tier
 
@@ -647,11 +646,6 @@ class Store(AnyStore):
             age_s = None if ends_in_s is None else self._lease_s - ends_in_s
             return Kept(held.holder, held.request, held.records, held.nbytes, age_s, ends_in_s)
 
-        def of_session(held: SessionHeld) -> SessionState:
-            session, records, nbytes, asked, waits, deadline_s = held
-            who = session.name, session.tenant, session.owner
-            return SessionState(*who, records, asked, nbytes, waits=waits, ends_in_s=deadline_s - now_s)
-
         with self._lock:
             catalog = self._catalog
             memory = PlaceState(
@@ -664,7 +658,7 @@ class Store(AnyStore):
             )
             pinned_nbytes, writing = catalog.pinned_nbytes, catalog.num_reservations
             leases, pins = list(map(kept, catalog.leases())), list(map(kept, catalog.pins()))
-            sessions, sessions_nbytes = list(map(of_session, catalog.sessions.held())), catalog.sessions.nbytes
+            sessions, sessions_nbytes = catalog.sessions.states(now_s), catalog.sessions.nbytes
         return StoreState(
             [memory, *self._below.states()],
             pinned_nbytes,
