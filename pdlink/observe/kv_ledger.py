@@ -97,9 +97,11 @@ class Ledger:
         return len(self._present)
 
     def stored(self, place: BlockPlace, key: bytes, preimage: Preimage | None = None) -> None:
-        """A block is there. preimage: of its key; None takes that of the same block in another place."""
+        """A block is there. preimage: of its key; None takes that of the same block in another place. A block of
+        which nobody knew it is told again with it."""
         block = place, key
-        if block in self._present:
+        known = self._present.get(block)
+        if known is not None and (known is not _UNKNOWN or preimage is None):
             return
         self._places[place] = None
         if preimage is None:

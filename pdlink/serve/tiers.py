@@ -146,8 +146,7 @@ class Tiered:
                 if self._requests.get(request.request_id) is not request:  # it has ended, and `ended` may be first
                     _hold(request, waits=True)
             if request.source:
-                for each in keys.by_group:
-                    source.store.comes_from(request.source, each)
+                prompt.comes_from(request.source)
             request.found = prompt.lookup(timeout_s=max(0.0, deadline_s - time.monotonic()))
             request.prompt = prompt
         finally:
@@ -214,6 +213,8 @@ class Tiered:
         self, request: _Request, blocks: Sequence[int], cached: int, choice: Choice, end: int, receives: bool
     ) -> None:
         """A load has ended there. If the request has ended meanwhile, its blocks are others'."""
+        if request.source and request.prompt is not None and self._source is not None:
+            self._source.copier.put(request.prompt.announce)
         if not self._has(request, blocks):
             return
         if not receives:

@@ -18,7 +18,7 @@ from pdlink.events import ChangeTeller, RecordsChanged, WriteDropped, emit
 from pdlink.store.interface import MEMORY, RecordChange
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from pdlink.kv.hashing import Preimage
     from pdlink.store.catalog import Catalog
@@ -139,6 +139,12 @@ class Books:
                         self._dropped[tier] += change.kind == "evicted"
             known = preimages.get(change.key) if is_there else None
             self._announcer.note(RecordChange(MEMORY, is_there, change.key, known))
+
+    def announce(self, preimages: Iterable[tuple[bytes, Preimage | None]]) -> None:
+        """As `AnyStore.announce`. `tell` tells it."""
+        for key, preimage in preimages:
+            if preimage is not None and self.catalog.lookup([key]):
+                self._announcer.note(RecordChange(MEMORY, True, key, preimage))
 
     def clear(self) -> int:
         """Forget all records, however many, at once; how many there were. `tell` frees them."""

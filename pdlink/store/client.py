@@ -26,7 +26,7 @@ from pdlink.store import wire
 from pdlink.store.interface import MEMORY, AnyStore, Forgotten, Found
 from pdlink.store.line import Line
 from pdlink.store.link import Link, RemoteFetch, greet
-from pdlink.store.preimages import commits
+from pdlink.store.preimages import announcements, commits
 from pdlink.store.scope import Scopes
 from pdlink.store.slots import USUAL, WHOLE, Slot
 from pdlink.store.socket_path import store_path
@@ -174,6 +174,11 @@ class RemoteStore(AnyStore):
     def comes_from(self, address: str, keys: Sequence[bytes]) -> None:
         if (link := self._link) is not None and link.lends_at:
             link.say(wire.ComesFrom(tuple(keys[: wire.MAX_KEYS]), address))
+
+    def announce(self, keys: Sequence[bytes], shape: RecordShape, preimages: Sequence[Preimage | None]) -> None:
+        if (link := self._link) is not None and link.events:
+            for message in announcements(keys, shape, preimages):
+                link.say(message)
 
     # --- Writing
 

@@ -214,6 +214,12 @@ class AnyStore(ABC):
         """
 
     @abstractmethod
+    def announce(self, keys: Sequence[bytes], shape: RecordShape, preimages: Sequence[Preimage | None]) -> None:
+        """Listeners hear what these keys are hashes of, as far as their records are in memory: nobody has said it of
+        those that came from other stores. In the order of `keys`. Waits for nothing.
+        """
+
+    @abstractmethod
     def fetch(
         self,
         found: Found,

@@ -75,6 +75,17 @@ def commits(
     yield wire.Commit(tuple(mine), tuple(known), summed)
 
 
+def announcements(
+    keys: Sequence[bytes], shape: RecordShape, preimages: Sequence[Preimage | None]
+) -> Iterator[wire.Preimages]:
+    """The same of records that are there."""
+    longest = max((len(each.tokens) for each in preimages if each is not None), default=1)
+    step = min(_MAX_KNOWN, max(1, _MAX_TOKENS // max(1, longest)))
+    for begin in range(0, len(keys), step):
+        known = [None if each is None else to_wire(each) for each in preimages[begin : begin + step]]
+        yield wire.Preimages(tuple(keys[begin : begin + step]), shape, tuple(known))
+
+
 def from_wire(said: wire.Known, key: bytes, shape: RecordShape) -> Preimage | None:
     """None for a preimage of another key. Cost: one hash of the tokens."""
     if not said.tokens or len(said.tokens) % 4:

@@ -70,6 +70,7 @@ class Prompt:
         """What the last look-up found ends there; 0 for nothing."""
         self._retention = retention
         self._goes_on: int | None = None
+        self._announced = False
         self._found = [NOTHING] * len(source.groups)
         """By group. The place of a record that is not there is -1."""
         self._ahead: PromptFetch | None = None
@@ -80,6 +81,25 @@ class Prompt:
             for group, mine, preimage in zip(source.groups, keys.by_group, told, strict=True)
             if stores
         ]
+
+    def comes_from(self, address: str) -> None:
+        """The store of another node at this address may have it: look-ups that follow ask it, too. `announce` it
+        when it has come."""
+        for keys in self.keys.by_group:
+            self.source.store.comes_from(address, keys)
+        for save in self._saves[:1]:
+            save.before_commit = self.announce
+
+    def announce(self) -> None:
+        """The store's listeners hear of what was found, as far as it is in memory by now: before they hear of what is
+        computed behind it, of which they could not tell else what it follows. In the copier's thread; the second call
+        does nothing."""
+        if self._announced:
+            return
+        self._announced = True
+        keys, shape = self.keys.by_group[0][: self.end // self.source.chunk_tokens], self.source.groups[0].shape
+        if keys:
+            self.source.store.announce(keys, shape, [self.keys.preimage(chunk) for chunk in range(len(keys))])
 
     def lookup(
         self,

@@ -66,6 +66,8 @@ class Save:
         self._request_id, self._retention = request_id, retention
         self.has_begun = self._withdrawn = False
         self._pass: _Pass | None = None
+        self.before_commit: Callable[[], None] | None = None
+        """Called before each commit."""
         # By the copier's thread:
         self.num_kept = 0
         """Records that are complete."""
@@ -172,6 +174,8 @@ class Save:
         is_last = layer + 1 == group.num_layers
         try:
             if done:
+                if self.before_commit is not None:
+                    self.before_commit()
                 preimages = [self._preimage(chunk) for chunk, _ in done]
                 source.store.commit([slot for _, slot in done], group.shape, preimages, summed=sums is not None)
                 self.num_kept += len(done)

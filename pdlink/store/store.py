@@ -314,6 +314,12 @@ class Store(AnyStore):
             if isinstance(tier, RoutedTier):
                 tier.note(address, keys)
 
+    def announce(self, keys: Sequence[bytes], shape: RecordShape, preimages: Sequence[Preimage | None]) -> None:
+        for piece in pieces(list(zip(keys, preimages, strict=True))):
+            with self._lock:
+                self._books.announce(piece)
+        self._books.tell()
+
     def fetch(
         self,
         found: Found,

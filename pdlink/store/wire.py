@@ -97,6 +97,15 @@ class ComesFrom(Message, frozen=True):
     address: Annotated[str, Meta(min_length=1, max_length=MAX_ADDRESS)]
 
 
+class Preimages(Message, frozen=True):
+    """What keys of records that came from other stores are hashes of, for a store that publishes events."""
+
+    keys: Keys
+    shape: RecordShape
+    known: Annotated[tuple[Known | None, ...], Meta(max_length=MAX_KEYS)]
+    """As of `Commit`, of each key."""
+
+
 class FetchRecords(Message, frozen=True, tag="fetch"):
     """Answered by `Coming` whenever more is there, and by `Fetched` when all is there or no more comes."""
 
@@ -265,6 +274,7 @@ Request = (
     Hello
     | Lookup
     | ComesFrom
+    | Preimages
     | FetchRecords
     | Release
     | Reserve

@@ -302,7 +302,7 @@ class Pools:
         if not isinstance(placed, Pair):
             return placed
         to = sides[Leg.DECODE].workers[placed.decode.row]
-        source = self._source(request, placed) if self._lenders.at else None
+        source = self._source(request, placed) if len(self._lenders.at) > 1 else None
         if placed.prefill is not None:
             one = sides[Leg.PREFILL].workers[placed.prefill.row]
             if not (refused_pairs and self.refusals.try_again(one, to)) and self._alone is not None:

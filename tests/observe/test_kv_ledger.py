@@ -118,6 +118,21 @@ def test_a_block_that_reaches_another_place_keeps_its_tokens() -> None:
     ]
 
 
+def test_a_block_whose_tokens_become_known_is_told_again_with_them() -> None:
+    """It came from another store, which knows keys only."""
+    ledger = Ledger()
+    ledger.stored(POOL, key(0))
+    assert [event.token_ids for event in events_of(ledger.take(9)) if isinstance(event, BlockStored)] == [[]]
+    ledger.stored(POOL, key(0), of(0))
+    ledger.stored(POOL, key(0), of(0))
+    ledger.stored(POOL, key(0))
+    assert [event.token_ids for event in events_of(ledger.take(9)) if isinstance(event, BlockStored)] == [
+        [0, 1, 2, 3]
+    ]
+    ledger.removed(POOL, key(0))
+    assert len(ledger.take(9)) == 1
+
+
 def test_the_bytes_are_those_of_vllm() -> None:
     """Arrays for batches, maps for events, defaults of vLLM's structs left out."""
     ledger = Ledger()

@@ -26,7 +26,7 @@ from ..observe.subscriber import Subscriber
 from ..store.process import client, process, served
 from ..store.stubs import SHAPE
 from .test_shared_store import worker
-from .tiered import CHUNK, answers, prompt_of
+from .tiered import CHUNK, answers, computed_here, prompt_of, sourced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -139,6 +139,29 @@ def test_what_is_evicted_from_memory_without_a_tier_below_is_not_known_any_more(
         assert index.held(prompts[0]).get("a", 0) <= CHUNK
 
 
+def test_what_was_pulled_from_another_store_is_known_to_be_in_both(tmp_path: Path) -> None:
+    """Also what is computed behind it, which names it as the one before."""
+    first, longer = prompt_of(5 * CHUNK, 1), prompt_of(5 * CHUNK, 1) + prompt_of(2 * CHUNK, 2)
+    expected, paths = computed_here([longer]), [tmp_path / name for name in ("left", "right")]
+    for path in paths:
+        path.mkdir()
+    settings = publishing(tmp_path, disk=False)
+    settings["tiers"]["peer_port"] = 0
+    with (
+        process(paths[0], **settings),
+        process(paths[1], **settings),
+        worker(paths[0], "a") as one,
+        worker(paths[1], "b") as two,
+        indexed(one, two) as index,
+    ):
+        answers(one, [first], at_once=False)
+        index.until(first, {"a": 5 * CHUNK})
+        with sourced() as events:
+            assert answers(two, [longer], at_once=False, source=health(one).store) == expected
+        assert [event.places for event in events] == [{"peer": 5 * CHUNK}]
+        index.until(longer, {"a": 5 * CHUNK, "b": 7 * CHUNK})
+
+
 TOKENS = tuple(range(4))
 ORIGIN = Origin("m", "r", SHAPE.dtype, SHAPE.text, 4)
 FIRST = Preimage(None, TOKENS, (), ORIGIN)
@@ -168,6 +191,11 @@ def test_a_worker_that_lies_about_tokens_loses_its_connection_and_nothing_is_tol
         mine.commit(mine.reserve(KEYS[:1], SHAPE), SHAPE, [lie])
         until(lambda: link.lost, "it is sent away")
         assert "tokens of another key" in link.lost
+        until(lambda: mine.connected, "it is let in again")
+        again = mine._link
+        assert again is not None
+        mine.announce(KEYS[:1], SHAPE, [lie])
+        until(lambda: "tokens of another key" in again.lost, "nor is it believed of a record that others brought")
         honest.commit(honest.reserve(KEYS[1:], SHAPE), SHAPE, [SECOND])
         assert subscriber.hears({(medium, KEYS[1]) for medium in ("CPU", "STORAGE")})
         subscriber.close()

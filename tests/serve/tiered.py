@@ -112,17 +112,19 @@ class Computed:
 ids = iter(range(1_000_000))
 
 
-async def answer(worker: Worker, prompt: tuple[int, ...]) -> list[int]:
+async def answer(worker: Worker, prompt: tuple[int, ...], source: str = "") -> list[int]:
     name = f"r{next(ids)}"
-    stream = worker.start(name, prompt, SAMPLING, None)
+    stream = worker.start(name, prompt, SAMPLING, None, source=source)
     return [token.token_id async for token in stream]
 
 
-def answers(worker: Worker, prompts: Sequence[tuple[int, ...]], *, at_once: bool) -> list[list[int]]:
+def answers(
+    worker: Worker, prompts: Sequence[tuple[int, ...]], *, at_once: bool, source: str = ""
+) -> list[list[int]]:
     async def all_of_them() -> list[list[int]]:
         if at_once:
-            return list(await asyncio.gather(*(answer(worker, prompt) for prompt in prompts)))
-        return [await answer(worker, prompt) for prompt in prompts]
+            return list(await asyncio.gather(*(answer(worker, prompt, source) for prompt in prompts)))
+        return [await answer(worker, prompt, source) for prompt in prompts]
 
     result = asyncio.run(all_of_them())
     if worker.source is not None:

@@ -93,6 +93,8 @@ class Desk:
                 self.tell(wire.FoundAt(message.call, places))
             case wire.ComesFrom():
                 store.comes_from(message.address, message.keys)
+            case wire.Preimages():
+                self._announce(message)
             case wire.FetchRecords():
                 self._fetch(message)
             case wire.Release():
@@ -210,6 +212,15 @@ class Desk:
                 )
         self._store.know(scope)
 
+    def _announce(self, message: wire.Preimages) -> None:
+        _check(message.shape)
+        if len(message.known) != len(message.keys):
+            raise ProtocolError(f"known: got {len(message.known)}; expected one for each key; correct it")
+        if self._publishes:
+            said = zip(message.keys, message.known, strict=True)
+            known = [None if each is None else _preimage(each, key, message.shape) for key, each in said]
+            self._store.announce(message.keys, message.shape, known)
+
     def _commit(self, message: wire.Commit) -> None:
         """In the shapes that they were reserved in."""
         known = self._known(message) if self._publishes else {}
@@ -220,19 +231,14 @@ class Desk:
             self._store.commit(slots, shape, [known.get(slot.serial) for slot in slots], summed=message.summed)
 
     def _known(self, message: wire.Commit) -> dict[int, Preimage]:
-        """By serial. Raises ProtocolError for what is no preimage: routers would send prompts to KV of others."""
+        """By serial."""
         if message.known and len(message.known) != len(message.serials):
             raise ProtocolError(f"known: got {len(message.known)}; expected one for each serial; correct it")
         found = {}
         for serial, said in zip(message.serials, message.known, strict=False):
             if said is not None and serial in self._writing:
                 slot, shape = self._writing[serial]
-                known = from_wire(said, slot.key, shape)
-                if known is None:
-                    raise ProtocolError(
-                        f"known: got tokens of another key than {slot.key.hex()[:16]}; expected its own"
-                    )
-                found[serial] = known
+                found[serial] = _preimage(said, slot.key, shape)
         return found
 
     def _taken(self, serials: Iterable[int]) -> list[tuple[Slot, RecordShape]]:
@@ -301,6 +307,14 @@ def _checked_session(session: SessionTerms) -> SessionTerms:
     if not right or not 0 < session.ttl_s <= MAX_SESSION_TTL_S:
         raise ProtocolError(f"session: got {session!r:.200}; expected what `SessionTerms` says; correct it")
     return session
+
+
+def _preimage(said: wire.Known, key: bytes, shape: RecordShape) -> Preimage:
+    """Raises ProtocolError for one of another key: routers would send prompts to KV of others."""
+    known = from_wire(said, key, shape)
+    if known is None:
+        raise ProtocolError(f"known: got tokens of another key than {key.hex()[:16]}; expected its own")
+    return known
 
 
 @lru_cache(256)
