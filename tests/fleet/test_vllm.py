@@ -136,7 +136,12 @@ def test_the_connector_takes_what_the_page_tells_people_to_type() -> None:
     for text in found:
         transfer = json.loads(text)
         assert transfer["kv_role"] in ("kv_producer", "kv_consumer", "kv_both")
-        settings.read(transfer.get("kv_connector_extra_config", {}))
+        extra = transfer.get("kv_connector_extra_config", {})
+        if transfer["kv_connector"] == "OffloadingConnector":
+            (tier,) = extra["secondary_tiers"]
+            settings.read_tier({name: value for name, value in tier.items() if name not in ("type", "module_path")})
+        else:
+            settings.read(extra)
 
 
 def test_by_hand_servers_of_one_host_get_the_environment_of_the_files() -> None:
