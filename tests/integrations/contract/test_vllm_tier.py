@@ -66,6 +66,8 @@ def test_a_prompt_seen_before_is_loaded_through_rows(tmp_path: Path, runner: str
         assert server.serve("c", longer) == (tokens_of(longer, 1), 160 - KEPT)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # two processes import vLLM, which takes minutes on a busy machine
 def test_a_later_process_loads_what_one_before_it_wrote(tmp_path: Path) -> None:
     def in_a_process() -> list[Any]:
         command = [sys.executable, "-m", "tests.integrations.contract.offloading_server"]
