@@ -199,7 +199,7 @@ def test_a_command_whose_output_is_lost_does_not_succeed(words: list[str], tmp_p
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
             [sys.executable, "-m", "pdlink", *words],
-            stdout=full, stderr=subprocess.PIPE, text=True, timeout=30, check=False, cwd=tmp_path,
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False, cwd=tmp_path,
         )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "pdlink: [Errno 28] No space left on device"

@@ -118,7 +118,7 @@ def run(line: str, deployment: Deployment, folder: Path) -> subprocess.Completed
     line = re.sub(r"^pdlink\b", f"{shlex.quote(sys.executable)} -m pdlink", line)
     shell = ["bash", "-o", "pipefail", "-c", line]
     env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": ":".join(map(str, (ROOT, ROOT / "proxy")))}
-    return subprocess.run(shell, capture_output=True, text=True, timeout=60, check=False, cwd=folder, env=env)
+    return subprocess.run(shell, capture_output=True, text=True, timeout=120, check=False, cwd=folder, env=env)
 
 
 @pytest.mark.parametrize("command", list(dict.fromkeys(each.text for each in RUN)))

@@ -35,7 +35,7 @@ ucx._wheel_library = lambda: ""
 def run(program: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", HIDE + program]
     wide = {**os.environ, "COLUMNS": "300"}  # so that no table folds a sentence
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, env=wide)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT, env=wide)
 
 
 def command(words: str) -> subprocess.CompletedProcess[str]:

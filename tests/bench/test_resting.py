@@ -47,7 +47,7 @@ def served(tmp_path: Path, *, with_nixl: bool) -> str:
         (tmp_path / "nixl" / "_bindings.py").write_text(NIXL)
     path = f"{resting.plugin(tmp_path)}{os.pathsep}{tmp_path}"
     command = [sys.executable, "-S", "-c", SERVER]
-    ran = subprocess.run(command, env={"PYTHONPATH": path}, capture_output=True, timeout=60)
+    ran = subprocess.run(command, env={"PYTHONPATH": path}, capture_output=True, timeout=120)
     assert ran.returncode == 0, ran.stderr.decode()
     return ran.stdout.decode()
 

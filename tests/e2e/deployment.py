@@ -25,7 +25,7 @@ from tests.waiting import WAIT_S, until
 
 from . import held
 
-READY_S = 90.0
+READY_S = 180.0
 ANSWERS = 'pdlink_tier_answering{tier="store"}'
 
 TIMEOUTS = {"peer_s": 5.0, "request_s": 60.0, "drain_s": 3.0}

@@ -106,7 +106,7 @@ def test_a_killed_worker_comes_back_and_ctrl_c_leaves_nothing() -> None:
         children = descendants(site.process.pid)
         held = segments_of(children)
         site.process.send_signal(signal.SIGINT)
-        rest = site.process.communicate(timeout=60)[0]
+        rest = site.process.communicate(timeout=120)[0]
     assert site.process.returncode == 0, rest
     assert "decode-0 was killed by SIGKILL; starting it again on the same ports" in site.text
     said = [line for line in rest.splitlines() if "ok again" not in line]  # of the proxy, a moment later
@@ -127,7 +127,7 @@ def test_children_end_when_up_is_killed() -> None:
 
 def test_mistyped_setting_is_named_with_the_right_one() -> None:
     command = [sys.executable, "-m", "pdlink", "prefill", "--set", "cache.num_block=5"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 2
     assert result.stderr == "pdlink: unknown setting 'cache.num_block'; did you mean 'cache.num_blocks'?\n"
 
@@ -138,7 +138,7 @@ def test_taken_port_is_an_error_that_says_what_to_do() -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         command = [sys.executable, "-m", "pdlink", "proxy", "--listen", f"127.0.0.1:{port}", "--decode", "http://a"]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 2
     assert f"cannot bind 127.0.0.1:{port}" in result.stderr
     assert "port 0 takes a free port" in result.stderr
@@ -146,14 +146,14 @@ def test_taken_port_is_an_error_that_says_what_to_do() -> None:
 
 def test_check_says_what_works_and_fails_when_the_configured_transport_does_not() -> None:
     command = [sys.executable, "-m", "pdlink", "check"]
-    good = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    good = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert good.returncode == 0
     assert "mapped" in good.stdout
     bad = subprocess.run(
         [*command, "--transport", "ucx", "--set", "transport.ucx.library=off"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert bad.returncode == 1

@@ -574,5 +574,5 @@ def test_program_finds_in_another_process_what_it_stored(tmp_path: Path) -> None
         ("get", "512 of 512 tokens are here"),
     ):
         command = [sys.executable, str(ROOT / "examples/cache.py"), verb, str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
         assert (done.returncode, done.stdout) == (0, told + "\n"), done.stderr
