@@ -31,6 +31,7 @@ _spawn = child.spawn
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pictures", metavar="DIR", help="keep what browsers were shown here; else it is thrown away")
+    parser.addoption("--kills", type=int, default=4, metavar="N", help="of stores that others pull from (4)")
 
 
 @pytest.fixture
