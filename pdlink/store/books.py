@@ -34,10 +34,11 @@ _LET_OTHERS_S = 2e-5
 """The kernel adds some more."""
 
 
-def pieces(some: Sequence[_T]) -> Iterator[Sequence[_T]]:
+def pieces(some: Sequence[_T], *, last_first: bool = False) -> Iterator[Sequence[_T]]:
     """Keys of a prompt, or something of each, in parts for which the lock is held: others have it in between."""
-    for begin in range(0, len(some), _PIECE_KEYS):
-        if begin:
+    begins = range(0, len(some), _PIECE_KEYS)
+    for index, begin in enumerate(reversed(begins) if last_first else begins):
+        if index:
             let_others()
         yield some[begin : begin + _PIECE_KEYS]
 

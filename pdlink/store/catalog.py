@@ -387,6 +387,8 @@ class Catalog:
                 return
             oldest = self._turns.evict(lambda _: True, from_priority=HELD)
             self._set_rank(newest if oldest is None else self._records[oldest], None)
+            if oldest is None:
+                return
 
     def forget_ended(self) -> bool:
         """Of what ended sessions keep, `_MOST_DUE` records at most; whether there may be more."""

@@ -50,7 +50,7 @@ class Holding(NamedTuple):
     num_keys: int
     """Leading ones that the session keeps."""
     changed: list[bytes]
-    """Keys that it keeps, which are used now, and those that it keeps no more."""
+    """Keys that it keeps, which are used now, and behind them keys that it keeps no more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -143,7 +143,7 @@ class SessionHolds:
             kept.sessions += 1
             mine.keys.append(key)
             mine.nbytes += kept.nbytes
-        return Holding(len(mine.keys), gone + mine.keys)
+        return Holding(len(mine.keys), mine.keys + gone)
 
     def end(self, name: str, tenant: str, owner: str | None = None) -> bool:
         """It has ended, in all scopes: `take_ended` gives what it kept. Whether it was known. owner: None for all."""

@@ -518,8 +518,8 @@ class Store(AnyStore):
         return ended
 
     def _rank(self, keys: Sequence[bytes]) -> None:
-        """After sessions have changed what they keep of these."""
-        for piece in pieces(keys):
+        """After sessions have changed what they keep of these. The head of a prompt is the newest then."""
+        for piece in pieces(keys, last_first=True):
             with self._lock:
                 owed = self._catalog.rank(piece)
                 self._writing.keep(owed)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pdlink.store import books
 from pdlink.store.catalog import Catalog
 from pdlink.store.eviction import Lru
 from pdlink.store.extents import ALIGNMENT_NBYTES as PAGE
@@ -123,6 +124,54 @@ def test_beyond_half_of_memory_the_session_of_the_longest_pause_is_as_others() -
         assert [in_memory(store, prompts[name]) for name in names] == [2, 0, 2]
         assert read(store, prompts["second"]) == 2, "from the tier"
         store.check()
+
+
+def test_of_a_long_prompt_the_head_leaves_memory_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(books, "_PIECE_KEYS", 2)
+    tier, prompt = StubTier(), OTHERS[:8]
+    tier.capacity_nbytes, tier.keep = 400 * NBYTES, lambda _keys: None  # type: ignore[attr-defined]
+    with opened(16, [tier]) as store:
+        hold(store, prompt)
+        put_below(store, prompt, tier)
+        assert store.flush(WAIT_S)
+        hold(store, prompt)
+        put_below(store, OTHERS[8:16], tier)
+        leases = [store.lend(key) for key in OTHERS[8:16]]
+        assert put(store, OTHERS[16:20]) == 4, "others need room, and nothing else may go"
+        assert store.holds(prompt) == [True] * 4 + [False] * 4
+        for lease in leases:
+            assert lease is not None
+            store.take_back(lease)
+
+
+def test_what_a_session_keeps_no_more_takes_no_room_from_what_it_keeps_now() -> None:
+    made = Catalog(Lru(), sessions=SessionHolds(1 << 40, 1 << 40))
+    made.resize(8 * PAGE)
+    for turn in (OTHERS[:4], OTHERS[4:8]):
+        made.commit(made.reserve(turn, PAGE, "w"))
+        made.rank(made.sessions.hold(session(), turn, [PAGE], 0.0, waits=True).changed)
+    made.commit(made.reserve([b"another %d" % index for index in range(4)], PAGE, "w"))
+    assert [made.lookup([key]) for key in OTHERS[4:8]] == [1] * 4
+
+
+def test_each_record_that_finds_no_room_in_the_share_of_sessions_costs_one_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Catalog(Lru(), sessions=SessionHolds(1 << 40, 1 << 40))
+    made.resize(64 * PAGE)
+    made.commit(made.reserve(OTHERS, PAGE, "w"))
+    made.rank(made.sessions.hold(session(), OTHERS[:32], [PAGE], 0.0, waits=True).changed)
+    made.resize(32 * PAGE)  # the system refuses memory
+    looks, evict = 0, made._turns.evict
+
+    def counted(*args: Any, **more: Any) -> bytes | None:
+        nonlocal looks
+        looks += 1
+        return evict(*args, **more)
+
+    monkeypatch.setattr(made._turns, "evict", counted)
+    made.rank(made.sessions.hold(session("another"), OTHERS[32:], [PAGE], 0.0, waits=True).changed)
+    assert looks == 32
 
 
 def test_no_record_of_a_session_leaves_memory_before_lru_would_evict_it() -> None:
