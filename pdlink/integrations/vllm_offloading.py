@@ -124,7 +124,8 @@ class PDLinkTier(SecondaryTierManager):  # type: ignore[misc]
         self._store = _opened(settings, offloading_spec.config, self._namespace, self._shape)
         self._loading, self._storing = Line("pdlink-tier-load", 2), Line("pdlink-tier-store")
         self._lookups = _Lookups(tier_type, self._known)
-        versions.watch_weights(self._weights_changed, "tier")
+        self._own_name = f"tier {id(self)}"
+        versions.watch_weights(self._weights_changed, self._own_name)
 
     # --- The scheduler's thread
 
@@ -176,6 +177,7 @@ class PDLinkTier(SecondaryTierManager):  # type: ignore[misc]
             self._jobs.changed.wait_for(lambda: not self._jobs.under_way)
 
     def shutdown(self) -> None:
+        versions.unwatch_weights(self._own_name)
         self.drain_jobs()
         self._lookups.shutdown()
         self._loading.close(_CLOSE_S)

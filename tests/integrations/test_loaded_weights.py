@@ -294,13 +294,28 @@ def test_a_second_connector_of_a_process_hears_alone(monkeypatch: pytest.MonkeyP
     assert (len(first), len(second)) == (0, 1)
 
 
-def test_a_connector_and_a_tier_of_one_process_both_hear(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, connector, tier = engine_class(), list[str](), list[str]()
+def test_a_connector_and_all_tiers_of_one_process_hear(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, connector, near, far = engine_class(), list[str](), list[str](), list[str]()
     asleep = vllm.watch(kind, connector.append)
-    assert vllm.watch(kind, tier.append, "tier") is asleep
-    kind(Executor([Worker()], monkeypatch)).collective_rpc("reload_weights", args=(1,))
+    assert vllm.watch(kind, near.append, "tier 1") is asleep
+    assert vllm.watch(kind, far.append, "tier 2") is asleep
+    engine = kind(Executor([Worker()], monkeypatch))
+    engine.collective_rpc("reload_weights", args=(1,))
     assert len(connector) == 1
-    assert connector == tier
+    assert connector == near == far
+    vllm.unwatch(kind, "tier 1")
+    engine.collective_rpc("reload_weights", args=(2,))
+    assert (len(connector), len(near), len(far)) == (2, 1, 2)
+
+
+def test_a_tier_after_all_others_have_ended_hears_of_its_own_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, first, second = engine_class(), list[str](), list[str]()
+    vllm.watch(kind, first.append, "tier 1")
+    kind(Executor([Worker()], monkeypatch)).collective_rpc("reload_weights", args=(1,))
+    vllm.unwatch(kind, "tier 1")
+    vllm.watch(kind, second.append, "tier 2")
+    kind(Executor([Worker()], monkeypatch)).collective_rpc("finish_weight_update")
+    assert (len(first), len(second)) == (1, 0)
 
 
 # -- SGLang ----------------------------------------------------------------------------------------------------------

@@ -444,6 +444,12 @@ def watch_weights(changed: Callable[[str], None], of: str = "connector") -> weig
     return weights.watch(EngineCore, changed, of)
 
 
+def unwatch_weights(of: str) -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    weights.unwatch(EngineCore, of)
+
+
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
     """What `get_transfer_results` answers (since 0.30)."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults

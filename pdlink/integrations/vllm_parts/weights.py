@@ -85,10 +85,11 @@ def watch(engine_class: Any, changed: Callable[[str], None], of: str = "connecto
     """engine_class: `vllm.v1.engine.core.EngineCore`. changed(era): other weights are loaded since the last call, or
     may be; era names those of all ranks. In the scheduler's thread.
 
-    of: what hears of it, a connector or a tier; a process may have one of each.
+    of: what hears of it until `unwatch`: a process may have a connector and several tiers. One of a name that hears
+    already is of another engine, which takes the place of the former one.
     """
     known: _Heard | None = engine_class.__dict__.get(_HEARD)
-    if known is not None and of not in known.changed:
+    if known is not None and known.changed and of not in known.changed:
         known.changed[of] = changed
         return known.asleep
     asleep, hearing = Sleep(), {of: changed}
@@ -132,6 +133,12 @@ def watch(engine_class: Any, changed: Callable[[str], None], of: str = "connecto
         setattr(call, _VLLMS, vllms)
         setattr(engine_class, name, call)
     return asleep
+
+
+def unwatch(engine_class: Any, of: str) -> None:
+    known: _Heard | None = engine_class.__dict__.get(_HEARD)
+    if known is not None:
+        known.changed.pop(of, None)
 
 
 def look_here(worker: Any, method: str) -> str:
