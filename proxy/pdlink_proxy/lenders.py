@@ -6,12 +6,13 @@ there sooner than computed KV, as the worker's own measurements decide (`load_if
 
 from __future__ import annotations
 
-from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from pdlink.api.legs import MAX_ADDRESS_CHARS
+
+from .table import may_exchange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 LEAST_TOKENS = 256
 """That a store must have more of a prompt than the worker that computes it: a chunk of the default size."""
-
-_NOWHERE = ("", "")
 
 
 class KVSource(NamedTuple):
@@ -37,14 +36,14 @@ class KVSource(NamedTuple):
 
 class Lenders:
     def __init__(self) -> None:
-        self.at: dict[int, tuple[str, str]] = {}
-        """By `WorkerState.number`, address of its store and its label. A worker that is away may have left a store
-        that is not: a process of its own."""
+        self.at: dict[int, tuple[str, WorkerState]] = {}
+        """By `WorkerState.number`, the worker and the address of its store. A worker that is away may have left a
+        store that is not: a process of its own."""
 
     def heard(self, work: WorkerState, address: str) -> None:
         """What a worker says of its store; empty for one that does not lend."""
         if 0 < len(address) <= MAX_ADDRESS_CHARS:
-            self.at[work.number] = address, work.label
+            self.at[work.number] = address, work
         elif self.at:
             self.at.pop(work.number, None)
 
@@ -59,20 +58,24 @@ class Lenders:
         expected: Sequence[float] | None = None,
         workers: Sequence[WorkerState] = (),
     ) -> KVSource | None:
-        """The store with most of the prompt, for the worker that computes it; None where no store has `LEAST_TOKENS`
-        more than that one.
+        """The store with most of the prompt, for the worker that computes it, of a worker that may exchange KV with
+        that one; None where none has `LEAST_TOKENS` more.
 
         expected: what each of `workers` is expected to have, by what it was sent, too.
         """
         at = self.at
-        own = at.get(to.number, _NOWHERE)[0]
-        if not own:  # without a peer port it can ask nobody
+        if to.number not in at:  # without a peer port it can ask nobody
             return None
+        own = at[to.number][0]
         shares = [(number, tokens) for number, tokens, _ in request.held.shares] if request.held else []
         if expected is not None:
             rows: list[int] = np.flatnonzero(np.asarray(expected) >= LEAST_TOKENS).tolist()
             shares += [(workers[row].number, int(expected[row])) for row in rows]
-        has = max((tokens for number, tokens in shares if at.get(number, _NOWHERE)[0] == own), default=0)
-        others = [each for each in shares if at.get(each[0], _NOWHERE)[0] not in ("", own)]
-        number, tokens = max(others, key=itemgetter(1), default=(0, 0))
-        return KVSource(*at[number], tokens) if tokens >= has + LEAST_TOKENS else None
+        has, most, lender = 0, 0, to
+        for number, tokens in shares:
+            address, work = at.get(number, ("", to))
+            if address == own:
+                has = max(has, tokens)
+            elif address and tokens > most and may_exchange(work.group, to.group):
+                most, lender = tokens, work
+        return KVSource(at[lender.number][0], lender.label, most) if most >= has + LEAST_TOKENS else None

@@ -254,7 +254,10 @@ class Table:
     def exchanging(self, others: set[Group]) -> Mask:
         """Which workers may exchange KV with a worker of one of these groups."""
         vague = any("" in group for groups in (self._groups, others) for group in groups)
-        fits = [group in others or (vague and any(_fit(group, other) for other in others)) for group in self._groups]
+        fits = [
+            group in others or (vague and any(may_exchange(group, other) for other in others))
+            for group in self._groups
+        ]
         found: Mask = np.array(fits, np.bool_)[self._group]
         return found
 
@@ -335,8 +338,8 @@ def compare(workers: Sequence[WorkerState]) -> None:
         worker.compared(ratio if ratio > _NOISE or ratio * _NOISE < 1 else 1.0)
 
 
-def _fit(one: Group, other: Group) -> bool:
-    """Unknown parts fit everything."""
+def may_exchange(one: Group, other: Group) -> bool:
+    """Whether KV moves between workers of these groups. Unknown parts fit everything."""
     return all(mine == theirs or not mine or not theirs for mine, theirs in zip(one, other, strict=True))
 
 
