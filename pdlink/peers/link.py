@@ -152,13 +152,13 @@ class PeerLink:
 
     # --- Borrowing, in the threads of the store's tiers
 
-    def ask(self, address: str, keys: Sequence[bytes]) -> list[bool]:
-        """Which of them a peer has in memory. Raises OSError."""
+    def ask(self, address: str, keys: Sequence[bytes], timeout_s: float | None = None) -> list[bool]:
+        """Which of them a peer has in memory. timeout_s: None is the link's. Raises OSError."""
         if not self._opened.is_set() or self._closed.is_set():
             return [False] * len(keys)
-        held = b""
+        held, timeout_s = b"", self._timeout_s if timeout_s is None else timeout_s
         for begin in range(0, len(keys), MAX_KEYS):
-            answer = self._questions.ask(address, keys[begin : begin + MAX_KEYS], self._timeout_s)
+            answer = self._questions.ask(address, keys[begin : begin + MAX_KEYS], timeout_s)
             self._ports[address] = answer.port
             held += answer.held
         return [bool(one) for one in held]
@@ -167,9 +167,10 @@ class PeerLink:
         """Bring a record into a slot of the arena; whether it came. Returns after the fence. Raises OSError."""
         if not self._opened.is_set() or self._closed.is_set():
             return False
-        if address not in self._ports:
-            self._ports[address] = self._questions.ask(address, (), self._timeout_s).port
-        peer = str(replace(ControlAddress.parse(address), port=self._ports[address]))
+        port = self._ports.get(address)  # once: another thread may find the peer gone, and take it out
+        if port is None:
+            port = self._ports[address] = self._questions.ask(address, (), self._timeout_s).port
+        peer = str(replace(ControlAddress.parse(address), port=port))
         pages = self._pages(into)
         transfer_id = f"record-{secrets.token_hex(16)}"
         try:

@@ -2,7 +2,7 @@
 
 A record is looked for where it was noted, and nowhere else. A store is dialed when it is asked for the first time,
 and the connection is closed when it was not used for long, or another one needs its place. A store that fails is left
-alone for a while, and the others are asked.
+alone for a while, and the others are asked; no look-up waits longer than half a second for all of them.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ MAX_NOTED = 1 << 16
 """Records; the oldest are forgotten."""
 _DEADLINE_S = 10.0
 """Of one call; a slower one keeps further ones away."""
+_LOOK_UP_S = 0.5
+"""For the answers of all stores that a look-up asks. Look-ups wait in line, and prompts no more than a second for
+them: a store that is slower is of no use."""
 _FAILURES = 1
 
 
@@ -77,6 +80,7 @@ class RoutedPeers(ReadOnly):
             self._close_idle()
             if address not in self._peers and not self._add(address):
                 return
+            self._peers[address].used_s = self._clock()  # the breaker of one that is named again and again stays
             self._peers.move_to_end(address)
             for key in keys:
                 self._noted[key] = address
@@ -91,10 +95,12 @@ class RoutedPeers(ReadOnly):
             for index, key in enumerate(keys) if self._noted else ():
                 if (address := self._noted.get(key)) is not None:
                     asked[address].append(index)
-        found = [False] * len(keys)
+        found, until_s = [False] * len(keys), self._clock() + _LOOK_UP_S
         for address, indices in asked.items():
+            if (left_s := until_s - self._clock()) <= 0:
+                break
             wanted, nothing = [keys[index] for index in indices], list[bool]()
-            for index, has in zip(indices, self._call(address, partial(_ask, wanted), nothing), strict=False):
+            for index, has in zip(indices, self._call(address, partial(_ask, wanted, left_s), nothing), strict=False):
                 found[index] = has
         return found
 
@@ -155,7 +161,6 @@ class RoutedPeers(ReadOnly):
             if (more := self._told.admits(time.monotonic())) is not None:
                 log.warning("%s%s", error, more)
             return False
-        self._peers[address].used_s = self._clock()
         return True
 
     def _close_idle(self) -> None:
@@ -169,5 +174,5 @@ class RoutedPeers(ReadOnly):
         self._link.hang_up(address)
 
 
-def _ask(keys: Sequence[bytes], tier: PeerTier) -> list[bool]:
-    return tier.contains(keys)
+def _ask(keys: Sequence[bytes], timeout_s: float, tier: PeerTier) -> list[bool]:
+    return tier.contains(keys, timeout_s)

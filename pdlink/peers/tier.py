@@ -27,10 +27,11 @@ class PeerTier(ReadOnly):
         self._hidden: OrderedDict[bytes, None] = OrderedDict()
         """Records that were removed here, or are not what they say; the oldest are forgotten."""
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+    def contains(self, keys: Sequence[bytes], timeout_s: float | None = None) -> list[bool]:
+        """As `Tier.contains`. timeout_s: of an answer, if the link's is too long."""
         if self._closed or not keys:
             return [False] * len(keys)
-        held = self._link.ask(self._address, keys)
+        held = self._link.ask(self._address, keys, timeout_s)
         with self._lock:
             return [here and key not in self._hidden for key, here in zip(keys, held, strict=True)]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import cast
@@ -76,6 +78,18 @@ def test_a_dead_source_is_a_miss_and_keeps_no_other_away(make_node: MakeNode, en
     assert asker.pull(other.address(), 10) == 1
 
 
+def test_sources_that_do_not_answer_hold_a_look_up_half_a_second_together(
+    make_node: MakeNode, ends: ExitStack
+) -> None:
+    asker = make_node("asker")  # whose link gives an answer WAIT_S
+    for number in range(3):
+        silent = ends.enter_context(socket.create_server(("127.0.0.1", 0)))  # as a stopped process
+        asker.store.comes_from(f"tcp://127.0.0.1:{silent.getsockname()[1]}", [key(number)])
+    began_s = time.monotonic()
+    assert asker.routed.contains([key(number) for number in range(3)]) == [False] * 3
+    assert time.monotonic() - began_s < WAIT_S / 4
+
+
 def test_an_address_that_may_not_be_asked_is_a_miss_that_the_log_tells_of(
     make_node: MakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -96,7 +110,7 @@ class _Played:
     def __init__(self) -> None:
         self.opened: list[str] = []
         self.closed: list[str] = []
-        self.asked = 0
+        self.asked = self.pulled = 0
         self.during: Callable[[], None] = lambda: None
 
     def tier(self, address: str, _named_by: str) -> _Played:
@@ -108,12 +122,14 @@ class _Played:
     def hang_up(self, address: str) -> None:
         self.closed.append(address)
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+    def contains(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+        assert timeout_s > 0
         self.asked += 1
         self.during()
         return [True] * len(keys)
 
     def get(self, _key: bytes, _into: memoryview) -> None:
+        self.pulled += 1
         raise ConnectionError("dead")
 
 
@@ -155,6 +171,29 @@ def test_no_more_than_so_many_sources_are_open_and_one_in_use_stays() -> None:
     assert routed.contains([key(0)]) == [True]
     assert routed.num_open == MAX_OPEN
     assert link.closed == ["a1", "a2", "a3"], "those that were noted first, but for the one that answers"
+
+
+def test_stores_that_there_is_no_time_for_are_not_asked_and_not_at_fault() -> None:
+    routed, link, clock = played()
+    routed.note("slow", [key(0)])
+    routed.note("other", [key(1)])
+
+    def stand_still() -> None:
+        clock.now_s += 1.0
+
+    link.during = stand_still
+    assert (routed.contains([key(0), key(1)]), link.asked) == ([True, False], 1)
+    assert routed.contains([key(1)]) == [True]
+
+
+def test_a_dead_source_that_is_named_again_and_again_stays_left_alone() -> None:
+    routed, link, clock = played()
+    for _ in range(200):
+        routed.note("dead", [key(0)])
+        assert routed.get(key(0), memoryview(bytearray(8))) is None
+        clock.now_s += 7.0
+    assert (link.opened, link.closed) == (["dead"], [])
+    assert link.pulled < 35, "once a minute in the end"
 
 
 def test_a_source_that_fails_is_left_alone_and_tried_again() -> None:
