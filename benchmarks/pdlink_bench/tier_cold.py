@@ -32,14 +32,25 @@ if TYPE_CHECKING:
 
     from pdlink.memory.buffers import Bytes
 
-_SHAPE = RecordShape("uint8", 16, (Group("latent", (0,), 1, 1, 256 << 10),))
+_RECORD_TOKENS = 16
+_SHAPE = RecordShape("uint8", _RECORD_TOKENS, (Group("latent", (0,), 1, 1, 256 << 10),))
 """4 MiB and a header."""
 _WAIT_S = 120.0
 _AGAIN = 10
 """The row that is beside the first one."""
 
 
-VERBS = {"store": "store a prompt", "burst": "a burst, until all is on disk", "load": "load a prompt from disk"}
+class ColdVerb(NamedTuple):
+    what: str
+    path: str
+    """From where to where."""
+
+
+VERBS = {
+    "store": ColdVerb("store a prompt", "to memory"),
+    "burst": ColdVerb("a burst", "memory to disk"),
+    "load": ColdVerb("load a prompt", "disk to memory"),
+}
 BARS = {"store": 0.8, "burst": 0.9}
 """Speed of the first of ours to the first of the bare ones, at least."""
 
@@ -55,6 +66,14 @@ class ColdSizes(NamedTuple):
         return nbytes // _SHAPE.nbytes * _SHAPE.nbytes
 
 
+class ColdTook(NamedTuple):
+    """Seconds of a verb for the first and for the tenth time in a process, and the tokens kept or found each time."""
+
+    first_s: float
+    tenth_s: float | None
+    tokens: int
+
+
 def drop_cached(directory: Path) -> None:
     """What the page cache has of the files below it; the kernel need not ask for more than this permission."""
     for path in directory.rglob("*"):
@@ -68,9 +87,10 @@ def drop_cached(directory: Path) -> None:
 
 
 def measure(directory: Path, sizes: ColdSizes, restarts: int, tick: Callable[[], None]) -> dict[str, Measured]:
-    """By lane ("ours", "bare"), seconds of each of `VERBS`, for the first and for the tenth time in a process.
+    """By lane ("ours", "bare"), seconds of each of `VERBS`, for the first and for the tenth time in a process, and
+    the tokens that were kept or found.
 
-    Raises WorkerFailed where not all was kept or found.
+    Raises WorkerFailed where that was not all.
     """
     found = {"ours": Measured(), "bare": Measured()}
     for _ in range(restarts):
@@ -81,12 +101,13 @@ def measure(directory: Path, sizes: ColdSizes, restarts: int, tick: Callable[[],
                 worker = WorkerProcess(f"{lane}, {what}", make, str(place), sizes)
                 worker.open()
                 try:
-                    first_s, again_s = worker.ask(what, timeout_s=_WAIT_S)
+                    took: ColdTook = worker.ask(what, timeout_s=_WAIT_S)
                 finally:
                     worker.close()
-                found[lane].add(f"{what}, first", first_s)
-                if again_s is not None:
-                    found[lane].add(f"{what}, tenth", again_s)
+                found[lane].add(f"{what}, first", took.first_s)
+                found[lane].add(f"{what}, tokens", took.tokens)
+                if took.tenth_s is not None:
+                    found[lane].add(f"{what}, tenth", took.tenth_s)
             rmtree(place)
             tick()
     return found
@@ -106,14 +127,14 @@ class _Start:
 
 
 class OurStart(_Start):
-    def store(self) -> tuple[float, float]:
+    def store(self) -> ColdTook:
         store = self._opened()
         try:
             return _first_and_tenth(lambda number: self._put(store, self._keys(number, self._count)))
         finally:
             store.close()
 
-    def burst(self) -> tuple[float, None]:
+    def burst(self) -> ColdTook:
         """Once: the disk has room for one."""
         store = self._opened(with_disk=True)
         try:
@@ -130,16 +151,16 @@ class OurStart(_Start):
             known = sum(self._disk.contains(keys))
             if not whole or known < len(keys):
                 raise OSError(f"{known} of {len(keys)} records of a burst are on disk")
-            return took_s, None
+            return ColdTook(took_s, None, known * _RECORD_TOKENS)
         finally:
             store.close()
 
-    def load(self) -> tuple[float, float]:
+    def load(self) -> ColdTook:
         store = self._opened(with_disk=True)
         try:
             keys = self._keys(0, self._count)
 
-            def load(number: int) -> None:
+            def load(number: int) -> int:
                 if number:
                     store.clear(places=["memory"])
                 fetch = store.fetch(store.lookup(keys, _WAIT_S), _SHAPE, "bench", checks=True)
@@ -147,6 +168,7 @@ class OurStart(_Start):
                 fetch.close()
                 if came < len(keys):
                     raise OSError(f"{came} of {len(keys)} records came from disk")
+                return came
 
             return _first_and_tenth(load)
         finally:
@@ -162,13 +184,14 @@ class OurStart(_Start):
         store.open()
         return store
 
-    def _put(self, store: Store, keys: list[bytes]) -> None:
+    def _put(self, store: Store, keys: list[bytes]) -> int:
         slots = store.reserve(keys, _SHAPE)
         if len(slots) < len(keys):
             raise OSError(f"{len(slots)} of {len(keys)} records found room")
         for slot in slots:
             _copied(store.array[slot.offset :][: _SHAPE.nbytes], self._payload)
         store.commit(slots, _SHAPE)
+        return sum(store.holds(keys))
 
     def _keys(self, number: int, count: int) -> list[bytes]:
         return [number.to_bytes(16, "little") + one.to_bytes(16, "little") for one in range(count)]
@@ -177,19 +200,20 @@ class OurStart(_Start):
 class BareStart(_Start):
     """The same bytes without a store: as large files, in the same pieces, past the page cache, and nothing synced."""
 
-    def store(self) -> tuple[float, float]:
+    def store(self) -> ColdTook:
         nbytes = self._count * _SHAPE.nbytes
         with Buffer(nbytes, committed_nbytes=0) as buffer:
 
-            def put(number: int) -> None:
+            def put(number: int) -> int:
                 if not number:
                     buffer.populate(0, nbytes)
                 for begin in range(0, nbytes, _SHAPE.nbytes):
                     np.copyto(buffer.array[begin : begin + _SHAPE.nbytes], self._payload)
+                return self._count
 
             return _first_and_tenth(put)
 
-    def burst(self) -> tuple[float, None]:
+    def burst(self) -> ColdTook:
         """From as much memory: a record that is written again and again lies in caches."""
         nbytes = self._sizes.of("burst")
         file = DirectFile(self._directory / "bare")
@@ -199,18 +223,19 @@ class BareStart(_Start):
             _moved(file.write, buffer, nbytes)
             took_s = time.perf_counter() - began_s
         file.close()
-        return took_s, None
+        return ColdTook(took_s, None, nbytes // _SHAPE.nbytes * _RECORD_TOKENS)
 
-    def load(self) -> tuple[float, float]:
+    def load(self) -> ColdTook:
         nbytes = self._count * _SHAPE.nbytes
         file = DirectFile(self._directory / "bare")
         with Buffer(nbytes, committed_nbytes=0) as buffer:
 
-            def read(number: int) -> None:
+            def read(number: int) -> int:
                 if not number:
                     buffer.populate(0, nbytes)
                 if not _moved(file.read, buffer, nbytes):
                     raise OSError("the bare file is too short")
+                return self._count
 
             try:
                 return _first_and_tenth(read)
@@ -226,13 +251,14 @@ def _moved(move: Callable[[int, memoryview], bool], buffer: Buffer, nbytes: int)
         return all(threads.map(move, begins, views))
 
 
-def _first_and_tenth(call: Callable[[int], None]) -> tuple[float, float]:
-    took = []
+def _first_and_tenth(call: Callable[[int], int]) -> ColdTook:
+    """call: with the number of the time; how many records it kept or found."""
+    took, records = [], []
     for number in range(_AGAIN):
         began_s = time.perf_counter()
-        call(number)
+        records.append(call(number))
         took.append(time.perf_counter() - began_s)
-    return took[0], took[-1]
+    return ColdTook(took[0], took[-1], min(records) * _RECORD_TOKENS)
 
 
 def _copied(dst: Bytes, src: Bytes) -> None:

@@ -11,6 +11,7 @@ the first token of a long prompt after a start in `tier_first.py`.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
 from contextlib import ExitStack, closing, contextmanager
@@ -24,6 +25,7 @@ from pdlink.store.tiers.files import PAGE_NBYTES, Journal, pack
 
 from . import harness, plot, tier_cold, tier_first, tier_lookup, tier_peers, tier_start, tier_valkey
 from .harness import BenchReport, TextTable, in_turns
+from .http_load import WrongAnswer
 from .measure import Measured, gb_per_s, median_ratio
 from .tier_lanes import MEMCPY_RUNS, PART_NBYTES, Bare, Copied, DiskLane, Remote, memory_lanes
 from .workers import WorkerFailed
@@ -137,8 +139,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 if a bar is missed."""
-    return harness.run("tiers", args, _report)
+    """1 if a bar is missed, or not all was kept or found."""
+    try:
+        return harness.run("tiers", args, _report)
+    except (WorkerFailed, WrongAnswer) as error:
+        print(error, file=sys.stderr)
+        return 1
 
 
 def _report(args: argparse.Namespace, progress: Progress) -> BenchReport:
@@ -332,9 +338,11 @@ def _tell_start(report: BenchReport, args: argparse.Namespace, started: tier_sta
 
 
 def _tell_cold(report: BenchReport, args: argparse.Namespace, found: Mapping[str, Measured]) -> None:
-    rows = TextTable(("what", "time", "ours GB/s", "bare GB/s", "to bare", "at least", "bar"), "after a start")
+    columns = ("what", "path", "time", "tokens", "ours GB/s", "bare GB/s", "to bare", "at least", "bar")
+    rows = TextTable(columns, "after a start", num_left=3)
     ours, bare = found["ours"], found["bare"]
-    for what, name in tier_cold.VERBS.items():
+    for what, verb in tier_cold.VERBS.items():
+        tokens = f"{min(ours.samples[f'{what}, tokens']):,.0f}"
         for time_ in ("first", "tenth"):
             row = f"{what}, {time_}"
             ratio = bare.share(row, ours, row)
@@ -344,7 +352,8 @@ def _tell_cold(report: BenchReport, args: argparse.Namespace, found: Mapping[str
             least = tier_cold.BARS.get(what) if time_ == "first" else None
             report.ok &= least is None or ratio >= least
             judged = ("", "") if least is None else (f"{least}", _word(ratio >= least))
-            rows.add(name, time_, *(f"{speed:.2f}" for speed in speeds), f"{ratio:.2f}", *judged)
+            cells = (verb.what, verb.path, time_, tokens, *(f"{speed:.2f}" for speed in speeds), f"{ratio:.2f}")
+            rows.add(*cells, *judged)
     report.shown += [
         f"medians of {args.restarts} restarts; {COLD_SIZES.of('store') >> 20} MiB, all kept and found",
         rows,

@@ -51,7 +51,11 @@ def test_every_lane_has_figures_and_nothing_is_left_on_the_disk(tmp_path: Path) 
             measured = ("get", "get CPU") if name.startswith("peer") else ("put", "put CPU", "get", "get CPU")
             assert {name: len(one["samples"]) for name, one in lane["measured"].items()} == dict.fromkeys(measured, 2)
     times = {"store, first", "store, tenth", "burst, first", "load, first", "load, tenth"}
-    assert {lane: set(one["measured"]) for lane, one in found["cold"].items()} == {"ours": times, "bare": times}
+    tokens = {"store, tokens": 16.0, "burst, tokens": 80.0, "load, tokens": 16.0}
+    for lane in ("ours", "bare"):
+        cold = {name: one["median"] for name, one in found["cold"][lane]["measured"].items()}
+        assert cold.keys() == times | tokens.keys()
+        assert {name: cold[name] for name in tokens} == tokens
     times = {"first", "in blocks", "blocks", "bare"}
     assert {place: set(one["measured"]) for place, one in found["first"].items()} == {"disk": times}
     assert list(directory.iterdir()) == []
@@ -61,6 +65,14 @@ def test_a_burst_of_which_a_part_is_not_on_disk_ends_the_run(tmp_path: Path, mon
     monkeypatch.setattr(tier_cold, "Disk", lambda path, name, _, **more: Disk(path, name, 12 << 20, **more))
     with pytest.raises(OSError, match="of 5 records of a burst are on disk"):
         tier_cold.OurStart(str(tmp_path), tier_cold.ColdSizes(8 << 20, 24 << 20, 64 << 20)).burst()
+
+
+def test_a_cold_run_that_loses_records_ends_with_one_and_says_how_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tiers, "COLD_SIZES", tier_cold.ColdSizes(8 << 20, 24 << 20, 6 << 20))
+    assert main(["bench", "tiers", "--directory", str(tmp_path), "--places", "cold", *WORDS]) == 1
+    assert capsys.readouterr().err == "ours, burst: OSError: 1 of 5 records of a burst are on disk\n"
 
 
 @pytest.mark.parametrize("num_entries", [1, 9, 2000])
