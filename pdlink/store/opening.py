@@ -81,24 +81,28 @@ def open_source(
             "tiers: got two groups of layers whose records cannot be told apart; expected distinct ones"
         )
     store: AnyStore
-    if config.store is None:
-        node = node_of(cast("DeviceMemory", buffers[0]).device.pci_address) if buffers[0].kind == "cuda" else None
-        namespace = namespaces[0].hex()[:32]
-        store = make_store(config, name, namespace, peers, numa_node=node, record_nbytes=largest_nbytes)
-    else:
-        store = RemoteStore(config.store, name=name, timeout_s=config.store_timeout_s)
-    gpu = GpuPages(cast("Sequence[DeviceMemory]", buffers)) if buffers[0].kind == "cuda" else None
-    source = Source(
-        store,
-        groups,
-        buffers,
-        pool,
-        own_places=_own_places(config),
-        released=released,
-        gpu=gpu,
-        hashed_by=hashed_by,
-    )
-    store.open()
+    with ExitStack() as opened:
+        gpu = GpuPages(cast("Sequence[DeviceMemory]", buffers)) if buffers[0].kind == "cuda" else None
+        if gpu is not None:
+            opened.callback(gpu.close)
+        if config.store is None:
+            node = node_of(cast("DeviceMemory", buffers[0]).device.pci_address) if gpu is not None else None
+            namespace = namespaces[0].hex()[:32]
+            store = make_store(config, name, namespace, peers, numa_node=node, record_nbytes=largest_nbytes)
+        else:
+            store = RemoteStore(config.store, name=name, timeout_s=config.store_timeout_s)
+        source = Source(
+            store,
+            groups,
+            buffers,
+            pool,
+            own_places=_own_places(config),
+            released=released,
+            gpu=gpu,
+            hashed_by=hashed_by,
+        )
+        store.open()
+        opened.pop_all()
     return source
 
 

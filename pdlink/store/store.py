@@ -157,15 +157,21 @@ class Store(AnyStore):
         """Told, before anything is found in a new place."""
 
     def open(self) -> None:
-        """Reserve the arena, give it its first memory, start the threads. Raises OSError if there is not enough."""
-        self._arena = Arena(
-            self._nbytes,
-            step_nbytes=STEP_NBYTES,
-            early_nbytes=min(_EARLY_NBYTES, self._nbytes // 2) if self.has_tiers else 0,
-            numa_node=self._numa_node,
-            reserve_nbytes=self._reserve_nbytes,
-            clock=self._clock,
-        )
+        """Reserve the arena, give it its first memory, start the threads. Raises OSError if there is not enough; the
+        tiers are closed then."""
+        try:
+            self._arena = Arena(
+                self._nbytes,
+                step_nbytes=STEP_NBYTES,
+                early_nbytes=min(_EARLY_NBYTES, self._nbytes // 2) if self.has_tiers else 0,
+                numa_node=self._numa_node,
+                reserve_nbytes=self._reserve_nbytes,
+                clock=self._clock,
+            )
+        except OSError:
+            for tier in self._given_tiers:
+                tier.close()
+            raise
         if shortage := self._arena.shortage():
             log.warning("the store's memory %s; lower tiers.max_local_cpu_size, or free memory", shortage)
         self._catalog.resize(self._arena.room_nbytes)

@@ -705,6 +705,17 @@ def test_closing_a_store_waits_once_for_all_tiers_that_are_stuck(monkeypatch: py
         tier.going.set()
 
 
+def test_tiers_are_closed_where_there_is_no_memory_for_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object, **__: object) -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setattr("pdlink.store.store.Arena", none)
+    tiers = [StubTier(), StubTier()]
+    with pytest.raises(OSError, match="no memory"), opened(4, tiers):
+        pass
+    assert all(tier.closed for tier in tiers)
+
+
 def test_two_tiers_of_a_kind_have_names_of_their_own() -> None:
     first, second = StubTier(), StubTier()
     with opened(4, [first, second]) as store:
