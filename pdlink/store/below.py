@@ -16,7 +16,7 @@ from pdlink.events import TierCalled, emit
 from pdlink.store.cleared import EVERYTHING
 from pdlink.store.interface import PlaceState
 from pdlink.store.line import FIRST, Line, Width
-from pdlink.store.tiers.base import ListingTier, ReadOnly, SettlingTier
+from pdlink.store.tiers.base import DAMAGED, ListingTier, ReadOnly, SettlingTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -176,7 +176,7 @@ class GuardedTier:
             log.warning("tier %s is left alone for a while", self.name)
         elif kept_away and not now_away:
             log.warning("tier %s answers again", self.name)
-        outcome = "failed" if failed else "missed" if result is None or result is False else "done"
+        outcome = "failed" if failed else "missed" if result in (None, False, DAMAGED) else "done"
         emit(TierCalled(tier=self.name, call=what, outcome=outcome, nbytes=nbytes, took_s=now_s - began_s))
         return result
 

@@ -20,6 +20,7 @@ from pdlink.store.books import let_others, pieces
 from pdlink.store.line import Line
 from pdlink.store.record import Miss, expiry, is_hashed, seal, unseal
 from pdlink.store.slots import WHOLE
+from pdlink.store.tiers.base import DAMAGED
 from pdlink.store.write_through import SELF
 
 if TYPE_CHECKING:
@@ -349,7 +350,7 @@ class Fetching:
             if tier.hides(key):
                 continue
             nbytes = tier.call("get", partial(tier.tier.get, key, record.data), None, len(record))
-            if nbytes is None:
+            if nbytes is None or nbytes == DAMAGED:
                 continue
             miss = unseal(record, key, shape, nbytes, verified=tier.verifies or not checks)
             if miss is None and not (tier.verifies or is_hashed(record)):

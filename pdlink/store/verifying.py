@@ -12,6 +12,7 @@ import numpy as np
 
 from pdlink.store.interface import MEMORY
 from pdlink.store.record import Miss, holds, unseal
+from pdlink.store.tiers.base import DAMAGED
 from pdlink.store.write_through import SELF
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from pdlink.store.record import RecordShape
 
 log = logging.getLogger(__name__)
+
+_FAILED = -2
+"""What no `Tier.get` gives."""
 
 
 class Verified(NamedTuple):
@@ -97,15 +101,15 @@ class Verifying:
 
 
 def _verify(tier: GuardedTier, key: bytes, shape: RecordShape) -> tuple[bool, bool | None]:
-    """Whether a tier says that it has a record, and whether that is right; None where nobody can tell. A wrong one is
-    removed. In this thread."""
+    """Whether a tier has a record, and whether that is right; None where nobody can tell. A wrong one is removed. One
+    that makes room for others meanwhile is not there. In this thread."""
     if tier.hides(key) or not any(tier.contains([key])):
         return False, None
-    record, failed = np.empty(shape.nbytes, np.uint8), cast("int | None", -1)
+    record, failed = np.empty(shape.nbytes, np.uint8), cast("int | None", _FAILED)
     nbytes = tier.call("get", partial(tier.tier.get, key, record.data), failed, len(record))
-    if nbytes == failed:
-        return True, None
-    miss = Miss("damaged") if nbytes is None else unseal(record, key, shape, nbytes, verified=tier.verifies)
+    if nbytes is None or nbytes == failed:
+        return nbytes is not None, None
+    miss = Miss("damaged") if nbytes == DAMAGED else unseal(record, key, shape, nbytes, verified=tier.verifies)
     if miss is not None:
         log.error("tier %s: record %s is wrong, and is dropped: %s", tier.name, key.hex()[:16], miss.reason)
         tier.writers.put(partial(tier.remove, key), alone=True)

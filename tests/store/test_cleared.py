@@ -20,6 +20,7 @@ from pdlink.store.cleared import EVERYTHING, Cleared, places_of
 from pdlink.store.eviction import Lru
 from pdlink.store.interface import MEMORY
 from pdlink.store.store import Store
+from pdlink.store.tiers.base import DAMAGED
 from pdlink.store.tiers.disk import Disk
 from pdlink.store.tiers.shared_dir import SharedDir
 from pdlink.store.tiers.valkey import Valkey
@@ -314,7 +315,7 @@ def test_a_removed_record_takes_entries_with_it_that_could_not_be_struck_out(
     with monkeypatch.context() as patch:
         patch.setattr(disk._journal, "strike", fails)
         patch.setattr(disk, "_read", lambda *_: b"")
-        assert disk.get(KEYS[0], memoryview(bytearray(10))) is None
+        assert disk.get(KEYS[0], memoryview(bytearray(10))) == DAMAGED
     assert disk.put(KEYS[0], memoryview(b"record"))
     if restarted:
         disk.close()

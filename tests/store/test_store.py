@@ -23,6 +23,8 @@ from pdlink.store.line import FIRST, Width
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape, seal, unseal
 from pdlink.store.slots import USUAL, Retention, Share, Slot, SlotLease
 from pdlink.store.store import Store
+from pdlink.store.tiers.base import DAMAGED
+from pdlink.store.verifying import Verified
 from tests.waiting import WAIT_S, until
 
 from .stubs import SHAPE, StubTier
@@ -633,6 +635,21 @@ def test_what_is_cleared_while_it_is_moved_is_gone() -> None:
         moving.join(WAIT_S)
         drained(store)
         assert not tier.records
+
+
+@pytest.mark.parametrize(("found", "told"), [(None, Verified()), (DAMAGED, Verified(wrong=1))])
+def test_a_record_that_makes_room_while_it_is_checked_is_not_wrong_and_one_that_is_damaged_is(
+    found: int | None, told: Verified
+) -> None:
+    class Losing(StubTier):
+        def get(self, key: bytes, into: memoryview) -> int | None:
+            del self.records[key]
+            return found
+
+    tier = Losing()
+    with opened(4, [tier]) as store:
+        put_below(store, KEYS[:1], tier)
+        assert store.verify(KEYS[:1], SHAPE)["stub"] == told
 
 
 def test_operators_wait_for_a_tier_that_stalls_until_its_deadline_only() -> None:

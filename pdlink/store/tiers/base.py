@@ -9,12 +9,15 @@ if TYPE_CHECKING:
 
     from pdlink.store.interface import RecordChange
 
+DAMAGED = -1
+"""What `Tier.get` gives for a record that was here and is not what was put. It is gone now."""
+
 
 class Tier(Protocol):
     """Keeps records by key as opaque bytes, within its capacity.
 
     Methods block, and are called from several of the store's threads at once. Damaged, foreign and short records are
-    misses (None, False), never wrong bytes. An OSError says that the medium fails (gone, lying); the store takes
+    misses, never wrong bytes. An OSError says that the medium fails (gone, lying); the store takes
     it for a miss, and keeps away for a while from a tier that fails often or takes longer than its deadline.
     """
 
@@ -56,9 +59,10 @@ class Tier(Protocol):
         """Which of them are probably here. `get` decides."""
 
     def get(self, key: bytes, into: memoryview) -> int | None:
-        """Read the record to the beginning of `into`; its bytes. None if it is not here, damaged, or longer.
+        """Read the record to the beginning of `into`; its bytes. None if it is not here or longer, or `DAMAGED`.
 
         After a miss the contents of `into` are undefined, and a damaged record is gone, so that it can be put again.
+        A record that made room for others while it was read is not damaged.
         """
 
     def put(self, key: bytes, record: memoryview) -> bool:

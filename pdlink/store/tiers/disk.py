@@ -27,6 +27,7 @@ from pdlink.events import ChangeTeller
 from pdlink.store.interface import RecordChange
 from pdlink.store.record import ends_at_s
 
+from .base import DAMAGED
 from .files import (
     ENTRY_NBYTES,
     PAGE_NBYTES,
@@ -195,13 +196,13 @@ class Disk:
                 if place.nbytes > len(into):
                     return None
                 self._segment_of(place).reads += 1
-            whole = False
+            whole = was_here = False
             try:
                 whole = self._read(place.page, key, into[: place.nbytes]) == place.digest
             finally:
                 if not whole:
-                    self._drop(key, rest)
-            return place.nbytes if whole else None
+                    was_here = self._drop(key, rest)
+            return place.nbytes if whole else DAMAGED if was_here else None
 
     def put(self, key: bytes, record: memoryview) -> bool:
         """As `Tier.put`. A full or read-only file system is False and no error: it keeps nobody from reading."""
@@ -501,16 +502,17 @@ class Disk:
                 self._journal.forget(index)  # what it had before the file was cut: `load` looks where there is room
             self._file.grow((index + 1) * self._segment_pages * PAGE_NBYTES)
 
-    def _drop(self, key: bytes, rest: bytes) -> None:
-        """A record that could not be read, unless it was put again meanwhile."""
+    def _drop(self, key: bytes, rest: bytes) -> bool:
+        """A record that could not be read, unless it went, or was put again, meanwhile; whether it was here still."""
         with self._lock:
             if self._index.get(key) != rest:
-                return
+                return False
             try:
                 self._strike(key)
             except OSError:  # it can be put again all the same, and is struck out when it is removed
                 self._unlist(key)
                 self._unstruck.setdefault(key, []).append(rest)
+            return True
 
     def _write(self, page: int, key: bytes, record: memoryview) -> bytes:
         """Write a record in one call, which takes less CPU than parts; its digest."""

@@ -19,6 +19,7 @@ import xxhash
 
 from pdlink.errors import ConfigError
 
+from .base import DAMAGED
 from .envelope import NBYTES as ENVELOPE_NBYTES
 from .envelope import envelope, key_of, opened
 
@@ -81,7 +82,7 @@ class Objects:
                 at += len(part)
         if at != nbytes or opened(stored, key) != (nbytes, checksum.digest()):
             self.remove(key)
-            return None
+            return DAMAGED
         return nbytes
 
     def put(self, key: bytes, record: memoryview) -> bool:

@@ -23,6 +23,7 @@ import xxhash
 from pdlink.errors import ConfigError
 from pdlink.store.late import Late
 
+from .base import DAMAGED
 from .envelope import NBYTES as ENVELOPE_NBYTES
 from .envelope import envelope, key_of, opened
 
@@ -117,12 +118,12 @@ class SharedDir:
             said = opened(stored, key) if whole else None
             if said is None or said[0] != nbytes:
                 self._unlink_damaged(path)
-                return None
+                return DAMAGED
             if nbytes > len(into):
                 return None
             if not _read(file, record) or xxhash.xxh3_128_digest(record) != said[1]:
                 self._unlink_damaged(path)
-                return None
+                return DAMAGED
             if self.capacity_nbytes and time.time() - status.st_mtime > _RENEW_S:
                 os.utime(file)
         finally:

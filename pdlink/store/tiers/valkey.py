@@ -17,6 +17,7 @@ import xxhash
 
 from pdlink.config.listen import in_url
 
+from .base import DAMAGED
 from .envelope import NBYTES as ENVELOPE_NBYTES
 from .envelope import envelope, key_of, opened
 from .resp import CommandRefused, Lying, command, command_with
@@ -43,9 +44,9 @@ _CLEAR_S = 60.0
 class _Unread(Exception):
     """The reply was left in the connection, which is of no use any more."""
 
-    def __init__(self, *, damaged: bool) -> None:
+    def __init__(self, *, damaged: bool, lacks_a_part: bool = False) -> None:
         super().__init__()
-        self.damaged = damaged
+        self.damaged, self.lacks_a_part = damaged, lacks_a_part
 
 
 class Valkey:
@@ -89,9 +90,9 @@ class Valkey:
         try:
             return self._server.call(partial(self._read, key, into), None)
         except _Unread as unread:
-            if unread.damaged:
+            if unread.damaged or unread.lacks_a_part:
                 self.remove(key)
-            return None
+            return DAMAGED if unread.damaged else None
 
     def put(self, key: bytes, record: memoryview) -> bool:
         """As `Tier.put`. What the server refuses (no memory, no permission, a replica) is False and no error: others
@@ -174,8 +175,9 @@ class Valkey:
                     connection.send([command(b"GET", self._part(key, asked))])
                     asked += 1
                 piece = into[index * PART_NBYTES : min((index + 1) * PART_NBYTES, nbytes)]
-                if connection.bulk_nbytes() != len(piece):
-                    raise _Unread(damaged=True)
+                came = connection.bulk_nbytes()
+                if came != len(piece):  # none: the server has evicted it
+                    raise _Unread(damaged=came is not None, lacks_a_part=came is None)
                 connection.bulk_into(piece)
                 checksum.update(piece)
             if checksum.digest() != digest:

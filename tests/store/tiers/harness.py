@@ -15,7 +15,7 @@ import xxhash
 
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape, seal, unseal
 from pdlink.store.tiers import striped
-from pdlink.store.tiers.base import Tier
+from pdlink.store.tiers.base import DAMAGED, Tier
 from pdlink.store.tiers.disk import Disk
 from pdlink.store.tiers.files import PAGE_NBYTES, unpack
 from pdlink.store.tiers.shared_dir import SharedDir
@@ -40,7 +40,7 @@ def read(tier: Tier, which: bytes, room: int = 1 << 20) -> memoryview | None:
     """The record of a key, as the tier gives it; None for a miss."""
     into = bytearray(b"\xee") * room
     nbytes = tier.get(which, memoryview(into))
-    if nbytes is None:
+    if nbytes is None or nbytes == DAMAGED:
         return None
     assert into[nbytes:] == b"\xee" * (room - nbytes), "written behind the record"
     return memoryview(into)[:nbytes]
@@ -90,7 +90,7 @@ class MemoryTier:
             return None
         if xxhash.xxh3_128_digest(stored[16:]) != stored[:16]:
             self.remove(key)
-            return None
+            return DAMAGED
         into[: len(stored) - 16] = stored[16:]
         return len(stored) - 16
 
@@ -131,12 +131,12 @@ class SealedDisk(Disk):
     def get(self, key: bytes, into: memoryview) -> int | None:
         whole = np.empty(HEADER_NBYTES + len(into), np.uint8)
         came = super().get(key, whole.data)
-        if came is None:
-            return None
+        if came is None or came == DAMAGED:
+            return came
         nbytes = came - HEADER_NBYTES
         if unseal(whole, key, _shape(nbytes), came) is not None:
             self.remove(key)
-            return None
+            return DAMAGED
         into[:nbytes] = whole[HEADER_NBYTES:came].data
         return nbytes
 

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from pdlink.store.tiers.base import ListingTier, Tier
+from pdlink.store.tiers.base import DAMAGED, ListingTier, Tier
 
 from .harness import ENTRIES, Entry, key, read, record
 
@@ -146,6 +146,7 @@ def test_damaged_bytes_are_a_miss_and_can_be_put_again(
     tier.put(key(1), record(1))
     tier.put(key(2), record(2))
     entry.damage(tier, tmp_path, key(1), change)
+    assert tier.get(key(1), memoryview(bytearray(1 << 20))) == DAMAGED
     assert read(tier, key(1)) is None
     assert read(tier, key(2)) == record(2)
     assert tier.put(key(1), record(1))

@@ -418,7 +418,7 @@ def test_a_record_whose_segment_is_written_anew_while_it_is_read_is_a_miss(
 
     with monkeypatch.context() as patch:
         patch.setattr(tier._file, "read", late)
-        assert read(tier, key(0)) is None
+        assert tier.get(key(0), memoryview(bytearray(1 << 20))) is None, "it is not damaged"
     assert here(tier, 40)[-1] == 39
 
 
