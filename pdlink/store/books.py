@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from pdlink.kv.hashing import Preimage
+    from pdlink.store.below import GuardedTier
     from pdlink.store.catalog import Catalog
     from pdlink.store.kept import Emptied
     from pdlink.store.record import RecordShape
@@ -65,8 +66,9 @@ class Books:
         """Keys of readable records whose headers have their sums already."""
         self.unchecked: set[bytes] = set()
         """Keys of readable records that nobody has compared with their sums since they came from a tier."""
-        self.debts: dict[str, OrderedDict[bytes, None]] = {}
-        """By tier: keys of readable records that it is to have and has not got, next one first (`WriteThrough`)."""
+        self.debts: dict[GuardedTier, OrderedDict[bytes, None]] = {}
+        """By tier, which may have the name of one that was removed: keys of readable records that it is to have and
+        has not got, next one first (`WriteThrough`)."""
         self.num_dropped = 0
         """Records that were evicted while a tier was still to have them, since the last flush."""
         self._epoch_s = epoch_s
@@ -137,7 +139,7 @@ class Books:
                 for tier, debts in self.debts.items():
                     if change.key in debts:
                         del debts[change.key]
-                        self._dropped[tier] += change.kind == "evicted"
+                        self._dropped[tier.name] += change.kind == "evicted"
             known = preimages.get(change.key) if is_there else None
             self._announcer.note(RecordChange(MEMORY, is_there, change.key, known))
 

@@ -402,6 +402,12 @@ class Catalog:
             self.sessions.place(key, is_below=True)
             self.rank([key])
 
+    def is_not_below(self, keys: Sequence[bytes]) -> None:
+        """No tier may have these records any more. What sessions keep of them stays here."""
+        for key in keys:
+            self.sessions.place(key, is_below=False)
+        self.rank(keys)
+
     def set_quota(self, nbytes: int | None, tenant: str = "") -> None:
         """Of all tenants without one of their own, or of one; 0 sets none, None gives the tenant that of all again.
 

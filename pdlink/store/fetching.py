@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdlink.store.arena import Arena
-    from pdlink.store.below import Below
+    from pdlink.store.below import Below, GuardedTier
     from pdlink.store.books import Books
     from pdlink.store.interface import Found
     from pdlink.store.record import RecordShape
@@ -51,7 +51,7 @@ class Wanted(NamedTuple):
 class Brought(NamedTuple):
     """A record that a tier had."""
 
-    tier: str
+    tier: GuardedTier
     expires_at_s: float
     summed: bool
     """Whether its header has sums."""
@@ -358,7 +358,7 @@ class Fetching:
             if miss is None and (expires_at_s := expiry(record)) > time.time():
                 if self._below.hashed and not is_hashed(record):  # put when there were other tiers
                     seal(record, key, shape, expires_at_s)
-                return Brought(tier.name, expires_at_s, summed=is_hashed(record), checked=tier.verifies or checks)
+                return Brought(tier, expires_at_s, summed=is_hashed(record), checked=tier.verifies or checks)
             if miss is not None:
                 log.warning("tier %s: record %s is none: %s", tier.name, key.hex()[:16], miss.reason)
             tier.writers.put(partial(tier.remove, key), alone=True)

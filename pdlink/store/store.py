@@ -552,8 +552,20 @@ class Store(AnyStore):
                 self._writing.forgive(piece, places)
                 self._below.doom(piece, places, clear)
                 self._books.note()
+        if places is not None and not in_memory:
+            self._keep_here(keys, places)
         self._books.tell()
         return Forgotten(removed, is_noted and whole)
+
+    def _keep_here(self, keys: Sequence[bytes] | None, places: Sequence[str]) -> None:
+        """These tiers have these records, or all, no more. What sessions keep of them stays in memory, and goes below
+        again with their next turn."""
+        with self._lock:
+            kept = self._catalog.sessions.kept if self._writing.keeps_in(places) else {}
+            mine = list(kept) if keys is None else [key for key in keys if key in kept]
+        for piece in pieces(mine):
+            with self._lock:
+                self._catalog.is_not_below(piece)
 
     def move(self, keys: Sequence[bytes], shape: RecordShape, source: str, destination: str, *, copy: bool) -> int:
         """Put the prefix of `keys` that `source` has into `destination`, too; how many records are there now.

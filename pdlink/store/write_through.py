@@ -115,7 +115,8 @@ class Question:
 
 
 class WriteThrough:
-    """Thread-safe. `stored`, `keep`, `brought`, `hit` and `pay` are called with the lock of the books held."""
+    """Thread-safe. `stored`, `keep`, `brought`, `hit`, `keeps_in` and `pay` are called with the lock of the books
+    held."""
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class WriteThrough:
         """
         self._books, self._below, self._buffer, self._ingestion = books, below, buffer, ingestion
         self._sealed, self._deadline_s, self._clock = sealed, deadline_s, clock
-        self._last = set[str]()
+        self._last: set[GuardedTier] = set()
         """Tiers that keep the records of sessions."""
         for tier in below.tiers:
             self.owe(tier)
@@ -142,12 +143,12 @@ class WriteThrough:
     def owe(self, tier: GuardedTier) -> None:
         """Have records written to it from now on. Under the lock."""
         if not isinstance(tier.tier, ReadOnly):
-            self._books.debts[tier.name] = OrderedDict()
+            self._books.debts[tier] = OrderedDict()
             self._choose_last()
 
     def _choose_last(self) -> None:
         debts, there = self._books.debts, self._below.there
-        keeping = {tier.name for tier in there if tier.name in debts and isinstance(tier.tier, KeepingTier)}
+        keeping = {tier for tier in there if tier in debts and isinstance(tier.tier, KeepingTier)}
         self._last = keeping or set(debts)
 
     def drain(self, index: int, timeout_s: float) -> bool:
@@ -156,9 +157,9 @@ class WriteThrough:
         while True:
             with self._books.lock:
                 self._pay(index, at_once=True)
-                left = len(self._books.debts.get(tier.name, ())) + len(tier.queued)
+                left = len(self._books.debts.get(tier, ())) + len(tier.queued)
                 if not left or left >= before or self._clock() >= deadline_s:
-                    self._books.debts.pop(tier.name, None)
+                    self._books.debts.pop(tier, None)
                     self._choose_last()
                     tier.queued.clear()
                     return not left
@@ -180,11 +181,11 @@ class WriteThrough:
         if not keys:
             return
         for tier in self._below.tiers:
-            if (debts := self._books.debts.get(tier.name)) is not None:
+            if (debts := self._books.debts.get(tier)) is not None:
                 debts.update((key, None) for key in keys if key not in tier.queued)
         self.pay()
 
-    def brought(self, key: bytes, tier: str) -> None:
+    def brought(self, key: bytes, tier: GuardedTier) -> None:
         """A record came from that tier into memory. What sessions keep is to be in one that keeps it."""
         if tier in self._last:
             self._books.catalog.is_below(key)
@@ -203,11 +204,15 @@ class WriteThrough:
         """Tiers of these names, or all, are not to have these records, or any, any more."""
         for tier in self._below.tiers:
             if places is None or tier.name in places:
-                for wanted in (tier.queued, self._books.debts.get(tier.name, {})):
+                for wanted in (tier.queued, self._books.debts.get(tier, {})):
                     if keys is None:
                         wanted.clear()
                     for key in keys or ():
                         wanted.pop(key, None)
+
+    def keeps_in(self, places: Sequence[str]) -> bool:
+        """Whether one of these places has what sessions keep."""
+        return any(tier.name in places for tier in self._last)
 
     def pay(self, *, at_once: bool = False) -> None:
         """Put what tiers are to have into the lines of their writers. at_once: also where a pause is not over."""
@@ -217,7 +222,7 @@ class WriteThrough:
     def _pay(self, index: int, *, at_once: bool = False) -> None:
         tier, catalog = self._below.tiers[index], self._books.catalog
         self._books.note()  # what has gone since is owed no more, and cannot be leased
-        debts = self._books.debts.get(tier.name)
+        debts = self._books.debts.get(tier)
         most_nbytes = self._buffer.nbytes // _WAITING_SHARE
         if not debts or tier.queued_nbytes > most_nbytes // 2:
             return
@@ -254,7 +259,7 @@ class WriteThrough:
             with self._books.lock:
                 there = self._below.there
                 goes_on = [tier for tier in there if not tier.stalls]
-                left = sum(len(self._books.debts.get(tier.name, ())) for tier in goes_on)
+                left = sum(len(self._books.debts.get(tier, ())) for tier in goes_on)
                 waits = any(tier.queued for tier in goes_on)
                 if not left and not waits:
                     num_dropped, self._books.num_dropped = self._books.num_dropped, 0
@@ -314,9 +319,9 @@ class WriteThrough:
                     self._books.catalog.remove([slot.key])
                 elif still_wanted:
                     tier.took(self._clock(), taken=bool(taken))
-                    if taken and tier.name in self._last:
+                    if taken and tier in self._last:
                         self._books.catalog.is_below(slot.key)
-                    debts = self._books.debts.get(tier.name)  # none of a tier that was removed meanwhile
+                    debts = self._books.debts.get(tier)  # none of a tier that was removed meanwhile
                     if not taken and debts is not None and slot.key in self._books.shapes:
                         debts[slot.key] = None
                 self._books.catalog.release(lease)

@@ -18,7 +18,7 @@ from pdlink.store.store import Store
 from tests.waiting import WAIT_S, until
 
 from .stubs import SHAPE, StubTier
-from .test_store import Clock, opened, put, put_below, read
+from .test_store import Clock, fetch, opened, put, put_below, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -230,6 +230,43 @@ def test_what_sessions_keep_stays_in_memory_when_the_tier_that_has_it_is_removed
         leave_no_other(store)
         assert put(store, OTHERS[32:36]) == 4
         assert in_memory(store, MINE) == 0, "the new tier has it"
+
+
+@pytest.mark.parametrize("keys", [MINE, None], ids=["by key", "whole"])
+def test_what_sessions_keep_stays_in_memory_when_their_tier_alone_is_cleared(keys: list[bytes] | None) -> None:
+    tier = StubTier()
+    with opened(16, [tier]) as store:
+        hold(store, MINE)
+        put_below(store, MINE, tier)
+        assert store.flush(WAIT_S)
+        store.clear(keys, places=["stub"])
+        until(lambda: not tier.records, "the tier has forgotten them")
+        put_below(store, OTHERS[:32], tier)
+        assert in_memory(store, MINE) == 4
+        assert not tier.records.keys() & set(MINE), "they were cleared there"
+        hold(store, MINE, waits=False)
+        hold(store, MINE)
+        assert store.flush(WAIT_S)
+        assert set(MINE) <= tier.records.keys(), "the next turn"
+
+
+def test_what_a_removed_tier_brings_late_goes_below_again_where_its_successor_has_its_name() -> None:
+    removed, successor = StubTier(), StubTier()
+    with opened(8, [removed], Clock(), tier_deadline_s=0.2) as store:
+        hold(store, MINE[:1])
+        put_below(store, MINE[:1], removed)
+        assert store.flush(WAIT_S)
+        store.clear(places=["memory"])
+        removed.going.clear()
+        begun = fetch(store, MINE[:1])
+        assert removed.stalled.wait(WAIT_S)
+        store.remove_tier("stub")
+        assert store.add_tier(successor) == "stub"
+        removed.going.set()
+        begun.done.result(WAIT_S)
+        begun.close()
+        assert store.flush(WAIT_S)
+        assert set(successor.records) == {MINE[0]}
 
 
 def leave_no_other(store: Store) -> None:

@@ -53,6 +53,7 @@ def opened(
     lease_s: float = 1000.0,
     ingestion: str = "all",
     verify: bool = False,
+    tier_deadline_s: float | None = None,
 ) -> Iterator[Store]:
     store = Store(
         records * SHAPE.nbytes,
@@ -60,7 +61,7 @@ def opened(
         tiers,
         ingestion=ingestion,
         verify=verify,
-        tier_deadline_s=WAIT_S if clock is None else 100.0,
+        tier_deadline_s=tier_deadline_s or (WAIT_S if clock is None else 100.0),
         lease_s=lease_s,
         clock=clock or Clock(),
     )

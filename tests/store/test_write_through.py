@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 
 import pytest
 
@@ -32,13 +33,18 @@ class Refusing(StubTier):
         return super().put(key, record)
 
 
+def debts_of(store: Store) -> Mapping[bytes, None]:
+    """Of its first tier."""
+    return store._books.debts[store._below.tiers[0]]
+
+
 def test_a_burst_larger_than_what_may_wait_is_written_whole() -> None:
     tier = StubTier()
     with opened(NUM_SLOTS, [tier]) as store:
         tier.going.clear()
         assert put(store, KEYS[:NUM_SLOTS]) == NUM_SLOTS
         with store._lock:
-            assert len(store._books.debts["stub"]) == NUM_SLOTS - 2
+            assert len(debts_of(store)) == NUM_SLOTS - 2
             assert store._catalog.num_leases == 2, "a debt holds nothing"
         tier.going.set()
         assert store.flush(WAIT_S)
@@ -61,7 +67,7 @@ def test_what_was_used_is_written_first() -> None:
         put(store, KEYS[:NUM_SLOTS])
         fetch(store, [KEYS[7]]).close()
         with store._lock:
-            assert next(iter(store._books.debts["stub"])) == KEYS[7], "behind the keys that are in line"
+            assert next(iter(debts_of(store))) == KEYS[7], "behind the keys that are in line"
         tier.going.set()
         assert store.flush(WAIT_S)
         assert set(tier.records) == set(KEYS[:NUM_SLOTS])
@@ -146,9 +152,9 @@ def test_the_keeper_outlives_a_record_that_expires_while_a_tier_is_to_have_it() 
 
         def expires() -> None:
             store.commit(store.reserve(KEYS[:1], SHAPE, retention=Retention(ttl_s=100)), SHAPE)
-            until(lambda: KEYS[0] in store._books.debts["stub"], "the tier refuses it")
+            until(lambda: KEYS[0] in debts_of(store), "the tier refuses it")
             clock.now_s += 101
-            until(lambda: store.holds(KEYS[:1]) == [False] and not store._books.debts["stub"], "it is gone")
+            until(lambda: store.holds(KEYS[:1]) == [False] and not debts_of(store), "it is gone")
 
         expires()
         expires()
