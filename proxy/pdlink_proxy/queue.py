@@ -161,7 +161,8 @@ class Queue:
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil(self.num * self._pace_s)))
 
     def _serve(self, waiting: Waiting, now: float) -> None:
-        share, weights = waiting.share, sum(map(self._weight, self._shares))
+        share = waiting.share
+        weights = sum(map(self._weight, self._shares)) or self._weight(share)  # it may have left: it failed, or ended
         start = self.finish[share]
         self.finish[share] = start + waiting.tokens / self._weight(share)
         # Time goes on although each request may come under a new key: else the others would starve.

@@ -37,6 +37,18 @@ def served(queue: Queue, now: float = 0.0) -> Waiting:
     return found
 
 
+def test_the_last_request_may_leave_while_it_is_offered_workers() -> None:
+    queue, alone = Queue(10), waiting()
+    assert queue.put(alone)
+
+    def fails(each: Waiting) -> bool:
+        queue.remove(each)
+        return True
+
+    assert queue.serve(fails, 0.0)
+    assert not queue.serve(fails, 0.0)
+
+
 def test_one_share_is_served_in_the_order_of_arrival() -> None:
     queue, all_of_them = Queue(10), [waiting(since_s=i) for i in range(5)]
     assert all(queue.put(each) for each in all_of_them)
