@@ -292,11 +292,10 @@ class Flow:
         forward, buffer = b"", state.buffer
         if buffer is None:
             buffer = state.buffer = EventBuffer()
-        if leg is Leg.PREFILL and state.spoke:
-            self._hear_cached(buffer.pass_whole_events(data))
-            return []
         try:
-            if state.spoke:
+            if leg is Leg.PREFILL and state.spoke:
+                self._hear_cached(buffer.pass_whole_events(data))
+            elif state.spoke:
                 state.since_s = now
                 forward = buffer.pass_whole_events(data)
             else:

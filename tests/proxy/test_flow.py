@@ -283,6 +283,17 @@ def test_a_last_event_without_its_blank_line_reaches_the_client_whole() -> None:
         assert flow.outcome is Outcome.OK
 
 
+def test_an_endless_event_of_prefills_costs_its_leg_and_not_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdlink.api.sse.MAX_EVENT_NBYTES", 10)
+    flow = running(sent=P)
+    assert flow.on(Chunk(1, P, b"data: and so on and on"), 1.0) == [
+        BlameLeg(1, P, Loss.MALFORMED, "an event of more than 10 bytes", "decode goes on without it"),
+        CancelLeg(1, P),
+        TellToStop(1, D, "prefill worker: an event of more than 10 bytes"),
+    ]
+    assert not flow.over
+
+
 class World:
     """A driver that keeps the books and checks every action against them."""
 
