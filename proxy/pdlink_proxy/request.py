@@ -230,6 +230,8 @@ class Request:
         if self._closed or self._last is not None:
             return
         if self.client.connection.writing_paused and not self.client.gone:
+            if (waiting := self._admission.waiting) is not None:
+                self._shared.queue.remove(waiting)
             self._last = self._shared.spawn(self._let_catch_up())
         else:
             self._close()

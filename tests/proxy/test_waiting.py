@@ -85,6 +85,22 @@ async def test_a_client_that_leaves_waits_no_more(prefill: FakeWorker, decode: F
         assert len(decode.received) == 1
 
 
+async def test_a_request_that_is_over_waits_no_more_while_its_client_reads_the_end(
+    prefill: FakeWorker, decode: FakeWorker
+) -> None:
+    await decode.stop()
+    async with proxy_of([prefill], [decode], settled=False, no_worker_timeout_s=2) as proxy:
+        asked = asyncio.create_task(status_of(proxy))
+        await waits(proxy, 1)
+        (request,) = proxy.router.services.requests
+        front: Any = request.client.connection  # type: ignore[attr-defined]
+        front.pause_writing()  # as asyncio does when a client does not read
+        assert await asked == 503
+        assert (len(proxy.queue), proxy.router.services.num_running) == (0, 1)
+        front.resume_writing()
+        await until(lambda: not proxy.router.services.num_running, "the end of the request")
+
+
 async def test_a_full_pool_gets_the_next_request_when_one_ends(prefill: FakeWorker, decode: FakeWorker) -> None:
     decode.free_blocks, decode.gate = 20, asyncio.Event()
     async with proxy_of([prefill], [decode]) as proxy:
