@@ -37,7 +37,7 @@ class Admission:
     cached_tokens = 0
     """Of the prompt, expected at the chosen prefill worker."""
     source: KVSource | None = None
-    """Whence the worker that computes the prompt of the newest attempt pulls what it lacks of it."""
+    """From which store the worker that computes the prompt of the newest attempt pulls what it lacks."""
     decision: Decision | None = None
     """The newest one about it."""
     recomputed: str | None = None

@@ -22,4 +22,4 @@ def _drawn(num: int) -> list[str]:
 
 
 new_id: Callable[[], str] = chain.from_iterable(map(_drawn, repeat(_AT_ONCE))).__next__
-"""32 hexadecimal digits, never the same. No call of Python's but one in so many."""
+"""32 hexadecimal digits, never the same. Of 256 calls one runs Python code."""

@@ -318,7 +318,7 @@ class Pools:
         return WorkerPair(None, to, differs=self._without_prefill(request.model), source=source)
 
     def _source(self, request: PlacementRequest, placed: Pair) -> KVSource | None:
-        """Whence the worker that computes the prompt pulls what it lacks of it."""
+        """From which store the worker that computes the prompt pulls what it lacks."""
         prefills = Workers(self._sides[Leg.PREFILL].table)
         expected = self._placer.prefill.expected(request, prefills)
         return self._lenders.source(request, placed.prefill or placed.decode, expected, prefills.table.states)
@@ -395,4 +395,4 @@ class WorkerPair(msgspec.Struct, frozen=True):
     alone: str = ""
     """See `Pair`."""
     source: KVSource | None = None
-    """Whence the worker that computes the prompt pulls what it lacks of it."""
+    """From which store the worker that computes the prompt pulls what it lacks."""
