@@ -243,10 +243,10 @@ class RemoteStore(AnyStore):
     def hold(self, session: SessionTerms, keys: Sequence[bytes], sizes: Sequence[int], *, waits: bool) -> int:
         """Of the keys of one message at most."""
         kept, told = tuple(keys[: wire.MAX_KEYS]), tuple(sizes)
-        return self._count(lambda call: wire.HoldSession(call, session, kept, told, waits))
+        return self._count(lambda call: wire.HoldSession(call, session, kept, told, waits), self.timeout_s)
 
     def end_session(self, name: str, tenant: str, owner: str | None = None) -> bool:
-        return bool(self._count(lambda call: wire.EndSession(call, name, tenant, owner)))
+        return bool(self._count(lambda call: wire.EndSession(call, name, tenant, owner), _CLEAR_S))
 
     def clear(
         self, keys: Sequence[bytes] | None = None, places: Sequence[str] | None = None, *, ending: bytes = b""

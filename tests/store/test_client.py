@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from pdlink.store.interface import MEMORY
 from pdlink.store.link import Link, RemoteFetch
 from pdlink.store.record import Group, RecordShape
 from pdlink.store.server.listener import Listener
+from pdlink.store.sessions import SessionTerms
 from pdlink.store.slots import Retention, Share, Slot
 from tests.waiting import WAIT_S, until
 
@@ -328,6 +330,46 @@ def test_what_was_found_in_a_tier_that_a_restarted_store_has_not_is_a_miss(tmp_p
         begun.close()
         assert put(mine, KEYS[1:3]) == 2
         assert mine._link is link, "it keeps its connection"
+
+
+@pytest.mark.parametrize("verb", ["hold", "end_session"])
+def test_a_client_is_served_while_its_store_looks_at_the_records_of_a_long_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    session = SessionTerms("agent", "", 60.0)
+    with served(tmp_path) as (store, listener), client(listener.path) as mine, ThreadPoolExecutor(1) as caller:
+        assert mine.hold(session, KEYS[:1], [SHAPE.nbytes], waits=False) == 1
+        do = getattr(store, verb)
+
+        def slow(*given: Any, **more: Any) -> Any:
+            begun.set()
+            assert may_end.wait(WAIT_S)
+            return do(*given, **more)
+
+        monkeypatch.setattr(store, verb, slow)
+        if verb == "hold":
+            asked = caller.submit(mine.hold, session, KEYS[:1], [SHAPE.nbytes], waits=True)
+        else:
+            asked = caller.submit(mine.end_session, "agent", "")
+        try:
+            assert begun.wait(WAIT_S)
+            assert put(mine, KEYS[:1]) == 1
+        finally:
+            may_end.set()
+        assert asked.result(WAIT_S) == 1
+
+
+def test_a_store_that_is_late_with_a_session_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+    with served(tmp_path) as (store, listener), client(listener.path, timeout_s=2.0) as mine:
+        until(lambda: mine.connected, "it connects")
+        link = mine._link
+        monkeypatch.setattr(store, "hold", lambda *_, **__: may_end.wait(WAIT_S))
+        assert mine.hold(SessionTerms("agent", "", 60.0), KEYS[:1], [SHAPE.nbytes], waits=False) == 0
+        assert mine._link is link
+        assert mine.connected
+        may_end.set()
 
 
 def test_a_stopped_store_costs_each_call_its_deadline_at_most(tmp_path: Path) -> None:

@@ -78,8 +78,9 @@ class Desk:
         return bool(self._writing)
 
     def may_wait(self, message: wire.Request) -> bool:
-        """Whether `handle` waits for tiers, or for the disk that notes a clear, or frees what was cleared."""
-        return isinstance(message, wire.Flush | wire.Clear) or (
+        """Whether `handle` waits for tiers, or for the disk that notes a clear, or frees what was cleared; or looks
+        at as many records as sessions keep."""
+        return isinstance(message, wire.Flush | wire.Clear | wire.HoldSession | wire.EndSession) or (
             isinstance(message, wire.Lookup) and self._store.has_tiers
         )
 
