@@ -175,6 +175,7 @@ def test_it_is_loaded_by_its_module_path_and_keeps_to_the_interface(tmp_path: Pa
         ({"locality": "NEAR"}, "locality"),
         ({"tiers": {"store": "ipc:///x", "chunk_size": 16}}, "tiers.chunk_size"),
         ({"tiers": {"local_disk": "/kv", "max_local_disk_size": 1, "peers": ["tcp://127.0.0.1:1"]}}, "tiers.peers"),
+        ({"tiers": {"local_disk": "/kv", "max_local_disk_size": 1, "quota_per_salt": 1}}, "tiers.quota_per_salt"),
         ({"tiers": {"local_disk": "/kv", "max_local_disk_size": 1, "max_local_cpu_size": 1e-6}}, "a chunk of vLLM's"),
     ],
 )
