@@ -66,7 +66,7 @@ class _Job(NamedTuple):
 
 @dataclass
 class _Jobs:
-    """Those under way, and what has become of others since vLLM asked."""
+    """How many are under way, and the results of others since vLLM asked last."""
 
     under_way: int = 0
     ended: list[Any] = field(default_factory=list)

@@ -326,7 +326,7 @@ class Catalog:
     def expire(self, now_s: float) -> int:
         """End the leases whose deadline is over; how many. Forget records, priorities, sessions, whose time is over.
 
-        `_MOST_DUE` records, and as many of those that sessions keep, at most: see `is_due`.
+        `_MOST_DUE` records at most, and as many that sessions have kept: see `is_due`.
         """
         self.sessions.expire(now_s)
         self.forget_ended()

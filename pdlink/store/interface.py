@@ -282,12 +282,12 @@ class AnyStore(ABC):
 
     @abstractmethod
     def hold(self, session: SessionTerms, keys: Sequence[bytes], sizes: Sequence[int], *, waits: bool) -> int:
-        """Keep the records of these keys, and no others of its scope, for a session: those that are here and
-        those that come, in memory until a tier has them and others need the room, and there. How many leading ones
-        the quota allows.
+        """Keep the records of these keys, and no others of its scope, for a session, also if they come later: in
+        memory until a tier has them and others need the room, and in the tier. How many leading ones the quota
+        allows.
 
         sizes: bytes of a record, in turns. waits: the session's turn has ended; for reports.
-        Costs some milliseconds for ten thousand keys that it did not keep.
+        Costs some hundredths of a second for ten thousand keys.
         """
 
     @abstractmethod

@@ -41,7 +41,10 @@ class RecordRows:
     def load(
         self, store: AnyStore, slots: Sequence[Slot], rows: Sequence[int], unchecked: Collection[bytes]
     ) -> list[Slot]:
-        """Fill rows from leased records. unchecked: as of `AnyFetch`; those of them that are not what was put."""
+        """Fill rows from leased records; the slots of the unchecked records that are not what was put.
+
+        unchecked: as of `AnyFetch`.
+        """
         unsure = [slot.key in unchecked for slot in slots]
         sums = self._copy(store, slots, rows, loading=True, summed=any(unsure))
         compared = zip(slots, unsure, sums, strict=True)

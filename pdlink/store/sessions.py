@@ -1,8 +1,8 @@
 """`SessionHolds`: which records agents' sessions keep, until their deadlines, in a quota. Pure: no clock, no lock.
 
-A session keeps the records of its last turn, also those that are still to be written. Those that only memory has are
-not evicted. Those that a tier below has leave memory after all others, and of them those of the longest pause first.
-The tier drops none of them.
+A session keeps the records of its last turn, also before they are written. A record that only memory has is not
+evicted. A record that a tier below has, too, leaves memory after all others, that of the longest pause first. The
+tier drops none of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SessionTerms(NamedTuple):
     """Whose keys these are (`Origin.scope`): a session keeps those of the last turn of each model, and of each rank
     whose records are its own."""
     owner: str = ""
-    """Who may end it, of those with the same tenant: each has names of its own."""
+    """Who may end it; empty without an API key. Each has names of its own."""
 
 
 class Holding(NamedTuple):

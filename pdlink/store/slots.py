@@ -15,7 +15,7 @@ MAX_LIFE = 1 << 30
 MIN_PRIORITY, DEFAULT_PRIORITY, MAX_PRIORITY = 0, 35, 100
 """As TensorRT-LLM counts retention."""
 HELD, KEPT = MAX_PRIORITY + 1, MAX_PRIORITY + 2
-"""Above what requests may ask: records of sessions that a tier has, too, and those that are not evicted."""
+"""Above what requests may ask: records of sessions that a tier has, too, and records that are not evicted."""
 MAX_PRIORITY_S = 3600.0
 
 
