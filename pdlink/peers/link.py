@@ -74,7 +74,7 @@ class PeerLink:
 
         timeout_s: of an answer, and of a record. The rest as in `Node`.
         """
-        self._name, self._listen, self._timeout_s = name, listen, timeout_s
+        self._name, self._listen, self.timeout_s = name, listen, timeout_s
         self._transport, self._deadlines = transport, deadlines
         self._credentials, self._insecure = credentials, insecure
         self._questions = Questions(f"{name}@{secrets.token_hex(8)}", self._on_ask, self._on_pull)
@@ -156,7 +156,7 @@ class PeerLink:
         """Which of them a peer has in memory. timeout_s: None is the link's. Raises OSError."""
         if not self._opened.is_set() or self._closed.is_set():
             return [False] * len(keys)
-        held, timeout_s = b"", self._timeout_s if timeout_s is None else timeout_s
+        held, timeout_s = b"", self.timeout_s if timeout_s is None else timeout_s
         for begin in range(0, len(keys), MAX_KEYS):
             answer = self._questions.ask(address, keys[begin : begin + MAX_KEYS], timeout_s)
             self._ports[address] = answer.port
@@ -169,7 +169,7 @@ class PeerLink:
             return False
         port = self._ports.get(address)  # once: another thread may find the peer gone, and take it out
         if port is None:
-            port = self._ports[address] = self._questions.ask(address, (), self._timeout_s).port
+            port = self._ports[address] = self._questions.ask(address, (), self.timeout_s).port
         peer = str(replace(ControlAddress.parse(address), port=port))
         pages = self._pages(into)
         transfer_id = f"record-{secrets.token_hex(16)}"
@@ -180,7 +180,7 @@ class PeerLink:
         try:
             pull = Pull(key, transfer_id, len(pages))
             self._questions.tell(address, pull, lambda why: incoming.cancel(Reason(Code.NOT_CONNECTED, why)))
-            incoming.wait(self._timeout_s)
+            incoming.wait(self.timeout_s)
         except (TransferFailed, DeadlineExceeded) as error:
             if error.reason.words == _NOT_HERE:
                 return False

@@ -2,7 +2,7 @@
 
 A record is looked for where it was noted, and nowhere else. A store is dialed when it is asked for the first time,
 and the connection is closed when it was not used for long, or another one needs its place. A store that fails is left
-alone for a while, and the others are asked; no look-up waits longer than half a second for all of them.
+alone for a while, and the others are asked; a look-up waits for all of them as long as for one.
 """
 
 from __future__ import annotations
@@ -36,9 +36,6 @@ MAX_NOTED = 1 << 16
 """Records; the oldest are forgotten."""
 _DEADLINE_S = 10.0
 """Of one call; a slower one keeps further ones away."""
-_LOOK_UP_S = 0.5
-"""For the answers of all stores that a look-up asks. Look-ups wait in line, and prompts no more than a second for
-them: a store that is slower is of no use."""
 _FAILURES = 1
 
 
@@ -95,7 +92,7 @@ class RoutedPeers(ReadOnly):
             for index, key in enumerate(keys) if self._noted else ():
                 if (address := self._noted.get(key)) is not None:
                     asked[address].append(index)
-        found, until_s = [False] * len(keys), self._clock() + _LOOK_UP_S
+        found, until_s = [False] * len(keys), self._clock() + self._link.timeout_s
         for address, indices in asked.items():
             if (left_s := until_s - self._clock()) <= 0:
                 break

@@ -16,7 +16,7 @@ from pdlink.events import TierCalled, emit
 from pdlink.store.cleared import EVERYTHING
 from pdlink.store.interface import PlaceState
 from pdlink.store.line import FIRST, Line, Width
-from pdlink.store.tiers.base import DAMAGED, ListingTier, ReadOnly, SettlingTier
+from pdlink.store.tiers.base import DAMAGED, ListingTier, ReadOnly, RoutedTier, SettlingTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -63,7 +63,8 @@ class GuardedTier:
         self.tier, self.name, self.codec = tier, name, codec
         self.verifies = tier.verifies
         """Whether what `get` brings is what was put, by a checksum of the tier's own."""
-        self.askers = Line(f"pdlink-ask-{name}")
+        self.askers = Line(f"pdlink-ask-{name}", FIRST if isinstance(tier, RoutedTier) else 1)
+        """Several where one store that does not answer is not to keep look-ups from others."""
         self.readers = Line(f"pdlink-read-{name}", FIRST, Width(FIRST))
         self.writers = Line(f"pdlink-write-{name}", FIRST, Width(FIRST))
         self.queued_nbytes = 0

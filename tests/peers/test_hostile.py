@@ -243,7 +243,7 @@ def test_only_holders_of_allowed_keys_are_answered_and_no_longer_when_they_are_t
     ends.callback(stranger.close)
     assert stranger.read(0) == 0
     owner.link.allow(AllowList({keys["owner"].public: "owner"}))
-    friend.link._timeout_s = 0.5
+    friend.link.timeout_s = 0.5
     assert friend.read(0, 1) == 1, "what is here stays; nothing more comes"
 
 

@@ -115,13 +115,13 @@ def test_an_owner_that_stands_still_is_a_miss_and_is_asked_again_when_it_goes_on
     found = asker.store.lookup([key(0), key(1)], PATIENCE_S)
     assert len(found.keys) == 2
     owner.stop()
-    asker.link._timeout_s = 0.5
+    asker.link.timeout_s = 0.5
     fetch = asker.store.fetch(found, asker.shape, "read")
     assert len(fetch.done.result(PATIENCE_S)) == 1
     assert fetch.close()
     assert asker.read(0, 1) == 1
     owner.resume()
-    asker.link._timeout_s = WAIT_S
+    asker.link.timeout_s = WAIT_S
     until(lambda: asker.read(0, 1) == 2, "it is asked again, after a pause of its own")
 
 
