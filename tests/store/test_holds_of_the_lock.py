@@ -113,9 +113,11 @@ def test_many_slots_are_committed_in_pieces_which_listeners_hear_of_in_order(
     heard: list[bytes] = []
     store.listen(lambda change: heard.append(change.key))
     slots = store.reserve(more, SHAPE)
+    store._books.wait_told()  # the store's own thread may be telling what was there
     heard.clear()
     lock.most_steps = 0
     store.commit(slots, SHAPE)
+    store._books.wait_told()
     assert heard == more
     assert store.lookup(more, 1.0).keys == tuple(more)
     assert 0 < lock.most_steps < MOST_STEPS
@@ -156,6 +158,7 @@ def test_all_records_are_cleared_at_once(counted: tuple[Store, CountingLock]) ->
     lock.most_steps = 0
     assert store.clear().records == len(KEYS)
     assert lock.most_steps < 1000
+    store._books.wait_told()
     assert sorted(heard) == KEYS
     assert not store.lookup(KEYS, 1.0).keys
     assert store.gauges()["used"] == 2 * 8192
