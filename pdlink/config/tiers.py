@@ -62,8 +62,8 @@ class TiersConfig(Section):
     """Where stores of other nodes ask this one, on the host of `listen.control`; 0 takes a free one, which is
     printed. None is 0 where there are `peers`, and else lends to nobody and borrows from nobody."""
     ingestion: Literal["all", "second_sight"] = "all"
-    """Which records go to the tiers below memory: all; or second_sight: a record goes when it is
-    wanted a second time."""
+    """Which records go to the tiers below memory: all; or second_sight: a record goes when it is wanted a second
+    time."""
     verify: bool = False
     """Check records when they are read from memory, too, by a checksum made when they are stored. What is read
     from below memory is always checked."""

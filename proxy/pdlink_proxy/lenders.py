@@ -35,6 +35,8 @@ class KVSource(NamedTuple):
 
 
 class Lenders:
+    """Of one proxy, by what the workers say of their stores in their health."""
+
     def __init__(self) -> None:
         self.at: dict[int, tuple[str, WorkerState]] = {}
         """By `WorkerState.number`, the worker and the address of its store. A worker that is away may have left a

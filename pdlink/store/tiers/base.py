@@ -17,8 +17,8 @@ class Tier(Protocol):
     """Keeps records by key as opaque bytes, within its capacity.
 
     Methods block, and are called from several of the store's threads at once. Damaged, foreign and short records are
-    misses, never wrong bytes. An OSError says that the medium fails (gone, lying); the store takes
-    it for a miss, and keeps away for a while from a tier that fails often or takes longer than its deadline.
+    misses, never wrong bytes. An OSError says that the medium fails: the store takes it for a miss, and keeps away
+    for a while from a tier that fails often or takes longer than its deadline.
     """
 
     @property
