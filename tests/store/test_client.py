@@ -19,7 +19,7 @@ import pytest
 
 from pdlink.errors import ConfigError
 from pdlink.store import link, wire
-from pdlink.store.interface import MEMORY
+from pdlink.store.interface import MEMORY, Found
 from pdlink.store.link import Link, RemoteFetch
 from pdlink.store.record import Group, RecordShape
 from pdlink.store.server.listener import Listener
@@ -358,6 +358,30 @@ def test_a_client_is_served_while_its_store_looks_at_the_records_of_a_long_sessi
         finally:
             may_end.set()
         assert asked.result(WAIT_S) == 1
+
+
+def test_a_hold_of_a_session_waits_for_no_look_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end = threading.Semaphore(0), threading.Event()
+
+    def slow(*_: Any) -> Found:
+        begun.release()
+        assert may_end.wait(WAIT_S)
+        return Found((), ())
+
+    with (
+        served(tmp_path, tiers=[StubTier()]) as (store, listener),
+        client(listener.path) as mine,
+        ThreadPoolExecutor(2) as callers,
+    ):
+        monkeypatch.setattr(store, "lookup", slow)
+        asked = [callers.submit(mine.lookup, KEYS[:1], WAIT_S) for _ in range(2)]
+        try:
+            assert all(begun.acquire(timeout=WAIT_S) for _ in asked)
+            assert mine.hold(SessionTerms("agent", "", 60.0), KEYS[:1], [SHAPE.nbytes], waits=False) == 1
+        finally:
+            may_end.set()
+        for each in asked:
+            each.result(WAIT_S)
 
 
 def test_a_store_that_is_late_with_a_session_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ _MAX_PARTS = 4096
 
 
 class Desk:
-    """For one thread, but for messages that `may_wait`: they touch nothing of it."""
+    """For one thread, but for messages that `may_wait` or `takes_long`: they touch nothing of it."""
 
     def __init__(
         self,
@@ -78,11 +78,14 @@ class Desk:
         return bool(self._writing)
 
     def may_wait(self, message: wire.Request) -> bool:
-        """Whether `handle` waits for tiers, or for the disk that notes a clear, or frees what was cleared; or looks
-        at as many records as sessions keep."""
-        return isinstance(message, wire.Flush | wire.Clear | wire.HoldSession | wire.EndSession) or (
+        """Whether `handle` waits for tiers, or for the disk that notes a clear, or frees what was cleared."""
+        return isinstance(message, wire.Flush | wire.Clear) or (
             isinstance(message, wire.Lookup) and self._store.has_tiers
         )
+
+    def takes_long(self, message: wire.Request) -> bool:
+        """Whether `handle` waits for nothing, and looks at as many records as a session keeps. In their order."""
+        return isinstance(message, wire.HoldSession | wire.EndSession)
 
     def handle(self, message: wire.Request) -> None:
         """Do it, and tell the answer, now or later. Raises ProtocolError for what no client has reason to send."""

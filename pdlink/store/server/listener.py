@@ -200,6 +200,7 @@ class _Session(threading.Thread):
         self._sending = threading.Lock()
         self._sender = Line("pdlink-store-tell")
         self._askers = Line("pdlink-store-ask", 2)
+        self._holders = Line("pdlink-store-hold")
 
     def end(self) -> None:
         """Let the thread end; what the client writes is for another one to wait for."""
@@ -240,7 +241,7 @@ class _Session(threading.Thread):
         finally:
             self.connected = False
             self.link.close()
-            for line in (self._askers, self._sender):
+            for line in (self._askers, self._holders, self._sender):
                 line.close(0.0)
             if client is not None:
                 client.desk.disconnected()
@@ -250,7 +251,7 @@ class _Session(threading.Thread):
 
     def release(self) -> None:
         """What it holds beside the connection. Safe to call twice."""
-        for line in (self._askers, self._sender):
+        for line in (self._askers, self._holders, self._sender):
             line.end()
         with self._waking:
             if self._wake >= 0:
@@ -292,10 +293,12 @@ class _Session(threading.Thread):
             poller.register(descriptor, select.POLLIN)
         while True:
             for message in messages:
-                if not client.desk.may_wait(message):
+                line = self._askers if client.desk.may_wait(message) else None
+                line = self._holders if client.desk.takes_long(message) else line
+                if line is None:
                     client.desk.handle(message)
-                elif len(self._askers) < _MAX_BACKLOG:
-                    self._askers.put(partial(self._ask, client.desk, message))
+                elif len(line) < _MAX_BACKLOG:
+                    line.put(partial(self._ask, client.desk, message))
                 else:
                     raise ProtocolError(
                         f"calls: got {_MAX_BACKLOG + 1} at a time; expected at most {_MAX_BACKLOG}; wait for answers"
