@@ -97,7 +97,7 @@ def test_a_tier_that_finds_records_and_cannot_read_them_is_left_alone() -> None:
         raise OSError("no such luck")
 
     now_s = 0.0
-    half = cast("Tier", SimpleNamespace(name="half"))
+    half = cast("Tier", SimpleNamespace(name="half", verifies=False))
     noting = Line("note")
     tier = GuardedTier(half, "half", cleared=Cleared(), noting=noting, deadline_s=1.0, clock=lambda: now_s)
     for _ in range(3):
