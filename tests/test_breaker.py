@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
 
 from pdlink.breaker import Breaker
 from pdlink.store.below import GuardedTier
 from pdlink.store.cleared import Cleared
 from pdlink.store.line import Line
-
-if TYPE_CHECKING:
-    from pdlink.store.tiers.base import Tier
+from tests.store.stubs import StubTier
 
 
 def fail(breaker: Breaker, now_s: float) -> None:
@@ -97,9 +93,8 @@ def test_a_tier_that_finds_records_and_cannot_read_them_is_left_alone() -> None:
         raise OSError("no such luck")
 
     now_s = 0.0
-    half = cast("Tier", SimpleNamespace(name="half", verifies=False))
     noting = Line("note")
-    tier = GuardedTier(half, "half", cleared=Cleared(), noting=noting, deadline_s=1.0, clock=lambda: now_s)
+    tier = GuardedTier(StubTier(), "half", cleared=Cleared(), noting=noting, deadline_s=1.0, clock=lambda: now_s)
     for _ in range(3):
         assert tier.call("contains", lambda: [True], [False]) == [True]
         assert tier.call("get", fails, None) is None
