@@ -10,6 +10,7 @@ import re
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +68,16 @@ def server(vllm_folder: Path, alone: Alone) -> Iterator[Server]:
     server.kill()
 
 
+def operate(verb: str, **fields: Any) -> Any:
+    url, kind = f"http://{ADMIN}/pdlink/cache/{verb}", {"Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(fields).encode(), kind), timeout=60) as answer:
+        return json.load(answer)
+
+
 def test_operators_warm_and_clear_prompts_by_token_ids(server: Server, alone: Alone) -> None:
     prompt, kept = prompt_of(2000, 2000), 1792
 
-    def ask(verb: str, **fields: Any) -> Any:
-        body = json.dumps({"prompt": prompt, **fields}).encode()
-        url, kind = f"http://{ADMIN}/pdlink/cache/{verb}", {"Content-Type": "application/json"}
-        with urllib.request.urlopen(urllib.request.Request(url, body, kind), timeout=60) as answer:
-            return json.load(answer)
+    ask = partial(operate, prompt=prompt)
 
     def completes(loads: int) -> None:
         before = loaded(server)
@@ -94,6 +97,34 @@ def test_operators_warm_and_clear_prompts_by_token_ids(server: Server, alone: Al
     assert ask("clear")["records"] == kept // CHUNK
     completes(0)
     assert ask("clear")["records"] == kept // CHUNK, "it was kept again"
+
+
+def test_a_session_keeps_its_kv_in_memory_while_others_push_until_an_operator_ends_it(server: Server) -> None:
+    prompt, salt = prompt_of(600, 1), {"cache_salt": "agents"}
+    session = {"kv_transfer_params": {"session_id": "agent", "session_ttl_s": 600}}
+    first = server.complete(prompt, **salt, **session).tokens
+    until(server.holds_nothing, "all of it is kept")
+    with urllib.request.urlopen(f"http://{ADMIN}/pdlink/cache", timeout=60) as answer:
+        state = json.load(answer)
+    assert [(each["name"], each["records"]) for each in state["sessions"]] == [("agent", 2)]
+    (scope,) = state["scopes"]
+    operate("quota", **salt, gib=4.5 * sum(scope["record_nbytes"]) / 2**30)  # which others fill
+
+    def push(seed: int) -> None:
+        for number in range(3):
+            server.complete(prompt_of(600, seed + number), **salt)
+            until(server.holds_nothing, "all of it is kept")
+
+    push(10)
+    assert operate("lookup", prompt=prompt, **salt)["runs"] == [{"place": "memory", "tokens": 512}]
+    before = loaded(server)
+    assert server.complete(prompt, **salt, **session).tokens == first
+    assert loaded(server) == before + 512
+    assert operate("end_session", session_id="agent", **salt) == {"ended": True}
+    push(20)
+    assert operate("lookup", prompt=prompt, **salt)["runs"] == [{"place": "disk", "tokens": 512}]
+    assert operate("end_session", session_id="agent", **salt) == {"ended": False}
+    operate("quota", **salt)
 
 
 @pytest.mark.parametrize("length", [255, 257, 513, 2000, 4096])
