@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from pdlink.store.store import Store
 
     Reach = Callable[..., AbstractContextManager["Reached"]]
+
+_pings = itertools.count(1 << 40)
+"""Calls that no client makes, one for each ping: a second thread's would take the answer of the first one."""
 
 
 class Reached(NamedTuple):
@@ -56,7 +60,7 @@ def put(store: AnyStore, keys: Sequence[bytes]) -> int:
 def heard(store: AnyStore) -> None:
     """Wait until the store has done what it was told: this call has an answer, and a commit has none."""
     if isinstance(store, RemoteStore) and store._link is not None:
-        store._link.ask(wire.Ping(-1), wire.Count)
+        store._link.ask(wire.Ping(next(_pings)), wire.Count)
 
 
 def disturb(store: AnyStore) -> None:

@@ -309,6 +309,7 @@ def test_nobody_ever_reads_another_record(reach: Reach, seed: int) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(WAIT_S)
+        assert not any(thread.is_alive() for thread in threads)
         assert not failures, failures
         until(lambda: store._catalog.num_leases + store._catalog.num_reservations == 0, "all is given back")
