@@ -5,7 +5,7 @@ Run with `make test-vllm`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,6 +15,7 @@ from pdlink.api.openai import COMPLETIONS  # noqa: E402
 from tests.e2e.deployment import request  # noqa: E402
 from tests.e2e.prometheus_server import panels_of, scraped, traffic, with_prometheus  # noqa: E402
 from tests.e2e.proxied_vllm import proxied  # noqa: E402
+from tests.waiting import until  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,14 +43,20 @@ def test_every_panel_has_data_and_every_rule_is_evaluated(tmp_path: Path) -> Non
             assert answer.status == 200
             assert pair.events("proxy", COMPLETIONS, {"prompt": prompt[:300], "max_tokens": 4})
 
+        def state() -> Any:
+            return request(pair.url("proxy") + "/pdlink/state").body
+
+        def rates() -> Any:
+            return state()["rates"]
+
         with traffic(ask_twice):
             prometheus.wait_for_panels(panels_of(*OF_OUR_ENGINE))
             prometheus.wait_for_rules()
-            state = request(pair.url("proxy") + "/pdlink/state").body
+            until(lambda: bool(rates()["kv_bytes_per_s"].get("mapped")), "KV moved between two looks at the workers")
+            until(lambda: rates()["tokens_per_s"] > 0, "tokens came between two looks at the workers")
+            shown = state()
         assert prometheus.values("sum(up)") == [3.0]
-        assert (state["engine"], [each["lane"] for each in state["pairs"]]) == ("vLLM", ["mapped"])
-        assert all(each["requests"] and each["held"] is not None for each in state["workers"])
-        assert state["rates"]["kv_bytes_per_s"]["mapped"] > 0
-        assert state["rates"]["tokens_per_s"] > 0
-        assert state["totals"]["store_chunks"]["memory"] > 0
+        assert (shown["engine"], [each["lane"] for each in shown["pairs"]]) == ("vLLM", ["mapped"])
+        assert all(each["requests"] and each["held"] is not None for each in shown["workers"])
+        assert shown["totals"]["store_chunks"]["memory"] > 0
         assert prometheus.values('count(ALERTS{alertstate="firing"})') == []
