@@ -167,11 +167,11 @@ class WorkerLeg(LegAccount, AnswerListener):
             self._let_go.clear(self.cancel)
 
     def pace(self, now_s: float, *, well: bool | None) -> float | None:
-        """Of a prompt for each token that was ahead, of a stream for each byte."""
+        """Of a prompt for each token that was ahead, of a stream of `MIN_PACE_NBYTES` or more for each byte."""
         if self.leg is Leg.PREFILL:
             return (now_s - self.sent_s) / self._ahead if self._ahead >= MIN_PACE_TOKENS else None
         # Given up, a stream says nothing: it may have waited for prefill.
-        if not well or self._paused or self.nbytes < MIN_PACE_NBYTES:
+        if not well or self._paused:
             return None
         took_s = now_s - self.answered_s if self.answered_s is not None else 0.0
         return took_s / self.nbytes if took_s >= MIN_PACE_S else None

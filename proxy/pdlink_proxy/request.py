@@ -230,19 +230,22 @@ class Request:
         if self._closed or self._last is not None:
             return
         if self.client.connection.writing_paused and not self.client.gone:
-            if (waiting := self._admission.waiting) is not None:
-                self._shared.queue.remove(waiting)
+            self._leave_queue()
             self._last = self._shared.spawn(self._let_catch_up())
         else:
             self._close()
+
+    def _leave_queue(self) -> None:
+        if (waiting := self._admission.waiting) is not None:
+            self._shared.queue.remove(waiting)
+            self._admission.waiting = None  # which has this request: the collector would have to find both
 
     def _close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        if (waiting := self._admission.waiting) is not None:
-            self._shared.queue.remove(waiting)
-            self._admission.waiting = None  # which has this request: the collector would have to find both
+        if self._admission.waiting is not None:
+            self._leave_queue()
         if (turn := self._admission.wanted.turn) is not None and self._admission.chosen:
             self._shared.sessions.ended(turn, time.monotonic())
         if self._flow.outcome is None:
