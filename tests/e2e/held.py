@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from pdlink.config import ModelConfig
 from pdlink.engine.forward import LoadedModel
 from pdlink.engine.models import load_model
 from pdlink.serve.worker import Worker
+from pdlink_bench.chaos.worker import SteppedModel
 
 HELD_BY = "HELD_BY"
 """Variable of such a process: the path of a file. While it is there, the engine stands still where its text says:
@@ -29,7 +30,7 @@ HELD_BY = "HELD_BY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldModel(LoadedModel):
+class HeldModel(SteppedModel):
     file: Path
     passes: Iterator[int]
     """Numbers of passes over answers."""
@@ -37,33 +38,32 @@ class HeldModel(LoadedModel):
     def logits(
         self, *arguments: Any, layer_written: Callable[[int], None] | None = None, **options: Any
     ) -> torch.Tensor:
-        def written(layer: int) -> None:
-            assert layer_written is not None
-            layer_written(layer)
-            while self._held_at() == f"layer {layer}":
+        if layer_written is None:
+            number = next(self.passes)
+            while (at := held_at(self.file)).startswith("answers ") and number >= int(at.split()[1]):
                 time.sleep(0.002)
+        return SteppedModel.logits(self, *arguments, layer_written=layer_written, **options)
 
-        if layer_written is not None:
-            return LoadedModel.logits(self, *arguments, layer_written=written, **options)
-        number = next(self.passes)
-        while (held_at := self._held_at()).startswith("answers ") and number >= int(held_at.split()[1]):
-            time.sleep(0.002)
-        return LoadedModel.logits(self, *arguments, **options)
 
-    def _held_at(self) -> str:
-        try:
-            return self.file.read_text()
-        except FileNotFoundError:
-            return ""
+def held_at(file: Path) -> str:
+    """Where the engine is to stand still; empty for nowhere."""
+    try:
+        return file.read_text()
+    except FileNotFoundError:
+        return ""
 
 
 def main(words: Sequence[str]) -> int:
     """`pdlink` with these words."""
 
+    file = Path(os.environ[HELD_BY])
+
+    def hold(layer: int) -> None:
+        while held_at(file) == f"layer {layer}":
+            time.sleep(0.002)
+
     def held(config: ModelConfig, device: str = "cpu") -> LoadedModel:
-        model = load_model(config, device)
-        parts = {each.name: getattr(model, each.name) for each in fields(LoadedModel)}
-        return HeldModel(**parts, file=Path(os.environ[HELD_BY]), passes=itertools.count())
+        return HeldModel.of(load_model(config, device), after_layer=hold, file=file, passes=itertools.count())
 
     Worker.load_model = staticmethod(held)
     return cli.main(words)

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from pdlink import cli
 from pdlink.engine.forward import LoadedModel
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlowModel(LoadedModel):
-    """A small model that computes prompts as slowly as a large one."""
+class SteppedModel(LoadedModel):
+    """A model that does something after each layer of a prompt, which is told by then."""
 
-    layer_s: float
+    after_layer: Callable[[int], None]
 
     @classmethod
-    def of(cls, model: LoadedModel, layer_s: float) -> SlowModel:
-        """The same model, slow."""
-        return cls(**{each.name: getattr(model, each.name) for each in fields(LoadedModel)}, layer_s=layer_s)
+    def of(cls, model: LoadedModel, **more: Any) -> Self:
+        """The same model, with `after_layer`, and what a subclass has in addition."""
+        return cls(**{each.name: getattr(model, each.name) for each in fields(LoadedModel)}, **more)
 
     def logits(
         self, *arguments: Any, layer_written: Callable[[int], None] | None = None, **options: Any
@@ -41,7 +41,7 @@ class SlowModel(LoadedModel):
         def written(layer: int) -> None:
             assert layer_written is not None
             layer_written(layer)
-            time.sleep(self.layer_s)
+            self.after_layer(layer)
 
         told = written if layer_written is not None else None
         return LoadedModel.logits(self, *arguments, layer_written=told, **options)
@@ -58,7 +58,7 @@ def main(words: Sequence[str]) -> int:
         return node
 
     def slow(config: ModelConfig, device: str = "cpu") -> LoadedModel:
-        return SlowModel.of(load_model(config, device), layer_s)
+        return SteppedModel.of(load_model(config, device), after_layer=lambda _: time.sleep(layer_s))
 
     Worker.make_node = staticmethod(make_node)
     if layer_s:
