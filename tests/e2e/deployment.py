@@ -37,6 +37,17 @@ def worker_settings(role: str, **sections: Any) -> dict[str, Any]:
     return WorkerConfig.model_validate(base | sections).model_dump(mode="json")
 
 
+def of_store(store: Path, chunk_tokens: int) -> dict[str, Any]:
+    """The section `tiers` of a worker that uses this store process for every prompt of a chunk."""
+    return {
+        "store": str(store),
+        "chunk_size": chunk_tokens,
+        "load_if_faster": False,
+        # A machine with more to do than it has cores keeps the store from answering for seconds.
+        "store_timeout_s": 20.0,
+    }
+
+
 @dataclass
 class Answer:
     status: int

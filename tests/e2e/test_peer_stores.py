@@ -10,7 +10,7 @@ from pdlink.fleet.ports import free_ports
 from tests.waiting import until
 
 from ..store.process import process
-from .deployment import Deployment, prompt_of, worker_settings
+from .deployment import Deployment, of_store, prompt_of, worker_settings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,17 +39,7 @@ def test_each_store_pulls_what_the_others_worker_computed_and_computes_when_it_i
         process(paths["right"], tiers=tiers("right", "left")) as right,
     ):
         workers = {
-            name: worker_settings(
-                "prefill",
-                tiers={
-                    "store": str(store.path),
-                    "chunk_size": CHUNK,
-                    "load_if_faster": False,
-                    # A machine with more to do than it has cores keeps the store from answering for seconds.
-                    "store_timeout_s": 20.0,
-                },
-                cache=cache,
-            )
+            name: worker_settings("prefill", tiers=of_store(store.path, CHUNK), cache=cache)
             for name, store in (("prefill-left", left), ("prefill-right", right))
         }
         workers["decode"] = worker_settings("decode", cache=cache, tiers={"max_local_cpu_size": 0})

@@ -14,7 +14,7 @@ from pdlink.fleet.ports import free_ports
 from tests.waiting import until
 
 from ..store.process import Process, process
-from .deployment import Answer, Deployment, prompt_of, request, worker_settings
+from .deployment import Answer, Deployment, of_store, prompt_of, request, worker_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,17 +87,7 @@ def cell(path: Path, policy: str) -> Iterator[Cell]:
             stores[name] = stack.enter_context(process(path / name, name=name, tiers=tiers, kv_events=events))
         cache = {"share_prefixes": False, "num_blocks": 256}  # so that only the stores know a prompt
         workers = {
-            f"prefill-{name}": worker_settings(
-                "prefill",
-                tiers={
-                    "store": str(store.path),
-                    "chunk_size": CHUNK,
-                    "load_if_faster": False,
-                    # A machine with more to do than it has cores keeps the store from answering for seconds.
-                    "store_timeout_s": 20.0,
-                },
-                cache=cache,
-            )
+            f"prefill-{name}": worker_settings("prefill", tiers=of_store(store.path, CHUNK), cache=cache)
             for name, store in stores.items()
         }
         workers["decode"] = worker_settings("decode", cache=cache, tiers={"max_local_cpu_size": 0})

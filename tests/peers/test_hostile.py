@@ -24,12 +24,6 @@ from tests.waiting import WAIT_S, until
 from .store_node import StoreNode, key
 
 
-@pytest.fixture
-def ends() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 class Liar(Store):
     """Says that it has every record; sends what `lie` makes of the lease."""
 

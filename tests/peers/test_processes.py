@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -15,18 +15,12 @@ from tests.other_process import PATIENCE_S
 from tests.ports import keep_port
 from tests.waiting import WAIT_S, until
 
-from .store_node import OtherNode, StoreNode, key
+from .conftest import MakeNode
+from .store_node import OtherNode, key
 
 KINDS = ["mapped", "tcp"]
 
 MakeOther = Callable[..., OtherNode]
-MakeNode = Callable[..., StoreNode]
-
-
-@pytest.fixture
-def ends() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture
@@ -35,16 +29,6 @@ def make_other(ends: ExitStack) -> MakeOther:
         other = OtherNode(name, *peers, kind=kind, **more)
         ends.callback(other.end)
         return other
-
-    return make
-
-
-@pytest.fixture
-def make_node(ends: ExitStack) -> MakeNode:
-    def make(name: str, *peers: str, **more: object) -> StoreNode:
-        node = StoreNode(name, peers, **more)  # type: ignore[arg-type]
-        ends.callback(node.close)
-        return node
 
     return make
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from functools import partial
@@ -33,12 +32,6 @@ class Busy:
     def pull(self, pull: Pull) -> None:
         self.pulls.append(pull.transfer_id)
         self.pulled.release()
-
-
-@pytest.fixture
-def ends() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def test_all_that_a_busy_store_is_asked_reaches_it_in_order(ends: ExitStack) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import cast
 
 import pytest
@@ -18,25 +19,14 @@ from pdlink.peers.routed import IDLE_S, MAX_OPEN, RoutedPeers
 from tests.other_process import PATIENCE_S
 from tests.waiting import WAIT_S
 
-from .store_node import OtherNode, StoreNode, key
-
-MakeNode = Callable[..., StoreNode]
-
-
-@pytest.fixture
-def ends() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
+from .conftest import MakeNode
+from .store_node import OtherNode, key
 
 
 @pytest.fixture
-def make_node(ends: ExitStack) -> MakeNode:
-    def make(name: str, **more: object) -> StoreNode:
-        node = StoreNode(name, routed=True, **more)  # type: ignore[arg-type]
-        ends.callback(node.close)
-        return node
-
-    return make
+def make_node(make_node: MakeNode) -> MakeNode:
+    """Of stores that ask whom they are told of."""
+    return partial(make_node, routed=True)
 
 
 def test_each_prefix_comes_from_the_store_that_is_said_to_have_it(make_node: MakeNode) -> None:

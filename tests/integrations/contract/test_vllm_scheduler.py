@@ -50,6 +50,16 @@ def legs(prefill: Server, attempt: str = "a") -> tuple[dict[str, Any], dict[str,
     return sends, {"leg": "decode", "transfer_id": attempt, "prefill": {"control": prefill.address}}
 
 
+def transfers(prefill: Server, decode: Server) -> None:
+    """A prompt moves from one to the other, and is answered as computed."""
+    sends, receives = legs(prefill)
+    prefill.request("p", PROMPT, sends, max_tokens=1)
+    decode.request("d", PROMPT, receives)
+    decode.until_idle(prefill)
+    assert decode.outputs["d"] == tokens_of(PROMPT, 3)
+    assert decode.said["d"]["pdlink_kv"] == "transferred"
+
+
 @each_order
 def test_a_request_alone_is_served(tmp_path: Path, how: dict[str, Any]) -> None:
     with servers(tmp_path, how) as (server,):
@@ -61,13 +71,8 @@ def test_a_request_alone_is_served(tmp_path: Path, how: dict[str, Any]) -> None:
 @each_order
 def test_a_prompt_is_pushed_while_it_is_computed(tmp_path: Path, how: dict[str, Any]) -> None:
     with servers(tmp_path, how, how) as (prefill, decode):
-        sends, receives = legs(prefill)
-        prefill.request("p", PROMPT, sends, max_tokens=1)
-        decode.request("d", PROMPT, receives)
-        decode.until_idle(prefill)
-        assert decode.outputs["d"] == tokens_of(PROMPT, 3)
+        transfers(prefill, decode)
         assert decode.computed["d"] == 1 + 2, "the last token of the prompt, and two of the answer"
-        assert decode.said["d"]["pdlink_kv"] == "transferred"
         assert prefill.computed["p"] == 100
 
 
@@ -87,12 +92,7 @@ def test_a_layer_of_micro_batches_is_ready_when_the_step_ends(
     said: list[str] = []
     monkeypatch.setattr(Steps, "layer_saved", lambda _, name: said.append(name))
     with servers(tmp_path, {"runner": runner}, {"runner": runner}) as (prefill, decode):
-        sends, receives = legs(prefill)
-        prefill.request("p", PROMPT, sends, max_tokens=1)
-        decode.request("d", PROMPT, receives)
-        decode.until_idle(prefill)
-        assert decode.outputs["d"] == tokens_of(PROMPT, 3)
-        assert decode.said["d"]["pdlink_kv"] == "transferred"
+        transfers(prefill, decode)
     assert not said
 
 
@@ -314,12 +314,7 @@ def test_a_stage_that_nobody_tells_of_the_end_of_a_step_sends_what_it_has_comput
     monkeypatch.setattr(versions, "ends_unsaid", lambda _: True)
     monkeypatch.setattr(PDLinkConnector, "save_kv_layer", lambda *_: None)
     with servers(tmp_path, {"runner": "v1"}, {"runner": "v1"}) as (prefill, decode):
-        sends, receives = legs(prefill)
-        prefill.request("p", PROMPT, sends, max_tokens=1)
-        decode.request("d", PROMPT, receives)
-        decode.until_idle(prefill)
-        assert decode.outputs["d"] == tokens_of(PROMPT, 3)
-        assert decode.said["d"]["pdlink_kv"] == "transferred"
+        transfers(prefill, decode)
 
 
 def test_caches_on_a_device_stay_in_the_pool_that_sleep_discards(tmp_path: Path) -> None:
