@@ -87,6 +87,9 @@ class ProxyConfig(Section):
     """By base URL of a worker, where it publishes which KV it has, so that `prefix` and `cost` need not guess:
     "tcp://HOST:5557", or "tcp://HOST:5557,tcp://HOST:5558" with its replay endpoint; a list if there are several. For
     --kv-events-config of vLLM and SGLang; workers of pdlink's own engine say it themselves."""
+    stores: dict[str, Annotated[str, Field(min_length=1, max_length=512)]] = {}
+    """Dialect vllm: by base URL of a worker, where other stores ask the one that it keeps KV in (`tiers.peer_port`):
+    "tcp://HOST:8110". It pulls what others have of a prompt, and they pull from it. Others say it themselves."""
     tokenize_wait_s: float = Field(default=0.05, ge=0, le=5)
     """Longest wait for the token ids of a text, with which it is looked up in KV events. 0 never asks."""
     policy: str | dict[Literal["prefill", "decode"], str] = DEFAULT_POLICIES
@@ -181,7 +184,7 @@ class ProxyConfig(Section):
     def _with_scheme(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(_url(text) for text in value)
 
-    @field_validator("control", "kv_events", "data_parallel", "cells", mode="after")
+    @field_validator("control", "kv_events", "data_parallel", "cells", "stores", mode="after")
     @classmethod
     def _keys_with_scheme(cls, value: dict[str, Any]) -> dict[str, Any]:
         return {_url(text): found for text, found in value.items()}
@@ -212,7 +215,7 @@ class ProxyConfig(Section):
             no_use(
                 self,
                 "",
-                ("control", "data_parallel"),
+                ("control", "data_parallel", "stores"),
                 f"is for dialect: vllm, and dialect is {self.dialect}",
             )
         if self.dialect == "vllm":

@@ -111,7 +111,7 @@ class UpConfig(Section):
             for side in SIDES:
                 tiers, reason = getattr(self, side).tiers, "is of a worker's own store, and share_store is on"
                 no_use(tiers, f"{side}.tiers.", ("store", *of_a_store()), reason)
-        made = ("prefill", "decode", "dialect", "control", "data_parallel")
+        made = ("prefill", "decode", "dialect", "control", "data_parallel", "stores")
         no_use(self.proxy, "proxy.", made, "is given by the workers that `pdlink up` starts")
         for side in SIDES:
             self._fits(side, getattr(self, side), getattr(self, f"num_{side}"))

@@ -15,7 +15,7 @@ from pdlink.config.listen import HostPort, place_of
 from pdlink.config.loading import nest
 from pdlink.endpoint.token import http_key_of
 from pdlink.errors import ConfigError
-from pdlink.fleet.vllm import CONNECTORS
+from pdlink.fleet.vllm import CONNECTORS, told_host
 from pdlink.integrations.vllm_parts.settings import read
 from pdlink.serve.keys import as_name
 
@@ -104,7 +104,9 @@ def vllm(asked: Asked, executable: str) -> ServerCommand:
         last = f"-{asked.control.port + ranks - 1}" if ranks > 1 else ""
         about.append(f"--control {asked.url}=tcp://{asked.control}{last}")
         if engines > 1:
-            about.append(f"--set {shlex.quote(f'data_parallel={json.dumps({asked.url: engines})}')}")
+            about.append(_set("data_parallel", {asked.url: engines}))
+    if port := extra.get("tiers", {}).get("peer_port"):
+        about.append(_set("stores", {asked.url: f"tcp://{HostPort(told_host(extra['listen']), port)}"}))
     return ServerCommand(
         (
             *(executable, "serve", asked.model, "--host", asked.http.host, "--port", str(asked.http.port)),
@@ -139,6 +141,10 @@ def sglang(asked: Asked, executable: str) -> ServerCommand:
         environment,
         _proxy("sglang", asked, [f"--{asked.role} {asked.url}"]),
     )
+
+
+def _set(name: str, value: object) -> str:
+    return f"--set {shlex.quote(f'{name}={json.dumps(value)}')}"
 
 
 def _proxy(dialect: str, asked: Asked, about: Sequence[str]) -> str:

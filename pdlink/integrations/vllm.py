@@ -37,7 +37,7 @@ from pdlink.integrations.vllm_parts import cache_groups, versions
 from pdlink.integrations.vllm_parts import settings as settings_of
 from pdlink.integrations.vllm_parts.embeddings import Embeddings
 from pdlink.integrations.vllm_parts.origins import NO_TIERS, Origins
-from pdlink.integrations.vllm_parts.params import Caps
+from pdlink.integrations.vllm_parts.params import Caps, source_of
 from pdlink.integrations.vllm_parts.rank import Rank
 from pdlink.integrations.vllm_parts.requests import NOTHING, RequestBook, Scheduled, StepPlan
 from pdlink.integrations.vllm_parts.store_book import StoreBook
@@ -149,7 +149,7 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         params, store = request.kv_transfer_params, self._book.store
         if not params and store is None:
             return
-        caps, params = Caps.of(params or {})
+        source, (caps, params) = source_of(params or {}), Caps.of(params or {})
         request_id, identity, given = request.request_id, versions.identity(request), Embeddings.of(request)
         if params:
             words = [*identity.words, *(given.words if given is not None else ())]
@@ -161,8 +161,16 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
             receives = self._book.comes_from_elsewhere(request_id)
             keeps = self._priority_limit is None or request.priority <= self._priority_limit
             prompt = versions.prompt_of(request)
-            session = versions.session_of(request)
-            store.arrived(request_id, prompt, *identity, receives=receives, keeps=keeps, caps=caps, session=session)
+            store.arrived(
+                request_id,
+                prompt,
+                *identity,
+                receives=receives,
+                keeps=keeps,
+                caps=caps,
+                session=versions.session_of(request),
+                source=source,
+            )
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._origins.asked(request.request_id, num_computed_tokens)

@@ -116,8 +116,16 @@ def run_store(config: StoreConfig, parent: Parent | None, say: Callable[[str], N
     if http_key is None and not is_loopback(config.listen.host):
         log.warning("listen %s without http_key_file: HTTP is open to anybody who reaches it", config.listen.host)
     credentials = keys.load_credentials(SecurityConfig(key_file=config.key_file, allow_file=config.allow_file))
-    link = make_link(config, config.name, credentials, insecure=config.insecure, deadlines=Deadlines())
-    store = make_store(config.tiers, config.name, peers=tiers_of(link, config))
+    link = make_link(
+        config.tiers,
+        config.listen.link,
+        config.transport,
+        config.name,
+        credentials,
+        insecure=config.insecure,
+        deadlines=Deadlines(),
+    )
+    store = make_store(config.tiers, config.name, peers=tiers_of(link, config.tiers))
     store.open()
     listener = Listener(store, path)
     publisher = file = None

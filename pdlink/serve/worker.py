@@ -117,7 +117,15 @@ class Worker:
             order=config.cache.order,
         )
         insecure, deadlines = config.security.insecure, Deadlines.of(config.timeouts)
-        self.peers = make_link(config, self.name, self._credentials, insecure=insecure, deadlines=deadlines)
+        self.peers = make_link(
+            config.tiers,
+            config.listen.link,
+            config.transport,
+            self.name,
+            self._credentials,
+            insecure=insecure,
+            deadlines=deadlines,
+        )
         self.source: Source | None = None
         """None where nothing is kept."""
         self.source = open_source(
@@ -128,7 +136,7 @@ class Worker:
             self.pool,
             model=self.model.name,
             released=lambda: self.engine.wake(),
-            peers=tiers_of(self.peers, config),
+            peers=tiers_of(self.peers, config.tiers),
         )
         if self.peers is not None and self.source is not None and isinstance(self.source.store, Store):
             self.peers.open(self.source.store)

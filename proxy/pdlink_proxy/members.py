@@ -28,6 +28,8 @@ class ListedWorker(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """Engines of a prefill server behind its URL, as in `ProxyConfig`."""
     cell: str = ""
     """KV moves within a cell only, a rack or one RDMA network; without one it moves to and from every cell."""
+    store: str = ""
+    """Where other stores ask the one that it keeps KV in, as in `ProxyConfig.stores`."""
 
 
 class Members(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

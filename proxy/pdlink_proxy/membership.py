@@ -39,16 +39,15 @@ def from_settings(config: ProxyConfig, dialect: Dialect) -> Members:
     control = {url.rstrip("/"): _with_key(addresses, config.token_file) for url, addresses in config.control.items()}
     kv_events = {url.rstrip("/"): sources for url, sources in config.kv_events.items()}
     cells = {url.rstrip("/"): cell for url, cell in config.cells.items()}
+    stores = {url.rstrip("/"): _with_key((at,), config.token_file)[0] for url, at in config.stores.items()}
     engines = {url.rstrip("/"): count for url, count in config.data_parallel.items()}
     urls = {role: [url.rstrip("/") for url in getattr(config, role)] for role in get_args(Role)}
-    if unknown := control.keys() - {url for listed in urls.values() for url in listed}:
-        raise ConfigError(f"control: got {', '.join(sorted(unknown))}; expected workers of this proxy; list it there")
-    if unknown := cells.keys() - {url for listed in urls.values() for url in listed}:
-        raise ConfigError(f"cells: got {', '.join(sorted(unknown))}; expected workers of this proxy; list it there")
-    if unknown := kv_events.keys() - {url for listed in urls.values() for url in listed}:
-        raise ConfigError(
-            f"kv_events: got {', '.join(sorted(unknown))}; expected workers of this proxy; list it there"
-        )
+    every = {url for listed in urls.values() for url in listed}
+    for name, given in (("control", control), ("cells", cells), ("kv_events", kv_events), ("stores", stores)):
+        if unknown := given.keys() - every:
+            raise ConfigError(
+                f"{name}: got {', '.join(sorted(unknown))}; expected workers of this proxy; list it there"
+            )
     if unknown := engines.keys() - set(urls["prefill"]):
         raise ConfigError(
             f"data_parallel: got {', '.join(sorted(unknown))}; expected prefill workers of this proxy; list it there"
@@ -62,6 +61,7 @@ def from_settings(config: ProxyConfig, dialect: Dialect) -> Members:
                     kv_events=kv_events.get(url, ()),
                     data_parallel=engines.get(url, 1) if role == "prefill" else 1,
                     cell=cells.get(url, ""),
+                    store=stores.get(url, ""),
                 )
                 for url in urls[role]
             )

@@ -114,7 +114,7 @@ class Pools:
                 if worker is None or worker.plain != plain:
                     label = f"both-{next(self._both)}" if plain else f"{side.value}-{next(self._labels[side])}"
                     worker = Worker(url, side, label=label, engine=engine.number, headers=engine.headers, plain=plain)
-                worker.cell = entry.cell
+                worker.cell, worker.store = entry.cell, entry.store
                 worker.controlled_at(engine.control)
                 worker.listed_as_draining = entry.drain
                 found.append(worker)
@@ -222,7 +222,7 @@ class Pools:
             self._fleets.clear()
         if said is None:
             return
-        self._lenders.heard(work, said.store)
+        self._lenders.heard(work, said.store or worker.store)
         work.grouped((worker.cell, said.fingerprint))
         if not worker.plain and work.group not in self._groups:
             self._groups.add(work.group)
@@ -296,7 +296,7 @@ class Pools:
         if known is None:
             known = self._known(request.model, needs_prefill=needs_prefill)
         fleet, sides = known.fleet, self._sides
-        if known.model is not None and (request.known_ids is not None or request.prompt[:1] == b"["):
+        if request.known_ids is not None or request.prompt[:1] == b"[":
             request.held = self.kv_events.held(request, known.model)
         placed = self._placer.place(request, fleet, full=full)
         if not isinstance(placed, Pair):
@@ -318,10 +318,14 @@ class Pools:
         return WorkerPair(None, to, differs=self._without_prefill(request.model), source=source)
 
     def _source(self, request: PlacementRequest, placed: Pair) -> KVSource | None:
-        """From which store the worker that computes the prompt pulls what it lacks."""
-        prefills = Workers(self._sides[Leg.PREFILL].table)
-        expected = self._placer.prefill.expected(request, prefills)
-        return self._lenders.source(request, placed.prefill or placed.decode, expected, prefills.table.states)
+        """From which store the worker that computes the prompt pulls what it lacks: of one that computes prompts, a
+        prefill worker, or where there are none a plain server."""
+        side, policy = self._sides[Leg.PREFILL], self._placer.prefill
+        if not side.workers:
+            side, policy = self._sides[Leg.DECODE], self._placer.decode
+        workers = Workers(side.table)
+        expected = policy.expected(request, workers)
+        return self._lenders.source(request, placed.prefill or placed.decode, expected, workers.table.states)
 
     def _known(self, model: str, *, needs_prefill: bool) -> _Known:
         """The workers for requests of this model now; kept if that is settled."""
@@ -338,7 +342,8 @@ class Pools:
             grouped=len(self._groups) > 1,
             behind=self._pair_times.behind,
         )
-        known = _Known(fleet, (prefill.model or model) if prefill.pair.num else None)
+        computes = prefill if prefill.pair.num else decode
+        known = _Known(fleet, computes.model or model)
         settled = prefill_side.settled(model) and decode_side.settled(model)
         if settled and not refused_pairs and (decode.pair.num or decode.plain):
             self._fleets[model, needs_prefill] = known
@@ -379,8 +384,8 @@ class _Known(NamedTuple):
     """The workers that requests of one model may get."""
 
     fleet: Fleet
-    model: str | None
-    """As the first prefill worker calls it; None if there is none."""
+    model: str
+    """As the first prefill worker calls it, or the first decode worker."""
 
 
 class WorkerPair(msgspec.Struct, frozen=True):

@@ -13,11 +13,11 @@ LIVE = frozenset(
         *("queue_size", "queue_timeout_s", "no_worker_timeout_s", "prefill_queue_tokens", "drain_s"),
         *("retries", "recover_streams", "on_no_prefill"),
         *("first_byte_timeout_s", "idle_timeout_s", "request_timeout_s", "kv_header_grace_s", "decision_share"),
-        *("prefill", "decode", "both", "control", "data_parallel", "cells", "kv_events"),
+        *("prefill", "decode", "both", "control", "data_parallel", "cells", "kv_events", "stores"),
     )
 )
 """Settings that are read for each request, or whose change is told to what was made of them."""
-WORKERS = frozenset(("prefill", "decode", "both", "control", "data_parallel", "cells", "kv_events"))
+WORKERS = frozenset(("prefill", "decode", "both", "control", "data_parallel", "cells", "kv_events", "stores"))
 _NOT_COMPARED = frozenset(("listen",))  # port 0 has become a number
 
 

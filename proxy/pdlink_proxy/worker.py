@@ -125,6 +125,8 @@ class Worker:
     changed: Callable[[], None] | None = None
     """Called when it is another question whether, or for which model, it may get requests."""
     cell: str = ""
+    store: str = ""
+    """Configured address of the store that it keeps KV in, if its health does not report that."""
     plain: bool = False
     """It computes prompts and answers by itself, and exchanges no KV."""
     routes: frozenset[str] | None = None

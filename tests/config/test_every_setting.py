@@ -53,6 +53,7 @@ VALUES: dict[str, Any] = {
     "policy": {"prefill": "prefix"},
     "shares": {"m": 2.0},
     "cells": {"http://a:1": "east"},
+    "stores": {"http://a:1": "tcp://a:3"},
     "rate_limits": {"k": {"requests": 3, "tokens": 4}},
     "transport.verify": "all",
     "request_timeout_s": 2000.0,
@@ -87,11 +88,12 @@ TOGETHER: dict[str, dict[str, Any]] = {
 TOGETHER_HERE = {
     "control": {"dialect": "vllm"},
     "data_parallel": {"dialect": "vllm"},
+    "stores": {"dialect": "vllm"},
 }
 """The same for settings that are given to the proxy itself."""
 
 
-MADE = ("prefill", "decode", "dialect", "control", "data_parallel")
+MADE = ("prefill", "decode", "dialect", "control", "data_parallel", "stores")
 """Settings of the proxy that follow from the workers which `pdlink up` starts."""
 
 

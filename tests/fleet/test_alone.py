@@ -89,6 +89,13 @@ def test_the_engine_gets_its_own_flags_and_the_proxy_an_address_for_each_rank(
     assert 'data_parallel={"http://127.0.0.1:8100": 2}' in proxy
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode", "both"])
+def test_the_proxy_is_told_where_others_ask_a_servers_store(capsys: pytest.CaptureFixture[str], role: str) -> None:
+    words = ("vllm", role, "M", "--listen", "127.0.0.2:9000", "--set", "tiers.peer_port=8110", "--")
+    _, proxy = printed(capsys, *words)
+    assert 'stores={"http://127.0.0.2:9000": "tcp://127.0.0.2:8110"}' in proxy
+
+
 def test_one_server_with_a_disk_keeps_prompts_under_its_name(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -158,10 +165,12 @@ def test_the_proxy_knows_the_key_of_connectors_that_share_its_token(token: str) 
     from pdlink_proxy.membership import from_settings
 
     flags = {"dialect": "vllm", "prefill": ["http://h:1"], "control": {"http://h:1": "tcp://h:8500-8501"}}
-    config = load(ProxyConfig, environment={}, flags={**flags, "token_file": token})
+    flags |= {"stores": {"http://h:1": "tcp://h:8110"}, "token_file": token}
+    config = load(ProxyConfig, environment={}, flags=flags)
     [entry] = from_settings(config, DIALECTS[config.dialect]).prefill
     key = credentials_of(SECRET).keys.public
     assert entry.control == (f"tcp://h:8500?key={key}", f"tcp://h:8501?key={key}")
+    assert entry.store == f"tcp://h:8110?key={key}"
 
 
 def test_a_section_that_is_set_as_one_value_is_refused_in_words(

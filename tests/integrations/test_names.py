@@ -104,3 +104,12 @@ def test_ranks_do_not_share_the_directory_of_a_tier() -> None:
         ConfigError, match=r"got '/kv' for data-parallel engine 1; expected one each; put \{name\} into it"
     ):
         names(tiers, None, ranks=1)
+
+
+@pytest.mark.parametrize("given", [{"peer_port": 8110}, {"peer_port": 0}, {"peers": ["tcp://10.0.0.7:8110"]}])
+def test_ranks_with_a_store_each_do_not_lend(given: dict[str, Any]) -> None:
+    """Others name one address for all that a server has."""
+    for ranks, engines in ((2, 1), (1, 2)):
+        with pytest.raises(ConfigError, match=r"tiers\.peer_port: got it, or tiers\.peers, for several ranks"):
+            names({"tiers": given}, None, ranks=ranks, engines=engines)
+    assert names({"tiers": given}, None, ranks=1, engines=1)

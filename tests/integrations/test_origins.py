@@ -66,8 +66,9 @@ def test_a_server_without_a_store_computes_what_it_has_not() -> None:
     assert origins.sources("r") == {}
 
 
-def test_vllm_has_no_name_for_a_tier_that_is_neither_memory_nor_disk() -> None:
+def test_vllm_has_no_name_for_a_tier_that_is_neither_memory_nor_disk_nor_a_peer() -> None:
+    places = ("disk-2", 256), ("valkey", 256), ("peer", 64), ("peer 10.0.0.7:8110", 32)
     origins = Origins()
     origins.asked("r", 0)
-    origins.admitted("r", 600, 512, 512, Chosen("always", 512, places=(("disk-2", 256), ("valkey", 256))))
-    assert origins.sources("r") == {"DISK": 256, "EXTERNAL_UNSPECIFIED": 256}
+    origins.admitted("r", 700, 608, 608, Chosen("always", 608, places=places))
+    assert origins.sources("r") == {"DISK": 256, "EXTERNAL_UNSPECIFIED": 256, "P2P": 96}

@@ -7,7 +7,8 @@ from array import array
 
 import pytest
 
-from pdlink.integrations.vllm_parts.params import Caps
+from pdlink.api.legs import MAX_ADDRESS_CHARS
+from pdlink.integrations.vllm_parts.params import Caps, source_of
 from pdlink.integrations.vllm_parts.requests import OfferedBlocks, RequestBook, Scheduled, StoppedRequest
 from pdlink.integrations.vllm_parts.store_book import (
     BlocksToLoad,
@@ -64,6 +65,20 @@ def test_a_prompt_is_looked_up_when_vllm_asks_and_vllm_asks_again_until_there_is
     store.looked([Looked("r", 1, 32), Looked("stranger", 1, 5)])
     assert book.missing("r", 0) == (32, True)
     assert book.missing("r", 24) == (8, True)
+
+
+def test_a_look_names_the_store_that_may_have_the_prompt() -> None:
+    book, store = books()
+    store.arrived("s", PROMPT, "", "", (), source="tcp://a:1")
+    book.missing("s", 0)
+    assert book.step([]).store.looks == [Look("s", 1, 0, source="tcp://a:1")]
+
+
+@pytest.mark.parametrize("source", [None, 7, ["tcp://a:1"], "x" * (MAX_ADDRESS_CHARS + 1)])
+def test_only_an_address_is_a_source(source: object) -> None:
+    assert source_of({"source": "tcp://a:1"}) == "tcp://a:1"
+    assert source_of({"source": source}) == source_of({}) == ""
+    assert not Caps.of({"source": source})[1], "it is served without a transfer"
 
 
 @pytest.mark.parametrize(("tokens", "computed"), [(15, 0), (1, 0), (50, 48), (48, 44)])

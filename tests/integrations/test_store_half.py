@@ -23,6 +23,8 @@ from pdlink.integrations.vllm_parts.store_book import StoreBook
 from pdlink.integrations.vllm_parts.store_half import StoreHalf
 from pdlink.integrations.vllm_parts.worker import Results, WorkerHalf
 from pdlink.memory.buffers import Buffer
+from pdlink.peers.link import PeerLink
+from pdlink.peers.routed import RoutedPeers
 from pdlink.store.eviction import Lru
 from pdlink.store.fetching import Fetch
 from pdlink.store.groups import RecordGroup
@@ -208,9 +210,11 @@ def value(layer: int, token: int, head: int, part: int) -> Vector:
 
 
 @contextmanager
-def opened(records: int = 16, tiers: list[Tier] | None = None, lease_s: float = 60.0) -> Iterator[Store]:
+def opened(
+    records: int = 16, tiers: list[Tier] | None = None, lease_s: float = 60.0, *, lends: bool = False
+) -> Iterator[Store]:
     nbytes = 4096 + LAYERS * 2 * CHUNK * HEADS * SIZE * 4 + 4096
-    store = Store(records * nbytes, Lru(), tiers or [], lease_s=lease_s)
+    store = Store(records * nbytes, Lru(), tiers or [], lease_s=lease_s, lends=lends)
     store.open()
     try:
         yield store
@@ -760,3 +764,24 @@ def test_a_session_keeps_nothing_where_nothing_is_stored() -> None:
             assert made.book.store._requests[name].prompt.session is None
             made.finish(name)
         assert store.state().sessions == []
+
+
+@contextmanager
+def lending(name: str) -> Iterator[Store]:
+    link = PeerLink(name, timeout_s=WAIT_S)
+    with opened(tiers=[RoutedPeers(link)], lends=True) as store:
+        link.open(store)
+        try:
+            yield store
+        finally:
+            link.close()
+
+
+def test_a_prompt_is_pulled_from_the_store_that_its_request_names() -> None:
+    with lending("left") as left, lending("right") as right, server(left) as one, server(right) as two:
+        keep(one, "r", 1)
+        assert two.book.store is not None
+        two.book.store.arrived("r", PROMPT, "", "", (), source=left.lends_at)
+        assert two.load("r", table(2)).received == {"r"}
+        assert two.holds(table(2), 0, 32)
+        two.finish("r")

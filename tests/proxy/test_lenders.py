@@ -8,14 +8,16 @@ import pytest
 
 from pdlink._index import HeldKV
 from pdlink.api.legs import MAX_ADDRESS_CHARS
+from pdlink.errors import ConfigError
 from pdlink_proxy.lenders import LEAST_TOKENS, KVSource, Lenders
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.table import WorkerState
-from tests.proxy.fakes import FakeWorker, proxy_of, until
+from tests.proxy.fake_vllm import FakeVllm
+from tests.proxy.fakes import FakeServer, FakeWorker, proxy_of, until
 from tests.proxy.policies.fleets import request
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
     from pdlink_proxy.fleet import PlacementRequest
     from tests.proxy.fakes import Proxy, Received
@@ -108,13 +110,17 @@ async def ask(proxy: Proxy, **fields: Any) -> str:
         return answer.headers["X-Request-Id"]
 
 
-async def computed(prefills: list[Lending], count: int) -> None:
+async def computed(prefills: Sequence[FakeServer], count: int) -> None:
     """Prefill has so many requests: decode may have answered before."""
     await until(lambda: sum(len(each.received) for each in prefills) == count, "prefill's leg")
 
 
 async def away(proxy: Proxy, worker: FakeWorker, leg: Leg) -> None:
     worker.status = "draining"
+    await gone(proxy, worker, leg)
+
+
+async def gone(proxy: Proxy, worker: FakeServer, leg: Leg) -> None:
     pools = proxy.router.services.pools
     await until(lambda: worker.url not in {each.url for each in pools.usable(leg)}, "it gets no more")
 
@@ -159,3 +165,54 @@ async def test_decode_that_computes_a_prompt_alone_is_named_the_store_and_nothin
         assert params(decode.received[-1]) == {"leg": "alone", "source": f"tcp://{first.name}:7000"}
         await ask(proxy, prompt="another " * 600)
         assert params(decode.received[-1]) == {}
+
+
+@pytest.fixture
+async def vllms() -> AsyncIterator[list[FakeVllm]]:
+    """Two prefill servers and one for decode."""
+    found = [await FakeVllm().start() for _ in range(3)]
+    yield found
+    for each in found:
+        await each.stop()
+
+
+async def test_settings_name_the_stores_of_vllms_servers(vllms: list[FakeVllm]) -> None:
+    one, two, decode = vllms
+    stores = {each.url: f"tcp://127.0.0.1:{number}" for number, each in enumerate(vllms, 7000)}
+    control = {each.url: ["tcp://127.0.0.1:4100"] for each in (one, two)}
+    settings = {"dialect": "vllm", "control": control, "stores": stores, **SETTINGS}
+    async with proxy_of([one, two], [decode], **settings) as proxy:
+        await ask(proxy)
+        await computed([one, two], 1)
+        first, other = (one, two) if one.received else (two, one)
+        assert "source" not in params(first.received[0]), "nobody has it"
+        await first.stop()
+        await gone(proxy, first, Leg.PREFILL)
+        await ask(proxy, kv_transfer_params={"source": "tcp://liar:1"})
+        await computed([one, two], 2)
+        assert params(other.received[0])["source"] == stores[first.url]
+        assert all("source" not in params(each) for each in decode.received), "prefill pushes all of it to decode"
+        await other.stop()
+        await gone(proxy, other, Leg.PREFILL)
+        await ask(proxy)
+        assert params(decode.received[-1]) == {"source": stores[first.url]}, "it computes alone"
+
+
+async def test_plain_servers_pull_from_each_other(vllms: list[FakeVllm]) -> None:
+    stores = {each.url: f"tcp://127.0.0.1:{number}" for number, each in enumerate(vllms, 7000)}
+    settings = {**SETTINGS, "dialect": "vllm", "both": list(stores), "stores": stores, "policy": "prefix"}
+    async with proxy_of([], [], **settings) as proxy:
+        await ask(proxy)
+        (first,) = [each for each in vllms if each.received]
+        assert "source" not in params(first.received[0])
+        await first.stop()
+        await gone(proxy, first, Leg.DECODE)
+        await ask(proxy)
+        (other,) = [each for each in vllms if each.received and each is not first]
+        assert params(other.received[0]) == {"source": stores[first.url]}
+
+
+async def test_a_worker_that_is_not_listed_has_no_store() -> None:
+    with pytest.raises(ConfigError, match=r"stores: got http://other:1; expected workers of this proxy"):
+        async with proxy_of([], [], dialect="vllm", stores={"http://other:1": "tcp://other:2"}):
+            pass

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NO_TIERS = Chosen("no_tiers")
 """Of a server without a store."""
-_HIT_SOURCES = {"memory": "HOST", "disk": "DISK"}
+_HIT_SOURCES = {"memory": "HOST", "disk": "DISK", "peer": "P2P"}
 """What vLLM calls places of the store; it has no name for the others."""
 
 
@@ -95,7 +95,8 @@ class Origins:
             return {}
         found = {"P2P": origin.told.received} if origin.told.received else {}
         for place, tokens in origin.told.places.items():
-            name = _HIT_SOURCES.get(place.rstrip("-0123456789"), "EXTERNAL_UNSPECIFIED")
+            kind = place.partition(" ")[0].rstrip("-0123456789")
+            name = _HIT_SOURCES.get(kind, "EXTERNAL_UNSPECIFIED")
             found[name] = found.get(name, 0) + tokens
         return found
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from pdlink.api.legs import AnyParams
+from pdlink.api.legs import MAX_ADDRESS_CHARS, AnyParams
 from pdlink.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOAD_TIERS = "kv_load_tiers"
-_OF_THE_STORE = {"max_load_tokens", "max_offload_tokens", _LOAD_TIERS, "session_id", "session_ttl_s", "session_owner"}
+_SOURCE = "source"
+_OF_THE_STORE = {"max_load_tokens", "max_offload_tokens", _LOAD_TIERS, _SOURCE}
+_OF_THE_STORE |= {"session_id", "session_ttl_s", "session_owner"}
 """What a request may say that is served without a transfer. The session is read by `versions.session_of`."""
 _DIGEST_NBYTES = 8
 """Distinguishes the prompts of one HTTP request; a client that makes two collide hurts only its own request."""
@@ -71,6 +73,12 @@ class Caps(NamedTuple):
 
 
 NO_CAPS = Caps()
+
+
+def source_of(params: Mapping[str, object]) -> str:
+    """Address of the store that the proxy says has most of the prompt; empty for none."""
+    named = params.get(_SOURCE)
+    return named if isinstance(named, str) and len(named) <= MAX_ADDRESS_CHARS else ""
 
 
 def _matches(asked: str | None, has: str | None) -> bool:

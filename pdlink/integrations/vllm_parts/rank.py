@@ -31,6 +31,7 @@ from pdlink.protocol.deadlines import Deadlines
 from pdlink.protocol.handshake import ModelId
 from pdlink.serve.admin import AdminServer
 from pdlink.serve.keys import as_name, load_credentials
+from pdlink.serve.peers import make_link, tiers_of
 from pdlink.store.opening import SourceGroup, open_source
 from pdlink.store.source import CallersBlocks
 from pdlink.store.store import Store
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from pdlink.integrations.vllm_parts.settings import ConnectorSettings
     from pdlink.memory.buffers import AnyBuffer
     from pdlink.observe.gauges import LinkGauges, StoreGauges
+    from pdlink.peers.link import PeerLink
     from pdlink.protocol import auth
     from pdlink.store.source import Source
 
@@ -90,6 +92,13 @@ class Rank:
                 f"kv_connector_extra_config: tiers.local_disk: got {shared!r} for {what}; "
                 "expected one each; put {name} into it"
             )
+        lends = settings.tiers is not None and (settings.tiers.peers or settings.tiers.peer_port is not None)
+        if lends and (place.num_all > 1 or index):
+            raise ConfigError(
+                "kv_connector_extra_config: tiers.peer_port: got it, or tiers.peers, for several ranks or "
+                "data-parallel engines, each with a store of its own; expected one store; set tiers.store, and give "
+                "both to that process"
+            )
         self._adapters = LoadedAdapters(versions.content_at)
         versions.watch_adapters(vllm_config, self._adapters)
         self.counts = Counts()
@@ -97,6 +106,7 @@ class Rank:
         self._nodes: list[Node] = []
         self._buffers: list[AnyBuffer] = []
         self._store: StoreHalf | None = None
+        self._peers: PeerLink | None = None
         self._admin: AdminServer | None = None
         self._stop_counting: Callable[[], None] | None = None
         self._content = ""
@@ -254,7 +264,22 @@ class Rank:
         name = f"{self._name}/{place.of_all}" if place.num_all > 1 else self._name
         groups = [self._source_group(cache) for cache in caches]
         model = versions.model_name(self._config)
-        return open_source(tiers, name, groups, buffers, CallersBlocks(), model=model)
+        settings = self._settings.of_shard(self._shards[0].number if self._shards else 0)
+        peers = self._peers = make_link(
+            tiers,
+            settings.listen,
+            settings.transport,
+            name,
+            load_credentials(settings.security),
+            insecure=settings.security.insecure,
+            deadlines=Deadlines.of(settings.timeouts),
+        )
+        others = tiers_of(peers, tiers)
+        source = open_source(tiers, name, groups, buffers, CallersBlocks(), model=model, peers=others)
+        if peers is not None and source is not None and isinstance(source.store, Store):
+            peers.open(source.store)
+            log.info("%s lends what it keeps in memory, asked at %s", name, peers.address)
+        return source
 
     def _source_group(self, cache: CacheLayout) -> SourceGroup:
         tiers, model = self._settings.tiers, self._model_id(cache.planes)
@@ -283,6 +308,9 @@ class Rank:
         admin, self._admin = self._admin, None
         if admin is not None:
             admin.close()
+        peers, self._peers = self._peers, None
+        if peers is not None:
+            peers.close()
         store, self._store = self._store, None
         if store is not None:
             store.close()

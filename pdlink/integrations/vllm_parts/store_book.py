@@ -57,6 +57,8 @@ class Look:
     """What is not loaded comes from another server; else it is computed here."""
     caps: Caps = NO_CAPS
     """Which tiers are asked; how much is loaded of it is cut later."""
+    source: str = ""
+    """Address of another store that may have it."""
 
 
 class Chosen(NamedTuple):
@@ -163,6 +165,7 @@ class _Request:
     """Another server computes the prompt."""
     keeps: bool = True
     caps: Caps = NO_CAPS
+    source: str = ""
     phase: _Phase = _Phase.NEW
     named: bool = False
     """The workers know its prompt."""
@@ -230,9 +233,10 @@ class StoreBook:
         keeps: bool = True,
         caps: Caps = NO_CAPS,
         session: AskedSession | None = None,
+        source: str = "",
     ) -> None:
         """A new request. receives: another server computes its prompt. keeps: what is computed of it is kept, and so
-        by its session.
+        by its session. source: as of `Look`.
 
         Raises OverflowError for a token that no vocabulary has.
         """
@@ -240,7 +244,7 @@ class StoreBook:
         if not keeps or (receives and not self._keeps_answers):
             session = None
         prompt = BookedPrompt(request_id, array("I", tokens).tobytes(), salt, lora, media, adapter, session)
-        request = self._requests[request_id] = _Request(prompt, len(tokens), receives, keeps, caps)
+        request = self._requests[request_id] = _Request(prompt, len(tokens), receives, keeps, caps, source)
         if session is not None:  # it keeps the store's records, also where all of the prompt is in vLLM's blocks
             self._name(request)
 
@@ -385,7 +389,8 @@ class StoreBook:
         request.turn += 1
         request.num_missing = self._num_ranks
         self._name(request)
-        self._plan.looks.append(Look(request.prompt.request_id, request.turn, begin, request.receives, request.caps))
+        name, caps, source = request.prompt.request_id, request.caps, request.source
+        self._plan.looks.append(Look(name, request.turn, begin, request.receives, caps, source))
 
     def _save(self, part: Scheduled) -> None:
         request = self._requests.get(part.request_id)

@@ -67,6 +67,7 @@ class _Look:
     fetch: PromptFetch | None = None
     receives: bool = False
     caps: Caps = NO_CAPS
+    source: str = ""
     """As of `Look`."""
     session: AskedSession | None = None
     """That keeps what is found, while its turn runs."""
@@ -279,7 +280,7 @@ class StoreHalf:
         self._drop(look.request_id)
         stored = self._stored(look.request_id)
         found = _Look(look.request_id, look.turn, self._clock(), stored, receives=look.receives, caps=look.caps)
-        found.session = None if look.receives else self._prompts[look.request_id].session
+        found.source, found.session = look.source, None if look.receives else self._prompts[look.request_id].session
         with self._lock:
             self._looks[look.request_id] = found
         if not self._adapters.has(self._prompts[look.request_id].adapter):
@@ -294,6 +295,8 @@ class StoreHalf:
             look.stored.hold(*look.session, waits=False)
             if look.request_id not in self._prompts:  # it has ended, and `_wait` may have been first
                 look.stored.hold(*look.session, waits=True)
+        if look.source:
+            look.stored.comes_from(look.source)
         other = self.pace.receiving if look.receives else self.pace.computing
         timeout_s = self.source.lookup_timeout_s
         if self._load_if_faster:
@@ -319,6 +322,8 @@ class StoreHalf:
 
     def _fetched(self, look: _Look, fetch: PromptFetch, begin: int, done: Future[int]) -> None:
         end = done.result()
+        if look.source:
+            self.source.copier.put(look.stored.announce)
         if look.wanted:
             self.source.copier.put(fetch.measure)
         if not look.answered:

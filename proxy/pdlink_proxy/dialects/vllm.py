@@ -368,6 +368,7 @@ VLLM = Dialect(
     rules_of=rules_for(_RULES),
     paths=_PATHS,
     whole=needs_all_of_it,
+    alone=lambda call, source: call.with_params({"source": source}),
     resumes=Resumes(unless_repeatable),
     said=_said,
     unserved=OF_VLLM,

@@ -148,6 +148,7 @@ def joined(lists: Iterable[Members]) -> Members:
                         data_parallel=(known if known.control else entry).data_parallel,
                         kv_events=known.kv_events or entry.kv_events,
                         cell=known.cell or entry.cell,
+                        store=known.store or entry.store,
                     )
                 found[role][url] = entry
     return Members(*(tuple(found[role].values()) for role in ROLES))

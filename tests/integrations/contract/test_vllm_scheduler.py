@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import threading
 import warnings
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,7 @@ from pdlink.integrations.vllm import PDLinkConnector, PDLinkMetadata  # noqa: E4
 from pdlink.integrations.vllm_parts import versions  # noqa: E402
 from pdlink.integrations.vllm_parts.requests import NOTHING  # noqa: E402
 from pdlink.integrations.vllm_parts.steps import Steps  # noqa: E402
+from pdlink.peers.link import PeerLink  # noqa: E402
 from pdlink_proxy.dialects import DIALECTS  # noqa: E402
 from pdlink_proxy.kv_index import KVIndex, Publisher, events_in  # noqa: E402
 from tests.integrations.contract import vllm_server  # noqa: E402
@@ -155,6 +158,53 @@ def test_a_decode_server_loads_what_it_has_and_receives_the_rest(tmp_path: Path,
         assert decode.outputs["d"] == tokens_of(PROMPT, 3)
         source = decode.said["d"]["pdlink_source"]
         assert (source["loaded"], source["received"], source["computed"]) == (64, 35, 1)
+
+
+def lends(server: Server) -> PeerLink:
+    link = server.connector._rank._peers
+    assert isinstance(link, PeerLink)
+    return link
+
+
+@each_order
+def test_a_prefill_server_pulls_what_the_store_of_another_has_and_pushes_it(
+    tmp_path: Path, how: dict[str, Any]
+) -> None:
+    keeps = [how | {"extra": store(tmp_path / name, peer_port=0)} for name in ("first", "second")]
+    with servers(tmp_path, *keeps, how) as (first, second, decode):
+        first.request("a", PROMPT)
+        first.until_idle()
+        sends, receives = legs(second)
+        second.request("p", PROMPT, sends | {"source": lends(first).address}, max_tokens=1)
+        decode.request("d", PROMPT, receives)
+        decode.until_idle(second)
+        assert decode.outputs["d"] == tokens_of(PROMPT, 3)
+        assert second.computed["p"] == 4
+        assert second.said["p"]["pdlink_source"]["places"] == {"peer": 96}
+        forget(second)
+        second.request("b", PROMPT)
+        second.until_idle()
+        assert (second.outputs["b"], second.computed["b"]) == (tokens_of(PROMPT, 3), 4 + 2)
+
+
+@each_order
+def test_a_source_that_dies_in_mid_pull_costs_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
+) -> None:
+    """Two of six records are sent."""
+    keeps = [how | {"extra": store(tmp_path / name, peer_port=0)} for name in ("first", "second")]
+    with servers(tmp_path, *keeps) as (first, second):
+        first.request("a", PROMPT)
+        first.until_idle()
+        lender, asked, dying = lends(first), itertools.count(), threading.Event()
+        send = lender._lend
+        monkeypatch.setattr(lender, "_lend", lambda pull: send(pull) if next(asked) < 2 else dying.set())
+        second.request("b", PROMPT, {"source": lender.address})
+        second.until(dying.is_set)
+        lender.close()
+        second.until_idle()
+        assert second.outputs["b"] == tokens_of(PROMPT, 3)
+        assert second.computed["b"] >= 100 - 32 + 2
 
 
 @each_order
