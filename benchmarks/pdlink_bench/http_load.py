@@ -25,6 +25,8 @@ class WrongAnswer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StreamedAnswer:
+    asked_s: float
+    """When the request was sent, of `time.monotonic`."""
     first_s: float
     """From the request to the first token."""
     gaps_s: tuple[float, ...]
@@ -39,24 +41,22 @@ class StreamedAnswer:
 
 def once(url: str, body: dict[str, Any]) -> float:
     """Seconds that a request in one piece takes. Raises WrongAnswer, OSError, http.client.HTTPException."""
-    started_s = time.perf_counter()
-    connection, response = _post(url, body)
+    connection, response, asked_s = _post(url, body)
     try:
         response.read()
     finally:
         connection.close()
-    return time.perf_counter() - started_s
+    return time.monotonic() - asked_s
 
 
 def once_and_cached(url: str, body: dict[str, Any]) -> tuple[float, int | None]:
     """The same, and how many tokens of the prompt the server had cached, if it says so."""
-    started_s = time.perf_counter()
-    connection, response = _post(url, body)
+    connection, response, asked_s = _post(url, body)
     try:
         answer = response.read()
     finally:
         connection.close()
-    took_s = time.perf_counter() - started_s
+    took_s = time.monotonic() - asked_s
     try:
         usage = json.loads(answer)["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
@@ -67,14 +67,13 @@ def once_and_cached(url: str, body: dict[str, Any]) -> tuple[float, int | None]:
 
 def stream(url: str, body: dict[str, Any], request_id: str = "") -> StreamedAnswer:
     """request_id: what the server is to call it. Raises WrongAnswer, OSError, http.client.HTTPException."""
-    started_s = time.perf_counter()
-    connection, response = _post(url, body, request_id)
+    connection, response, asked_s = _post(url, body, request_id)
     arrivals, text, done = [], [], False
     try:
         while line := response.readline():
             if not line.startswith(b"data:"):
                 continue
-            arrived_s = time.perf_counter()
+            arrived_s = time.monotonic()
             payload = line[5:].strip()
             if payload == b"[DONE]":
                 done = True
@@ -92,9 +91,9 @@ def stream(url: str, body: dict[str, Any], request_id: str = "") -> StreamedAnsw
     if not arrivals or not done:
         raise WrongAnswer(f"{url} ended a stream early")
     gaps = tuple(later - earlier for earlier, later in zip(arrivals, arrivals[1:], strict=False))
-    first_s = arrivals[0] - started_s
+    first_s = arrivals[0] - asked_s
     prefill_s = float(timing.group(1)) / 1e3 if timing else first_s
-    return StreamedAnswer(first_s, gaps, arrivals[-1] - started_s, prefill_s, disaggregated, "".join(text))
+    return StreamedAnswer(asked_s, first_s, gaps, arrivals[-1] - asked_s, prefill_s, disaggregated, "".join(text))
 
 
 def in_parallel(url: str, bodies: Sequence[dict[str, Any]], parallel: int) -> float:
@@ -107,13 +106,16 @@ def in_parallel(url: str, bodies: Sequence[dict[str, Any]], parallel: int) -> fl
 
 def _post(
     url: str, body: dict[str, Any], request_id: str = ""
-) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse, float]:
+    """The connection, the begin of the answer, and when it was asked for, which is after the body was encoded."""
+    encoded = json.dumps(body)
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT_S)
     headers = {"Content-Type": "application/json", **({"X-Request-Id": request_id} if request_id else {})}
-    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    asked_s = time.monotonic()
+    connection.request("POST", "/v1/completions", encoded, headers)
     response = connection.getresponse()
     if response.status != 200:
         text = response.read()[:500].decode(errors="replace")
         connection.close()
         raise WrongAnswer(f"{url} answered {response.status}: {text}")
-    return connection, response
+    return connection, response, asked_s

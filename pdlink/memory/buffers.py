@@ -19,7 +19,7 @@ import numpy as np
 
 from pdlink.memory.available import available_nbytes
 from pdlink.memory.numa import prefer_node
-from pdlink.memory.pages import HUGE_PAGE_NBYTES, populate, want_huge, whole_pages
+from pdlink.memory.pages import HUGE_PAGE_NBYTES, gather, populate, want_huge, whole_pages
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -97,12 +97,14 @@ class Buffer:
         *,
         name: str = "pdlink-kv",
         committed_nbytes: int | None = None,
+        huge: bool = False,
         numa_node: int | None = None,
     ) -> None:
         """Allocate `nbytes` (rounded up to whole pages), zeroed and touched, so that later stores do not fault.
 
         committed_nbytes: allocate and touch so many now, and leave the others to `populate`; address and size are
-        those of the whole from the start. numa_node: where memory is preferred; None leaves it to the kernel.
+        those of the whole from the start. huge: as of `populate`. numa_node: where memory is preferred; None leaves
+        it to the kernel.
         Raises OSError if the system has not that much memory free. That is looked at first: the kernel does not
         refuse a memory file that is too large, it fills it until something has to be killed.
         """
@@ -122,17 +124,19 @@ class Buffer:
             self._closed = False
             # At once: the mapping is locked meanwhile, which reads into it wait for.
             want_huge(self.array)
-            self.populate(0, first_nbytes)
+            self.populate(0, first_nbytes, huge=huge)
         except BaseException:
             os.close(self.fd)
             raise
 
-    def populate(self, begin: int, end: int) -> None:
+    def populate(self, begin: int, end: int, *, huge: bool = False) -> None:
         """Give memory to these bytes and touch every page, as `pages.populate`, also where the kernel cannot touch
-        them. Raises OSError if there is no memory."""
+        them. huge: in huge pages, as `pages.gather`, which takes its time. Raises OSError if there is no memory."""
         if end <= begin:
             return
         with prefer_node(self._numa_node):
+            if huge:
+                gather(self.array[begin:end])
             if not populate(self.array[begin:end]):
                 os.posix_fallocate(self.fd, begin, end - begin)
 

@@ -59,7 +59,9 @@ class Arena:
         early_nbytes: what is to have memory soon after the start, by `run_ahead`.
         Raises OSError if there is no memory for the first step.
         """
-        self.buffer = Buffer(nbytes, name="pdlink-store", committed_nbytes=step_nbytes, numa_node=numa_node)
+        self.buffer = Buffer(
+            nbytes, name="pdlink-store", committed_nbytes=step_nbytes, huge=True, numa_node=numa_node
+        )
         """Other processes of this host map it."""
         self.array: Bytes = self.buffer.array
         self._reserve_nbytes, self._step_nbytes, self._clock = reserve_nbytes, step_nbytes, clock
@@ -126,12 +128,15 @@ class Arena:
             self._helpers.put(partial(self.fill, granted))
         return granted
 
-    def fill(self, end: int) -> None:
-        """Fill granted pieces below `end` in this thread, until others fill the rest."""
+    def fill(self, end: int, *, ahead: bool = False) -> None:
+        """Fill granted pieces below `end` in this thread, until others fill the rest.
+
+        ahead: nobody waits for it, so huge pages may take their time.
+        """
         while (piece := self._claimed(end)) is not None:
             begin, after = piece
             try:
-                self.buffer.populate(begin, after)
+                self.buffer.populate(begin, after, huge=ahead)
             except OSError as error:
                 self._refuse(begin, error)
             finally:
@@ -155,7 +160,7 @@ class Arena:
                 self._left_s = self._clock()
                 return
             granted = self._grant(min(self._ahead(used_nbytes), self._granted_nbytes + self._step_nbytes))
-        self.fill(granted)
+        self.fill(granted, ahead=True)
 
     def _ahead(self, used_nbytes: int) -> int:
         """What is to have memory: twice what is used. A next prompt as long as all before it waits for none then."""

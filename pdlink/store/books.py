@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, OrderedDict
+from itertools import pairwise
 from math import inf, isinf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
@@ -35,13 +36,17 @@ _LET_OTHERS_S = 2e-5
 """The kernel adds some more."""
 
 
-def pieces(some: Sequence[_T], *, last_first: bool = False) -> Iterator[Sequence[_T]]:
-    """Keys of a prompt, or something of each, in parts for which the lock is held: others have it in between."""
-    begins = range(0, len(some), _PIECE_KEYS)
-    for index, begin in enumerate(reversed(begins) if last_first else begins):
+def pieces(some: Sequence[_T], *, first: int = _PIECE_KEYS, last_first: bool = False) -> Iterator[Sequence[_T]]:
+    """Keys of a prompt, or something of each, in parts for which the lock is held: others have it in between.
+
+    first: how many the first part has.
+    """
+    bounds = [0, *range(first, len(some), _PIECE_KEYS), len(some)] if some else []
+    parts = [*pairwise(bounds)]
+    for index, (begin, end) in enumerate(reversed(parts) if last_first else parts):
         if index:
             let_others()
-        yield some[begin : begin + _PIECE_KEYS]
+        yield some[begin:end]
 
 
 def let_others() -> None:

@@ -46,10 +46,10 @@ def test_memory_is_there_when_commit_returns_to_any_thread(arena: Arena) -> None
 def test_pieces_are_filled_by_several_threads_at_the_same_time(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     populate, meet = arena.buffer.populate, threading.Barrier(2)
 
-    def together(begin: int, end: int) -> None:
+    def together(begin: int, end: int, *, huge: bool) -> None:
         if begin < STEP + STEP // 2:
             meet.wait(WAIT_S)
-        populate(begin, end)
+        populate(begin, end, huge=huge)
 
     monkeypatch.setattr(arena.buffer, "populate", together)
     assert arena.commit(2 * STEP) == 2 * STEP
@@ -81,10 +81,10 @@ def test_memory_that_does_not_come_is_not_granted_and_nobody_waits_for_it(
     """Another process took it after we looked."""
     populate = arena.buffer.populate
 
-    def fail(begin: int, end: int) -> None:
+    def fail(begin: int, end: int, *, huge: bool) -> None:
         if begin >= 2 * STEP:
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
-        populate(begin, end)
+        populate(begin, end, huge=huge)
 
     with monkeypatch.context() as patch:
         patch.setattr(arena.buffer, "populate", fail)
@@ -112,6 +112,18 @@ def test_memory_runs_ahead_of_what_is_used(arena: Arena) -> None:
     arena.run_ahead(STEP)
     assert arena.committed_nbytes == 2 * STEP
     assert not arena.wants_more(STEP)
+
+
+def test_only_memory_ahead_of_need_may_take_the_time_of_huge_pages(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[bool]()
+    monkeypatch.setattr(arena.buffer, "populate", lambda begin, end, *, huge: asked.append(huge))
+    arena.run_ahead(STEP)
+    assert set(asked) == {True}
+    asked.clear()
+    arena.commit(8 * STEP)
+    assert set(asked) == {False}
 
 
 def test_as_much_again_as_is_used_has_memory_a_step_at_a_time(arena: Arena) -> None:
