@@ -128,15 +128,15 @@ class Arena:
             self._helpers.put(partial(self.fill, granted))
         return granted
 
-    def fill(self, end: int, *, ahead: bool = False) -> None:
+    def fill(self, end: int, *, huge: bool = False) -> None:
         """Fill granted pieces below `end` in this thread, until others fill the rest.
 
-        ahead: nobody waits for it, so huge pages may take their time.
+        huge: as of `Buffer.populate`.
         """
         while (piece := self._claimed(end)) is not None:
             begin, after = piece
             try:
-                self.buffer.populate(begin, after, huge=ahead)
+                self.buffer.populate(begin, after, huge=huge)
             except OSError as error:
                 self._refuse(begin, error)
             finally:
@@ -153,6 +153,7 @@ class Arena:
     def run_ahead(self, used_nbytes: int) -> None:
         """Fill what will be needed next, in this thread; a step at most.
 
+        With huge pages until the first record comes. Later the core has better work, and they are made afterwards.
         Nothing where the system is short: nobody needs it yet, and memory is not given back.
         """
         with self._changed:
@@ -160,7 +161,7 @@ class Arena:
                 self._left_s = self._clock()
                 return
             granted = self._grant(min(self._ahead(used_nbytes), self._granted_nbytes + self._step_nbytes))
-        self.fill(granted, ahead=True)
+        self.fill(granted, huge=not used_nbytes)
 
     def _ahead(self, used_nbytes: int) -> int:
         """What is to have memory: twice what is used. A next prompt as long as all before it waits for none then."""

@@ -6,6 +6,7 @@ import errno
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
@@ -114,16 +115,16 @@ def test_memory_runs_ahead_of_what_is_used(arena: Arena) -> None:
     assert not arena.wants_more(STEP)
 
 
-def test_only_memory_ahead_of_need_may_take_the_time_of_huge_pages(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_takes_the_time_of_huge_pages_only_while_nothing_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[bool]()
-    monkeypatch.setattr(arena.buffer, "populate", lambda begin, end, *, huge: asked.append(huge))
-    arena.run_ahead(STEP)
-    assert set(asked) == {True}
-    asked.clear()
-    arena.commit(8 * STEP)
-    assert set(asked) == {False}
+    with closing(Arena(8 * STEP, step_nbytes=STEP, early_nbytes=2 * STEP)) as arena:
+        monkeypatch.setattr(arena.buffer, "populate", lambda begin, end, *, huge: asked.append(huge))
+        arena.run_ahead(0)
+        assert set(asked) == {True}
+        asked.clear()
+        arena.run_ahead(2 * STEP)
+        arena.commit(8 * STEP)
+        assert set(asked) == {False}
 
 
 def test_as_much_again_as_is_used_has_memory_a_step_at_a_time(arena: Arena) -> None:
