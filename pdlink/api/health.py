@@ -64,6 +64,8 @@ class Health(msgspec.Struct, frozen=True):
     """For people: of its model. Empty where it does not say."""
     store: str = ""
     """Control address by which other stores borrow KV from its own, or from the one that it shares."""
+    store_stays: bool = False
+    """That store is a process of its own, which stays when the worker ends."""
     peers: tuple[dict[str, Any], ...] = ()
     """Sessions of its link, for people."""
 

@@ -34,6 +34,8 @@ IDLE_S = 60.0
 """A connection that was not used for so long is closed with the next look-up."""
 MAX_NOTED = 1 << 16
 """Records; the oldest are forgotten."""
+LOOK_S = 2.0
+"""Longest wait for the answer to a look-up, which a store has in memory: nobody waits longer for a silent one."""
 _DEADLINE_S = 10.0
 """Of one call; a slower one keeps further ones away."""
 _FAILURES = 1
@@ -92,7 +94,7 @@ class RoutedPeers(ReadOnly):
             for index, key in enumerate(keys) if self._noted else ():
                 if (address := self._noted.get(key)) is not None:
                     asked[address].append(index)
-        found, until_s = [False] * len(keys), self._clock() + self._link.timeout_s
+        found, until_s = [False] * len(keys), self._clock() + min(LOOK_S, self._link.timeout_s)
         for address, indices in asked.items():
             if (left_s := until_s - self._clock()) <= 0:
                 break

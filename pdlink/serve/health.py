@@ -10,6 +10,7 @@ from pdlink import __version__
 from pdlink.api.health import Health, WorkerRefusal
 from pdlink.observe.gauges import LinkState
 from pdlink.observe.metrics import WorkerMetrics
+from pdlink.store.client import RemoteStore
 
 if TYPE_CHECKING:
     from pdlink.node.report import NodeReport
@@ -31,7 +32,7 @@ def problem(worker: Worker, report: NodeReport | None = None) -> str:
 def health(worker: Worker) -> Health:
     """The body of /health; new requests are welcome while its status is "ok". Depends on nothing but this process."""
     engine, pool, report = worker.engine, worker.pool, worker.node.report()
-    reason = problem(worker, report)
+    reason, store = problem(worker, report), worker.source.store if worker.source is not None else None
     return Health(
         status="failed" if reason else "draining" if worker.draining else "ok",
         reason=reason,
@@ -42,7 +43,8 @@ def health(worker: Worker) -> Health:
         version=f"pdlink {__version__}",
         revision=worker.model.revision,
         control=worker.node.address,
-        store=worker.source.store.lends_at if worker.source is not None else "",
+        store=store.lends_at if store is not None else "",
+        store_stays=isinstance(store, RemoteStore),
         running=engine.num_running + engine.num_awaiting_kv,
         waiting=engine.num_waiting,
         load_tokens=_load_tokens(worker),

@@ -34,18 +34,28 @@ class KVSource(NamedTuple):
     """Of the prompt, that are expected there."""
 
 
+class _Lender(NamedTuple):
+    address: str
+    work: WorkerState
+    stays: bool
+
+    @property
+    def is_there(self) -> bool:
+        return self.stays or not self.work.away
+
+
 class Lenders:
     """Of one proxy, by what the workers say of their stores in their health."""
 
     def __init__(self) -> None:
-        self.at: dict[int, tuple[str, WorkerState]] = {}
-        """By `WorkerState.number`, the worker and the address of its store. A worker that is away may have left a
-        store that is not: a process of its own."""
+        self.at: dict[int, _Lender] = {}
+        """By `WorkerState.number`."""
 
-    def heard(self, work: WorkerState, address: str) -> None:
-        """What a worker says of its store; empty for one that does not lend."""
+    def heard(self, work: WorkerState, address: str, *, stays: bool = False) -> None:
+        """What a worker says of its store; empty for one that does not lend. stays: while the worker is away, too, as
+        a process of its own; any other ends with its worker."""
         if 0 < len(address) <= MAX_ADDRESS_CHARS:
-            self.at[work.number] = address, work
+            self.at[work.number] = _Lender(address, work, stays)
         elif self.at:
             self.at.pop(work.number, None)
 
@@ -61,23 +71,27 @@ class Lenders:
         workers: Sequence[WorkerState] = (),
     ) -> KVSource | None:
         """The store with most of the prompt, for the worker that computes it, of a worker that may exchange KV with
-        that one; None where none has `LEAST_TOKENS` more.
+        that one; None where none has `LEAST_TOKENS` more. Another with nearly as much comes before one whose worker
+        is away: it may be gone, too.
 
         expected: what each of `workers` is expected to have, by what it was sent, too.
         """
         at = self.at
         if to.number not in at:  # without a peer port it can ask nobody
             return None
-        own = at[to.number][0]
+        own = at[to.number].address
         shares = [(number, tokens) for number, tokens, _ in request.held.shares] if request.held else []
         if expected is not None:
             rows: list[int] = np.flatnonzero(np.asarray(expected) >= LEAST_TOKENS).tolist()
             shares += [(workers[row].number, int(expected[row])) for row in rows]
-        has, most, lender = 0, 0, to
-        for number, tokens in shares:
-            address, work = at.get(number, ("", to))
-            if address == own:
-                has = max(has, tokens)
-            elif address and tokens > most and may_exchange(work.group, to.group):
-                most, lender = tokens, work
-        return KVSource(at[lender.number][0], lender.label, most) if most >= has + LEAST_TOKENS else None
+        lenders = [(tokens, at[number]) for number, tokens in shares if number in at]
+        least = LEAST_TOKENS + max((tokens for tokens, lender in lenders if lender.address == own), default=0)
+        found = [
+            (tokens - LEAST_TOKENS * lender.work.away, tokens, lender)
+            for tokens, lender in lenders
+            if tokens >= least and lender.is_there and may_exchange(lender.work.group, to.group)
+        ]
+        if not found:
+            return None
+        _, tokens, lender = max(found, key=lambda each: each[:2])
+        return KVSource(lender.address, lender.work.label, tokens)

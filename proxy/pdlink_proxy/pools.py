@@ -222,7 +222,7 @@ class Pools:
             self._fleets.clear()
         if said is None:
             return
-        self._lenders.heard(work, said.store or worker.store)
+        self._lenders.heard(work, said.store or worker.store, stays=said.store_stays or not said.store)
         work.grouped((worker.cell, said.fingerprint))
         if not worker.plain and work.group not in self._groups:
             self._groups.add(work.group)

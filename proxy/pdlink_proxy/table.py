@@ -71,6 +71,8 @@ class WorkerState:
     """KV that it has computed of late, in shares of its pool: see `policies.cost`."""
     slowness: float = 1.0
     """Time for a token, relative to the mean of its pool. 1 for differences that may be chance."""
+    away: bool = False
+    """It cannot be reached."""
     allowed: bool = False
     """Its tokens are what clients allow (decode), and not what it computes for sure (prefill)."""
     table: Table | None = None

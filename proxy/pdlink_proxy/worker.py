@@ -126,7 +126,8 @@ class Worker:
     """Called when it is another question whether, or for which model, it may get requests."""
     cell: str = ""
     store: str = ""
-    """Configured address of the store that it keeps KV in, if its health does not report that."""
+    """Configured address of the store that it keeps KV in, if its health does not report that. It may be a process
+    that stays while the worker is away."""
     plain: bool = False
     """It computes prompts and answers by itself, and exchanges no KV."""
     routes: frozenset[str] | None = None
@@ -253,7 +254,7 @@ class Worker:
     def _become(self, state: State, reason: str) -> None:
         reason = reason[:_MAX_REASON_CHARS]
         changed = state is not self.state
-        self.state, self.reason = state, reason
+        self.state, self.reason, self.work.away = state, reason, state is State.UNREACHABLE
         if changed:
             self._tell()
             emit(PeerChanged(peer=self.id, state=state.value, reason=reason))

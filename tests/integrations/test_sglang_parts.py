@@ -446,6 +446,7 @@ def test_a_pool_of_last_pages_limits_where_a_prefix_may_end() -> None:
         ({"interface_v1": 0}, "interface_v1"),
         ({"interface_v1": 1, "colour": "red"}, "colour"),
         ({"interface_v1": 1, "tiers": {"chunk_size": 64}}, "chunk_size"),
+        ({"interface_v1": 1, "tiers": {"peer_port": 8110}}, "peer_port"),
     ],
 )
 def test_settings_that_nobody_would_look_at_are_refused(extra: dict[str, Any], match: str) -> None:

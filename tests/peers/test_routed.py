@@ -14,8 +14,9 @@ import pytest
 
 from pdlink.errors import ConfigError
 from pdlink.fleet.ports import free_ports
+from pdlink.peers import routed as routed_peers
 from pdlink.peers.link import PeerLink
-from pdlink.peers.routed import IDLE_S, MAX_OPEN, RoutedPeers
+from pdlink.peers.routed import IDLE_S, LOOK_S, MAX_OPEN, RoutedPeers
 from tests.other_process import PATIENCE_S
 from tests.waiting import WAIT_S
 
@@ -69,6 +70,13 @@ def test_a_dead_source_is_a_miss_and_keeps_no_other_away(make_node: MakeNode, en
     assert asker.pull(other.address(), 10) == 1
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look-ups wait as long as their links."""
+    monkeypatch.setattr(routed_peers, "LOOK_S", WAIT_S)
+
+
+@pytest.mark.usefixtures("patient")
 def test_a_source_that_does_not_answer_keeps_no_look_up_from_another(make_node: MakeNode, ends: ExitStack) -> None:
     asker, other = make_node("asker"), make_node("other")  # whose links give an answer WAIT_S
     other.put(10)
@@ -98,13 +106,31 @@ def test_an_address_that_may_not_be_asked_is_a_miss_that_the_log_tells_of(
     assert len(caplog.records) <= 10
 
 
+@pytest.mark.usefixtures("patient")
+def test_a_source_at_which_nobody_listens_is_a_miss_at_once(make_node: MakeNode) -> None:
+    asker = make_node("asker")
+    for number in range(4):
+        asker.store.comes_from(f"tcp://127.0.0.1:{free_ports(1)}", [key(number)])
+    began_s = time.monotonic()
+    assert asker.store.lookup([key(number) for number in range(4)], WAIT_S).keys == ()
+    assert time.monotonic() - began_s < WAIT_S / 2
+
+
+def test_nobody_waits_long_for_a_source_that_is_silent() -> None:
+    routed, link, _ = played()
+    routed.note("silent", [key(0)])
+    assert routed.contains([key(0)]) == [True]
+    assert link.given_s == [LOOK_S]
+
+
 class _Played:
     """A peer, and the link to it."""
 
     address = "tcp://127.0.0.1:1"
-    timeout_s = 1.0
+    timeout_s = 60.0
 
     def __init__(self) -> None:
+        self.given_s: list[float] = []
         self.opened: list[str] = []
         self.closed: list[str] = []
         self.asked = self.pulled = 0
@@ -121,6 +147,7 @@ class _Played:
 
     def contains(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
         assert timeout_s > 0
+        self.given_s.append(timeout_s)
         self.asked += 1
         self.during()
         return [True] * len(keys)
@@ -176,7 +203,7 @@ def test_stores_that_there_is_no_time_for_are_not_asked_and_not_at_fault() -> No
     routed.note("other", [key(1)])
 
     def stand_still() -> None:
-        clock.now_s += 1.0
+        clock.now_s += LOOK_S
 
     link.during = stand_still
     assert (routed.contains([key(0), key(1)]), link.asked) == ([True, False], 1)

@@ -70,6 +70,23 @@ def test_only_a_worker_that_lends_can_borrow() -> None:
     assert lenders.source(held((other, 2048)), to) is None, "no leg takes that"
 
 
+def test_a_store_that_ends_with_its_worker_is_no_source_while_that_is_away() -> None:
+    lenders, (to, other, live) = workers("tcp://a:1", "tcp://b:1", "tcp://c:1")
+    wanted = held((to, 512), (other, 2048), (live, 1024))
+    other.away = True
+    assert lenders.source(wanted, to) == KVSource("tcp://c:1", "prefill-2", 1024)
+    live.away = True
+    assert lenders.source(wanted, to) is None
+    lenders.heard(other, "tcp://b:1", stays=True)
+    assert lenders.source(wanted, to) == KVSource("tcp://b:1", "prefill-1", 2048), "a process of its own"
+    live.away = False
+    assert lenders.source(wanted, to) == KVSource("tcp://b:1", "prefill-1", 2048)
+    wanted = held((to, 512), (other, 2048), (live, 1800))
+    assert lenders.source(wanted, to) == KVSource("tcp://c:1", "prefill-2", 1800), "the other may be gone, too"
+    other.away = False
+    assert lenders.source(wanted, to) == KVSource("tcp://b:1", "prefill-1", 2048)
+
+
 def test_what_was_sent_to_a_worker_counts_where_no_events_tell() -> None:
     lenders, works = workers("tcp://a:1", "tcp://b:1")
     assert lenders.source(request(1, 2), works[0], [0.0, 1024.0], works) == KVSource("tcp://b:1", "prefill-1", 1024)
@@ -89,8 +106,10 @@ def test_a_store_of_another_cell_or_of_other_kv_is_no_source() -> None:
 
 
 class Lending(FakeWorker):
+    store_stays = False
+
     def health(self) -> dict[str, Any]:
-        return {**super().health(), "store": f"tcp://{self.name}:7000"}
+        return {**super().health(), "store": f"tcp://{self.name}:7000", "store_stays": self.store_stays}
 
 
 @pytest.fixture
@@ -151,6 +170,23 @@ async def test_the_prefix_of_a_worker_that_drains_is_pulled_from_its_store(fleet
             placed = next(each for each in (await answer.json())["decisions"] if each["verdict"] == "placed")
         label = next(each.label for each in proxy.router.services.pools.workers[Leg.PREFILL] if each.url == first.url)
         assert placed["source"] == f"1024 tokens from {label}"
+
+
+@pytest.mark.parametrize("stays", [False, True])
+async def test_a_store_is_named_while_its_worker_is_away_if_it_is_a_process_of_its_own(
+    fleet: list[Lending], stays: bool
+) -> None:
+    one, two, decode = fleet
+    one.store_stays = two.store_stays = stays
+    async with proxy_of([one, two], [decode], **SETTINGS) as proxy:
+        await ask(proxy)
+        await computed([one, two], 1)
+        first, other = (one, two) if one.received else (two, one)
+        await first.stop()
+        await gone(proxy, first, Leg.PREFILL)
+        await ask(proxy)
+        await computed([other], 1)
+        assert params(other.received[0]).get("source", "") == (f"tcp://{first.name}:7000" if stays else "")
 
 
 async def test_decode_that_computes_a_prompt_alone_is_named_the_store_and_nothing_else(fleet: list[Lending]) -> None:
