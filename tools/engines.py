@@ -20,8 +20,13 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache/engines"
+PASSED, NOT_FETCHED = "passed", "not fetched"
 
 
 class Engine(NamedTuple):
@@ -37,13 +42,19 @@ class Engine(NamedTuple):
     """Endings of the wheel's files that are kept; an empty one is all."""
     local_version: str = ""
     """Said to be installed beside the files: by it vLLM picks the platform."""
+    beside: tuple[str, ...] = ()
+    """Wheels of Python alone that older releases import and the newest does not."""
 
 
 ENGINES = {
     "vllm": Engine(
         "vLLM",
-        ("0.33.0", "0.32.0", "0.31.0", "0.30.0", "0.29.0", "0.28.0", "0.27.1", "0.26.0", "0.25.1", "0.24.0"),
+        (
+            *("0.33.0", "0.32.0", "0.31.0", "0.30.0", "0.29.0", "0.28.0", "0.27.1", "0.26.0", "0.25.1", "0.24.0"),
+            *("0.23.0", "0.22.1", "0.21.0", "0.20.2", "0.19.1", "0.18.1", "0.17.1", "0.16.0"),
+        ),
         {
+            "0.33.0": "no build for CPUs",
             "0.32.0": "all tests",
             **dict.fromkeys(("0.31.0", "0.30.0", "0.29.0", "0.28.0", "0.26.0", "0.24.0"), "a part"),
         },
@@ -51,6 +62,7 @@ ENGINES = {
         ("tests/integrations/contract",),
         (".py",),
         "+cpu",
+        ("gguf==0.19.0", "diskcache==5.6.3"),
     ),
     "sglang": Engine(
         "SGLang",
@@ -63,65 +75,81 @@ ENGINES = {
 }
 
 
-def fetched(name: str, version: str) -> Path:
-    """Folder with the package, and beside it a distribution that says its version."""
-    engine, place = ENGINES[name], CACHE / name / version
+def unpacked(requirement: str, place: Path, files: tuple[str, ...], said: str = "") -> Path:
+    """A wheel's files with these endings. said: the version that a distribution beside them says."""
     if not place.exists():
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as folder:
-            wanted = ["--no-deps", "--only-binary=:all:", "-d", folder, f"{name}=={version}"]
+            wanted = ["--no-deps", "--only-binary=:all:", "-d", folder, requirement]
             subprocess.run([sys.executable, "-m", "pip", "download", "-q", *wanted], check=True)
             (wheel,) = Path(folder).glob("*.whl")
-            unpacked = Path(folder, "unpacked")
-            with zipfile.ZipFile(wheel) as files:
-                wanted = [one for one in files.namelist() if one.endswith(engine.files) and ".dist-info/" not in one]
-                files.extractall(unpacked, wanted)
-            said = f"{version}{engine.local_version}"
-            alias = unpacked / f"{name}-{said}.dist-info"
+            found = Path(folder, "unpacked")
+            with zipfile.ZipFile(wheel) as names:
+                wanted = [one for one in names.namelist() if one.endswith(files) and ".dist-info/" not in one]
+                names.extractall(found, wanted)
+            name = requirement.partition("==")[0]
+            alias = found / f"{name}-{said}.dist-info"
             alias.mkdir()
             (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {said}\n")
-            unpacked.rename(place)
+            found.rename(place)
     return place
+
+
+def fetched(name: str, version: str) -> list[Path]:
+    """Folders to import the engine from. Raises CalledProcessError."""
+    engine = ENGINES[name]
+    package = unpacked(f"{name}=={version}", CACHE / name / version, engine.files, f"{version}{engine.local_version}")
+    return [package, *(unpacked(one, CACHE / one, ("",), one.partition("==")[2]) for one in engine.beside)]
 
 
 def tried(name: str, version: str) -> str:
     """What its contract says, in a few words. The failures are on the terminal."""
     report = CACHE / name / f"{version}.xml"
     report.unlink(missing_ok=True)
-    path = os.pathsep.join([str(fetched(name, version)), *filter(None, [os.environ.get("PYTHONPATH")])])
+    try:
+        folders = fetched(name, version)
+    except subprocess.CalledProcessError:
+        return NOT_FETCHED
+    path = os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
     # Warnings of older versions are not ours.
     quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     asked = ["-o", "filterwarnings=default", "-m", f"engines and {name}", f"--junitxml={report}"]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        *asked,
-        *ENGINES[name].tests,
-    ]
+    command = [sys.executable, "-m", "pytest", *asked, *ENGINES[name].tests]
     ended = subprocess.run(command, env=os.environ | quiet | {"PYTHONPATH": path}, cwd=ROOT, check=False)
     if not report.exists():
         return f"not run: pytest ended with {ended.returncode}"
     counts: Counter[str] = Counter()
     for suite in ElementTree.parse(report).getroot().iter("testsuite"):
         counts.update({name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")})
-    failed = counts["failures"] + counts["errors"]
-    passed = counts["tests"] - failed - counts["skipped"]
-    if not passed:
-        return "nothing ran: it cannot be imported"
-    return f"{passed} passed" + (f", {failed} FAILED" if failed else "")
+    failed, ran = counts["failures"] + counts["errors"], counts["tests"] - counts["skipped"]
+    if failed:
+        return f"{failed} of {ran} FAILED"
+    return PASSED if ran else "nothing ran: it cannot be imported"
+
+
+def table(name: str, said: Mapping[str, str]) -> str:
+    """said: by version, newest first. Neighbours of which the same is known share a row."""
+    engine, rows = ENGINES[name], list[tuple[list[str], str]]()
+    for version, contract in said.items():
+        servers, gpu = engine.servers.get(version, "not run"), engine.gpus.get(version, "not run")
+        known = f"{contract} | {servers} | {gpu}"
+        if rows and rows[-1][1] == known:
+            rows[-1][0].append(version)
+        else:
+            rows.append(([version], known))
+    spans = [(f"{alike[-1]} to {alike[0]}" if alike[1:] else alike[0], known) for alike, known in rows]
+    head = f"| {engine.title} | contract | servers | GPU |\n|---|---|---|---|\n"
+    return head + "\n".join(f"| {span} | {known} |" for span, known in spans)
 
 
 def main(words: list[str]) -> int:
+    """0: all have passed; 1: a contract failed; 3: none failed, and a wheel could not be fetched."""
     name = words.pop(0) if words and words[0] in ENGINES else "vllm"
-    engine = ENGINES[name]
     CACHE.mkdir(parents=True, exist_ok=True)
-    rows = [(version, tried(name, version)) for version in words or engine.window]
-    print(f"\n{datetime.datetime.now(datetime.UTC).date()}\n")
-    print(f"| {engine.title} | contract | servers | GPU |\n|---|---|---|---|")
-    for version, said in rows:
-        print(f"| {version} | {said} | {engine.servers.get(version, '')} | {engine.gpus.get(version, 'not run')} |")
-    return 0 if all("passed" in said and "FAILED" not in said for _, said in rows) else 1
+    said = {version: tried(name, version) for version in words or ENGINES[name].window}
+    print(f"\n{datetime.datetime.now(datetime.UTC).date()}\n\n{table(name, said)}")
+    left = set(said.values()) - {PASSED}
+    return 1 if left - {NOT_FETCHED} else 3 if left else 0
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
@@ -40,7 +39,7 @@ from pdlink.integrations.vllm_parts.origins import NO_TIERS, Origins
 from pdlink.integrations.vllm_parts.params import Caps, source_of
 from pdlink.integrations.vllm_parts.rank import Rank
 from pdlink.integrations.vllm_parts.requests import NOTHING, RequestBook, Scheduled, StepPlan
-from pdlink.integrations.vllm_parts.store_book import StoreBook
+from pdlink.integrations.vllm_parts.store_book import StoreBook, StorePlan
 from pdlink.integrations.vllm_parts.worker import Results
 from pdlink.observe.sources import sourced
 
@@ -66,7 +65,7 @@ class PDLinkMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 
 @dataclass
-class PDLinkNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class PDLinkNews(*versions.news_bases()):  # type: ignore[misc]
     """What workers tell the scheduler beside what vLLM asks for."""
 
     reasons: dict[str, str]
@@ -76,7 +75,7 @@ class PDLinkNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
     short: dict[str, int]
     """Where loads have ended that brought less than was promised, by request."""
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> PDLinkNews:
+    def aggregate(self, other: Any) -> PDLinkNews:
         if not isinstance(other, PDLinkNews):
             return self
         short = other.short | {name: min(end, other.short.get(name, end)) for name, end in self.short.items()}
@@ -129,6 +128,9 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         self._sleep: Sleep | None = None
         self._in_micro_batches = versions.in_micro_batches(vllm_config)
         self._ends_unsaid = versions.ends_unsaid(vllm_config)
+        self._news_in_stats = version < versions.WORKER_NEWS
+        self._met: set[str] | None = None if versions.announces_requests() else set()
+        """Requests that `on_new_request` has been told of, where that is left to us."""
         self._rank: Rank | None = None
         if role == KVConnectorRole.WORKER:
             self._rank = Rank(vllm_config, kv_cache_config, settings)
@@ -172,7 +174,14 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
                 source=source,
             )
 
+    def _meet(self, request: Any) -> None:
+        """Up to 0.21 vLLM says nothing of a request before it asks what comes for it, or ends it."""
+        if self._met is not None and request.request_id not in self._met:
+            self._met.add(request.request_id)
+            self.on_new_request(request)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._meet(request)
         self._origins.asked(request.request_id, num_computed_tokens)
         # vLLM up to 0.30 takes a promise for such a request, and answers positions that it has not computed.
         computes_all = bool(getattr(request, "skip_reading_prefix_cache", False))
@@ -209,7 +218,10 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        self._meet(request)
         request_id = request.request_id
+        if self._met is not None:
+            self._met.discard(request_id)
         said: dict[str, Any] = {}
         if path := self._book.path(request_id):
             said["pdlink_kv"] = path
@@ -222,7 +234,10 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         return self._book.ended(request_id, tokens, mine), said or None
 
     def update_connector_output(self, connector_output: Any) -> None:
-        told = connector_output.kv_connector_worker_meta
+        if self._news_in_stats:
+            told = PDLinkStats.news_in(connector_output.kv_connector_stats)
+        else:
+            told = connector_output.kv_connector_worker_meta
         news = told if isinstance(told, PDLinkNews) else PDLinkNews({}, [], {})
         if self._book.store is not None:
             self._book.store.looked(news.looked)
@@ -250,8 +265,14 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.open(kv_caches)
 
-    def handle_preemptions(self, kv_connector_metadata: PDLinkMetadata) -> None:
-        self._worker.steps.withdraw(kv_connector_metadata.plan)
+    def handle_preemptions(self, kv_connector_metadata: PDLinkMetadata | set[str]) -> None:
+        """Up to 0.18 vLLM says which requests, since then what the scheduler's half has planned for them."""
+        if isinstance(kv_connector_metadata, PDLinkMetadata):
+            plan = kv_connector_metadata.plan
+        else:
+            names = list(kv_connector_metadata)
+            plan = StepPlan(withdrawn=names, store=StorePlan(withdrawn=names))
+        self._worker.steps.withdraw(plan)
 
     def bind_connector_metadata(self, connector_metadata: PDLinkMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -338,7 +359,12 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
 
     def get_kv_connector_stats(self) -> PDLinkStats | None:
         counts = (self._counts if self._rank is None else self._rank.counts).take()
-        return PDLinkStats(data=counts) if counts else None
+        news = self.build_connector_worker_meta() if self._news_in_stats else None
+        if not counts and news is None:
+            return None
+        found = PDLinkStats(data=counts)
+        found.news = news
+        return found
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PDLinkStats:
@@ -354,6 +380,15 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
 class PDLinkStats(KVConnectorStats):  # type: ignore[misc]
     """`stats.Stats` of one rank or of several."""
 
+    news: PDLinkNews | None = None
+    """Of the same ranks, where vLLM has no other way for it."""
+
+    @staticmethod
+    def news_in(found: Any) -> PDLinkNews | None:
+        """found: vLLM's, with those of several connectors by name where MultiConnector has made it."""
+        mine = found if isinstance(found, PDLinkStats) else getattr(found, "data", {}).get("PDLinkConnector")
+        return getattr(mine, "news", None)
+
     def reset(self) -> None:
         self.data: stats.Stats = {}
 
@@ -362,6 +397,8 @@ class PDLinkStats(KVConnectorStats):  # type: ignore[misc]
 
     def aggregate(self, other: KVConnectorStats) -> PDLinkStats:
         self.data = stats.add_up(self.data, other.data)
+        others = getattr(other, "news", None)
+        self.news = others if self.news is None else self.news.aggregate(others)
         return self
 
     def reduce(self) -> dict[str, int | float]:

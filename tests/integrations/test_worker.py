@@ -370,6 +370,27 @@ def test_where_vllm_zeroes_blocks_a_prompt_is_complete_when_no_step_in_flight_ha
     prefill.until_reported(sent="p")
 
 
+def test_blocks_are_offered_when_the_steps_that_may_write_them_have_ended(
+    pair: Pair, servers: tuple[Server, Server]
+) -> None:
+    """vLLM up to 0.23 gives a block away while a step under way writes to it."""
+    prefill, decode = servers
+    news = threading.Event()
+    half = half_of(pair.decode, 2, news=news)
+    asked: list[bool] = []
+    decode.half = Steps(news, half, settle=lambda: asked.append(half._requests["d"].asked))
+    ask(prefill, decode)
+    decode.step()
+    assert asked == []
+    offer(decode)
+    decode.step()
+    assert asked == [False]
+    prefill.step([Scheduled("p", (tuple(SRC),), True, 0, 30)])
+    decode.until_reported(received="d")
+    assert same(pair, SRC, DST)
+    assert asked == [False]
+
+
 @pytest.mark.parametrize("said", [True, False], ids=["V1", "V2"])
 def test_a_forward_pass_that_fails_publishes_nothing_and_ends_its_transfers(
     pair: Pair, servers: tuple[Server, Server], said: bool

@@ -185,7 +185,8 @@ class Rank:
             mine = [self._contexts.part(cache, 0) for cache in caches] if self._contexts.is_ours else caches
             layerwise = self._settings.layerwise
             host = host_copy.HostCopy(on_device, tensors, CacheGroups.of(mine, num_blocks), layerwise=layerwise)
-        self.steps = Steps(news, half, store, host)
+        waits = buffers[0].kind == "cuda" and versions.frees_early()  # other memory is written in the step's order
+        self.steps = Steps(news, half, store, host, settle=_wait_for_kernels if waits else None)
         self.counts.look = self._look
 
     def _parts(self, caches: Sequence[CacheLayout], names: Sequence[str]) -> list[tuple[int, CacheGroups]]:
@@ -356,3 +357,8 @@ class Rank:
         digest = hashlib.blake2b(shape.encode(), digest_size=8).hexdigest()
         revision = f"{self._config.model_config.revision or 'main'} {digest}"
         return ModelId(versions.model_name(self._config), revision, HERE.named(self._content), self._num_shards)
+
+
+def _wait_for_kernels() -> None:
+    """Of the steps that vLLM's thread has launched."""
+    torch.cuda.current_stream().synchronize()

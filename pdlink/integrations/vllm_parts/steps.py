@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from pdlink.integrations.vllm_parts.host_copy import HostCopy
     from pdlink.integrations.vllm_parts.requests import StepPlan
@@ -23,10 +23,11 @@ class Steps:
         transfers: WorkerHalf,
         store: StoreHalf | None = None,
         host: HostCopy | None = None,
+        settle: Callable[[], None] | None = None,
     ) -> None:
         """news: the event that both set when they have a result. host: of a cache that goes through memory of the
-        host."""
-        self.transfers, self.store, self.host = transfers, store, host
+        host. settle: waits for the steps under way, where they may still write to blocks that others have now."""
+        self.transfers, self.store, self.host, self._settle = transfers, store, host, settle
         self._news = news
         self._begun = False
 
@@ -41,6 +42,8 @@ class Steps:
         if self._begun:  # model runner V2 says nothing of one that has failed
             self.abandon()
         self._begun = True
+        if self._settle is not None and plan.offers:
+            self._settle()
         if self.host is not None:
             self.host.prepare(plan)
         self.transfers.begin(plan)

@@ -1,7 +1,7 @@
 """The installed vLLM, and the few differences between the supported releases.
 
 The interface of vLLM's connectors changes with almost every release (a table is in docs/vllm.md). The connector
-mostly uses parts that are equal from 0.24 to 0.33; this module handles the others, by feature if possible.
+mostly uses parts that are equal from 0.16 to 0.33; this module handles the others, by feature if possible.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OLDEST, NEWEST = (0, 24), (0, 33)
+OLDEST, NEWEST = (0, 16), (0, 33)
+WORKER_NEWS = (0, 20)
+"""The first version whose runners both pass what workers tell the scheduler's half (`build_connector_worker_meta`).
+Before, it goes with the statistics."""
 HYBRID = (0, 32)
 """The first version whose models with several groups of KV caches are transferred. Earlier ones were not tried; up to
 0.29 they could not be told that the KV of such a request does not come."""
@@ -72,6 +75,29 @@ def warn_untried(version: str) -> None:
             _text(NEWEST),
             version,
         )
+
+
+def news_bases() -> tuple[type, ...]:
+    """What workers' news derive from, since 0.18."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    found = getattr(base, "KVConnectorWorkerMetadata", None)
+    return () if found is None else (found,)
+
+
+def announces_requests() -> bool:
+    """Whether vLLM calls `on_new_request` (since 0.22)."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    return hasattr(KVConnectorBase_V1, "on_new_request")
+
+
+def frees_early() -> bool:
+    """Whether vLLM gives blocks away that a step under way still writes to (up to 0.23): with its asynchronous
+    scheduling a request has ended, or was aborted, before its last step has."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return not hasattr(Scheduler, "_drain_deferred_frees")
 
 
 def hybrid_bases(version: str) -> tuple[type, ...]:

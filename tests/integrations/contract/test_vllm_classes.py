@@ -63,7 +63,7 @@ SERVING = {
     MESSAGES: "vllm.entrypoints.anthropic.serving",
     RESPONSES: "vllm.entrypoints.openai.responses.serving",
 }
-"""By path, where vLLM hands its requests to the engine (0.24 to 0.33)."""
+"""By path, where vLLM hands its requests to the engine (0.16 to 0.33)."""
 
 
 def test_this_vllm_is_one_the_connector_knows() -> None:
@@ -89,7 +89,8 @@ def test_nothing_that_vllm_requires_is_missing() -> None:
 def test_every_method_takes_what_vllm_passes(name: str) -> None:
     theirs = inspect.signature(getattr(KVConnectorBase_V1, name)).parameters
     ours = inspect.signature(getattr(PDLinkConnector, name)).parameters
-    assert list(ours) == list(theirs)
+    renamed = {"preempted_req_ids": "kv_connector_metadata"}  # since 0.19; passed by position
+    assert list(ours) == [renamed.get(one, one) for one in theirs]
     assert [parameter.kind for parameter in ours.values()] == [parameter.kind for parameter in theirs.values()]
 
 
@@ -129,6 +130,17 @@ def test_statistics_of_ranks_add_up() -> None:
     assert one["pdlink_push_seconds"] == [0.001], "it is another rank's"
     assert not total.is_empty()
     assert PDLinkConnector.build_kv_connector_stats().is_empty()
+
+
+def test_news_of_ranks_travel_with_their_statistics_where_vllm_has_no_other_way() -> None:
+    """Up to 0.19; MultiConnector has statistics by connector."""
+    one, other = PDLinkStats(data={}), PDLinkStats(data={"pdlink_x_total": 1.0})
+    other.news = PDLinkNews({"a": "aborted"}, [Looked("r", 1, 256)], {})
+    total = pickle.loads(pickle.dumps(one)).aggregate(pickle.loads(pickle.dumps(other)))
+    several = SimpleNamespace(data={"NixlConnector": PDLinkStats(data={}), "PDLinkConnector": total})
+    assert PDLinkStats.news_in(total) == PDLinkStats.news_in(several) == other.news
+    assert PDLinkStats.news_in(None) is None
+    assert PDLinkStats.news_in(one.aggregate(PDLinkStats(data={}))) is None
 
 
 def test_what_a_rank_counts_is_on_the_servers_metrics_under_vllms_prefix() -> None:
@@ -241,10 +253,12 @@ def test_every_call_of_a_trainer_goes_where_changes_of_weights_are_looked_for() 
     for name in weights._WATCHED:
         assert callable(getattr(EngineCore, name)), name
     source = inspect.getsource(AsyncLLM)
-    for part in weights._PARTS:
+    in_parts = hasattr(
+        Worker, "finish_weight_update"
+    )  # before 0.21 `update_weights` is all of a change, if it is there
+    for part in weights._PARTS if in_parts else {"update_weights"}.intersection(vars(Worker)):
         assert f'collective_rpc(\n            "{part}"' in source or f'collective_rpc("{part}")' in source, part
         assert hasattr(Worker, part), part
-    assert hasattr(Worker, "finish_weight_update")
     assert "sleeping_tags" in inspect.getsource(Executor)
 
 

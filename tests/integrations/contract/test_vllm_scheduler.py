@@ -374,6 +374,18 @@ def test_caches_on_a_device_stay_in_the_pool_that_sleep_discards(tmp_path: Path)
         assert server.connector.get_mem_pool_context() is None
 
 
+def test_blocks_that_a_step_under_way_writes_are_kept_or_waited_for(tmp_path: Path) -> None:
+    """Another server would write them at once."""
+    with servers(tmp_path, {"asynchronous": True}) as (server,):
+        server.request("a", PROMPT)
+        server.step()
+        pool = server.scheduler.kv_cache_manager.block_pool
+        before = pool.get_num_free_blocks()
+        server.abort("a")
+        assert (pool.get_num_free_blocks() > before) == versions.frees_early()
+        server.until_idle()
+
+
 def engine_of(server: Server) -> Any:
     """vLLM's, without processes."""
     engine = object.__new__(EngineCore)

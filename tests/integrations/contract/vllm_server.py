@@ -24,7 +24,7 @@ import torch
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.models.registry import ModelRegistry
@@ -264,7 +264,12 @@ class Server:
 
     def until_idle(self, *others: Server) -> None:
         """Until nobody has a request any more, nor holds a block."""
-        self.until(lambda: not any(server.scheduler.has_requests() for server in (self, *others)), *others)
+
+        def are_idle() -> bool:  # up to 0.21 a server without requests does not ask whether held blocks are free
+            schedulers = [server.scheduler for server in (self, *others)]
+            return not any(one.has_requests() or one.requests for one in schedulers)
+
+        self.until(are_idle, *others)
         for server in (self, *others):
             for _ in range(server._depth):
                 server.step()
@@ -280,10 +285,14 @@ class Server:
             self._calls.pre_forward(plan)
             sampled = self._forward(plan)
             self._calls.finish_forward() if hasattr(self._calls, "finish_forward") else None
-            told = self._calls.post_forward(plan.finished_req_ids)
+            whole = "scheduler_output" in inspect.signature(self._calls.post_forward).parameters  # before 0.22
+            told = self._calls.post_forward(plan if whole else plan.finished_req_ids)
         else:
             if plan.preempted_req_ids and plan.kv_connector_metadata is not None:
-                self.connector.handle_preemptions(plan.kv_connector_metadata)
+                by_name = "preempted_req_ids" in inspect.signature(KVConnectorBase_V1.handle_preemptions).parameters
+                self.connector.handle_preemptions(
+                    plan.preempted_req_ids if by_name else plan.kv_connector_metadata  # before 0.19
+                )
             if not computes:
                 return KVConnectorModelRunnerMixin.kv_connector_no_forward(plan, self.config)
             self._take(plan)
