@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 from typing import TYPE_CHECKING, Any
 
 from pdlink.config import is_loopback
 from pdlink.errors import ConfigError, EngineFailure
+from pdlink.serve import collector
 from pdlink.serve.process import bind, raise_descriptor_limit, serve
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str], None]) -> None:
     """Run one worker until SIGTERM or the end of its parent. Raises ConfigError and others before it is ready."""
+    collector.pause()
     from pdlink.engine.places import find_model
     from pdlink.protocol.auth import ControlAddress
     from pdlink.serve import health, keys
@@ -79,7 +80,8 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
 
     app = build_app(worker, http_key)
     try:
-        asyncio.run(serve(app, bound, parent, ready=ready, drain=drain, say=say, tls=tls, reload=reload))
+        with collector.over_requests_only():
+            asyncio.run(serve(app, bound, parent, ready=ready, drain=drain, say=say, tls=tls, reload=reload))
         problem = health.problem(worker)
     finally:
         worker.close()
@@ -98,6 +100,7 @@ def _reload(allow_file: str, allow: Callable[[AllowList], None]) -> None:
 
 def run_store(config: StoreConfig, parent: Parent | None, say: Callable[[str], None]) -> None:
     """Run one store until SIGTERM or the end of its parent. Raises ConfigError, and OSError (no memory)."""
+    collector.pause()
     from pdlink.config import SecurityConfig, read_secrets
     from pdlink.protocol.deadlines import Deadlines
     from pdlink.serve import keys
@@ -155,7 +158,8 @@ def run_store(config: StoreConfig, parent: Parent | None, say: Callable[[str], N
                 _reload(config.allow_file, link.allow)
 
         app = build_app(config.name, store, listener, http_key, loopback=is_loopback(config.listen.host))
-        asyncio.run(serve(app, bound, parent, ready=ready, drain=drain, say=say, reload=reload))
+        with collector.over_requests_only():
+            asyncio.run(serve(app, bound, parent, ready=ready, drain=drain, say=say, reload=reload))
     finally:
         listener.close()
         if link is not None:
@@ -176,6 +180,7 @@ def run_proxy(
 ) -> None:
     """Run a proxy until SIGTERM or the end of its parent. place: it is one of several processes (`SiblingPlace`).
     reread: loads the settings again, on SIGHUP."""
+    collector.pause()
     from pdlink.serve import keys
     from pdlink_proxy.app import ROUTER, build_app
     from pdlink_proxy.front import FrontRunner
@@ -217,17 +222,12 @@ def run_proxy(
                 log.error("the settings are unchanged: %s", error)
         router.reload()
 
-    gc.collect()
-    gc.freeze()  # modules live as long as the process
     keep_freed_memory()
-    gc.set_threshold(20_000, 20, 20)  # a request leaves a few cycles; the default looks at them after ten requests
     serving = serve(
         app, bound, parent, ready=ready, drain=router.drain, say=say, tls=tls, reload=reload, runner_of=FrontRunner
     )
-    try:
+    with collector.over_requests_only():
         asyncio.run(serving)
-    finally:
-        gc.unfreeze()  # else what is in a cycle outlives the interpreter, of which nanobind tells on stderr
 
 
 def keep_freed_memory() -> None:
