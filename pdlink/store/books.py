@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, OrderedDict
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import inf, isinf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
@@ -85,6 +85,17 @@ class Books:
         """Debts by tier whose records were evicted, and that no metric has heard of."""
         self._announcer: ChangeTeller[RecordChange] = ChangeTeller()
 
+    def steps(self, some: Iterator[_T]) -> Iterator[list[_T]]:
+        """What it gives, in pieces: each is made under the lock, which others have in between. Without the lock."""
+        while True:
+            with self.lock:
+                piece = list(islice(some, _PIECE_KEYS))
+                self.note()
+            yield piece
+            if len(piece) < _PIECE_KEYS:
+                return
+            let_others()
+
     def leases(self, keys: Sequence[bytes], holder: str, request: str, deadline_s: float) -> list[SlotLease]:
         """The longest readable prefix of `keys`, as `Catalog.lease`, in pieces. Without the lock."""
         leases = []
@@ -112,10 +123,10 @@ class Books:
         """
         readable = self.catalog.commit(slots, expires_at_s - self._epoch_s())
         self.note(preimages or {})
-        for slot in slots:
-            if slot.key not in readable and slot.key not in self.shapes:  # it was removed while it was sealed
-                self._ends_at_s.pop(slot.key, None)
         self.shapes.update(dict.fromkeys(readable, shape))
+        for slot in slots:
+            if slot.key not in self.shapes:  # it was removed while it was sealed
+                self._ends_at_s.pop(slot.key, None)
         self.summed.update(readable if summed else ())
         self.unchecked.update(() if checked else readable)
         return readable

@@ -44,10 +44,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from pdlink.store.eviction import EvictionPolicy
+    from pdlink.store.sessions import Holder
     from pdlink.store.slots import Held, Serial, Share
 
 _MOST_DUE = 512
 """Records whose time is over, dropped at once: some milliseconds."""
+_MOST_OUT = 4
+"""Records that sessions keep no more, where one more finds no room in their share."""
 _MAX_WASTE = 4
 """Eviction for one record stops after that many times its bytes: records not in turn keep the free ones apart."""
 _KEPT_SHARE = 2
@@ -324,9 +327,9 @@ class Catalog:
         return hold is not None
 
     def expire(self, now_s: float) -> int:
-        """End the leases whose deadline is over; how many. Forget records, priorities, sessions, whose time is over.
+        """End leases whose deadline is over; how many. Forget records, priorities, sessions, whose time is over.
 
-        `_MOST_DUE` records at most, and as many that sessions have kept: see `is_due`.
+        `_MOST_DUE` records of each kind at most: see `is_due`.
         """
         self.sessions.expire(now_s)
         self.forget_ended()
@@ -338,14 +341,17 @@ class Catalog:
         return self._end_leases([serial for serial, hold in self._leases.items() if hold.deadline_s <= now_s])
 
     def is_due(self, now_s: float) -> bool:
-        """Whether the time of some record or session is over, which `expire` is to forget."""
-        return self._deadlines.next_s <= now_s or self.sessions.is_due(now_s)
+        """Whether the time of some record, session or lease is over, which `expire` is to end."""
+        over = any(hold.deadline_s <= now_s for hold in self._leases.values())
+        return over or self._deadlines.next_s <= now_s or self.sessions.is_due(now_s)
 
-    def holder_gone(self, holder: str) -> None:
-        """The holder has ended and touches nothing any more. So its reservations, leases and pins end."""
+    def holder_gone(self, holder: str) -> bool:
+        """The holder has ended and touches nothing any more. So its reservations and pins end, and its leases: of
+        `_MOST_DUE` records at once; whether there are more."""
         self.abandon(self.written_by(holder))
-        self._end_leases([serial for serial, hold in self._leases.items() if hold.holder == holder])
         self._pins.end(holder=holder)
+        serials = [serial for serial, hold in self._leases.items() if hold.holder == holder]
+        return self._end_leases(serials) < len(serials)
 
     # --- Keeping and dropping
 
@@ -382,7 +388,7 @@ class Catalog:
     def _keep_to_share(self, newest: Record) -> None:
         """Sessions keep no more than their share: what was used longest ago is as others, as if it was used now; this
         one instead, where no tier has anything of the rest."""
-        for _ in range(_MOST_DUE):  # more after the arena has shrunk: later, with others
+        for _ in range(_MOST_OUT):  # more after the arena has shrunk: later, with others
             if self._kept_nbytes <= self.capacity_nbytes // _KEPT_SHARE:
                 return
             oldest = self._turns.evict(lambda _: True, from_priority=HELD)
@@ -390,9 +396,9 @@ class Catalog:
             if oldest is None:
                 return
 
-    def forget_ended(self) -> bool:
-        """Of what ended sessions keep, `_MOST_DUE` records at most; whether there may be more."""
-        gone = self.sessions.take_ended(_MOST_DUE)
+    def forget_ended(self, of: Holder | None = None) -> bool:
+        """Of what ended sessions keep, or one of them, `_MOST_DUE` records at most; whether there may be more."""
+        gone = self.sessions.take_ended(_MOST_DUE) if of is None else self.sessions.take_of(of, _MOST_DUE)
         self.rank(gone)
         return bool(gone)
 
@@ -402,11 +408,11 @@ class Catalog:
             self.sessions.place(key, is_below=True)
             self.rank([key])
 
-    def is_not_below(self, keys: Sequence[bytes]) -> None:
-        """No tier may have these records any more. What sessions keep of them stays here."""
+    def is_not_below(self, keys: Sequence[bytes]) -> list[bytes]:
+        """No tier may have these records any more. What sessions keep of them stays here; as of `rank`."""
         for key in keys:
             self.sessions.place(key, is_below=False)
-        self.rank(keys)
+        return self.rank(keys)
 
     def set_quota(self, nbytes: int | None, tenant: str = "") -> None:
         """Of all tenants without one of their own, or of one; 0 sets none, None gives the tenant that of all again.
@@ -564,9 +570,13 @@ class Catalog:
         self._pins.drop(record)
 
     def _end_leases(self, serials: Sequence[Serial]) -> int:
-        for serial in serials:
-            self._let_go(self._leases.pop(serial))
-        return len(serials)
+        """Of `_MOST_DUE` records, or of one lease; how many leases."""
+        num_ended = num_records = 0
+        while num_ended < len(serials) and num_records < _MOST_DUE:
+            hold = self._leases.pop(serials[num_ended])
+            self._let_go(hold)
+            num_ended, num_records = num_ended + 1, num_records + len(hold.records)
+        return num_ended
 
     def _let_go(self, hold: Hold) -> None:
         for record in hold.records.values():

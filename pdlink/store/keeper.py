@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from pdlink.memory.pages import gather
+from pdlink.store.books import let_others
 from pdlink.store.gathering import STEP_NBYTES, Gathering
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class Keeper:
             with self._work:
                 if self._closing:
                     return
+            let_others()
 
     def _keep(self) -> None:
         """One round."""

@@ -17,7 +17,7 @@ from pdlink.store.interface import SessionState
 from pdlink.store.slots import HELD, KEPT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 MAX_SESSIONS, MAX_OF_TENANT = 16384, 4096
 """A session more keeps nothing: its turns are served all the same."""
@@ -44,15 +44,6 @@ class SessionTerms(NamedTuple):
     """Who may end it; empty without an API key. Each has names of its own."""
 
 
-class Holding(NamedTuple):
-    """What became of a hold."""
-
-    num_keys: int
-    """Leading ones that the session keeps."""
-    changed: list[bytes]
-    """Keys that it keeps, which are used now, and behind them keys that it keeps no more."""
-
-
 @dataclass(slots=True, eq=False)
 class _Kept:
     """A key that sessions keep."""
@@ -64,13 +55,15 @@ class _Kept:
 
 
 @dataclass(slots=True, eq=False)
-class _Holder:
+class Holder:
     session: SessionTerms
     waits: bool
     deadline_s: float = inf
     due_s: float = inf
     """When its deadline is looked at: of the only entry that counts."""
     asked: int = 0
+    turn: int = 0
+    """Counts holds, and the end: a hold that is under way ends with the next of them."""
     keys: list[bytes] = field(default_factory=list)
     nbytes: int = 0
     """Of their records."""
@@ -86,12 +79,12 @@ class SessionHolds:
         self.nbytes = 0
         self._nbytes_of: Counter[str] = Counter()
         self._num_of: Counter[str] = Counter()
-        self._holders: dict[_Name, _Holder] = {}
+        self._holders: dict[_Name, Holder] = {}
         self._named: dict[tuple[str, str], set[_Name]] = {}
         """By tenant and name."""
         self._entries: list[tuple[float, _Name]] = []
         """A heap: when to look at a deadline, which may be later by now."""
-        self._ended: list[_Holder] = []
+        self._ended: list[Holder] = []
         """They keep what `take_ended` has not given yet."""
 
     def __len__(self) -> int:
@@ -112,53 +105,71 @@ class SessionHolds:
             for each in self._holders.values()
         ]
 
-    def hold(
+    def holding(
         self, session: SessionTerms, keys: Sequence[bytes], sizes: Sequence[int], now_s: float, *, waits: bool
-    ) -> Holding:
+    ) -> Iterator[tuple[bytes, bool]]:
         """The session keeps the leading ones of these keys that the quota allows, and no others of its scope.
 
+        One key at a time, so that others use it in between. Gives each that it keeps no more, with False, and each
+        that it keeps, in order, with True. The next hold of this session, or its end, ends this one where it is.
         sizes: bytes of a record, in turns. waits: its turn has ended.
         """
         name = session.tenant, session.name, session.owner, session.scope
         mine = self._holders.get(name)
         if mine is None:
             if len(self) >= MAX_SESSIONS or self._num_of[session.tenant] >= MAX_OF_TENANT:
-                return Holding(0, [])
-            mine = self._holders[name] = _Holder(session, waits)
+                return
+            mine = self._holders[name] = Holder(session, waits)
             self._named.setdefault(name[:2], set()).add(name)
             self._num_of[session.tenant] += 1
-        common = next((at for at, both in enumerate(zip(mine.keys, keys, strict=False)) if both[0] != both[1]), None)
-        gone = self._cut(mine, min(len(mine.keys), len(keys)) if common is None else common)
+        mine.turn += 1
         mine.session, mine.waits, mine.asked, mine.deadline_s = session, waits, len(keys), now_s + session.ttl_s
         if mine.deadline_s < mine.due_s:
             self._look_at(name, mine)
-        for index in range(len(mine.keys), len(keys)):
+        turn = mine.turn
+        for step in self._steps(mine, keys, sizes):
+            yield step
+            if mine.turn != turn:
+                return
+
+    def _steps(self, mine: Holder, keys: Sequence[bytes], sizes: Sequence[int]) -> Iterator[tuple[bytes, bool]]:
+        common = 0
+        for mine_too, key in zip(mine.keys, keys, strict=False):
+            if mine_too != key:
+                break
+            common += 1
+            yield key, True
+        while len(mine.keys) > common:
+            yield self._cut(mine, len(mine.keys) - 1)[0], False
+        tenant = mine.session.tenant
+        for index in range(common, len(keys)):
             key, nbytes = keys[index], sizes[index % len(sizes)]
             kept = self.kept.get(key)
             if kept is None:
-                if not self._has_room(session.tenant, nbytes):
-                    break
-                kept = self.kept[key] = _Kept(nbytes, session.tenant)
+                if not self._has_room(tenant, nbytes):
+                    return
+                kept = self.kept[key] = _Kept(nbytes, tenant)
                 self._count(kept, 1)
             kept.sessions += 1
             mine.keys.append(key)
             mine.nbytes += kept.nbytes
-        return Holding(len(mine.keys), mine.keys + gone)
+            yield key, True
 
-    def end(self, name: str, tenant: str, owner: str | None = None) -> bool:
-        """It has ended, in all scopes: `take_ended` gives what it kept. Whether it was known. owner: None for all."""
+    def end(self, name: str, tenant: str, owner: str | None = None) -> list[Holder]:
+        """It has ended, in all scopes. Each keeps what `take_of` has not given yet. owner: None for all."""
         found = [each for each in self._named.get((tenant, name), ()) if owner in (None, each[2])]
-        for each in found:
-            self._end(each)
-        return bool(found)
+        return [self._end(each) for each in found]
 
-    def _end(self, name: _Name) -> None:
-        self._ended.append(self._holders.pop(name))
+    def _end(self, name: _Name) -> Holder:
+        mine = self._holders.pop(name)
+        mine.turn += 1
+        self._ended.append(mine)
         self._num_of[name[0]] -= 1
         named = self._named[name[:2]]
         named.discard(name)
         if not named:
             del self._named[name[:2]]
+        return mine
 
     def is_due(self, now_s: float) -> bool:
         """Whether the deadline of some session may be over, or an ended one keeps something still."""
@@ -178,7 +189,7 @@ class SessionHolds:
             else:
                 self._end(name)
 
-    def _look_at(self, name: _Name, mine: _Holder) -> None:
+    def _look_at(self, name: _Name, mine: Holder) -> None:
         """At its deadline."""
         mine.due_s = mine.deadline_s
         heappush(self._entries, (mine.due_s, name))
@@ -190,11 +201,14 @@ class SessionHolds:
         """Keys that ended sessions keep no more, so many at most; none are left once it gives fewer."""
         gone: list[bytes] = []
         while self._ended and len(gone) < most:
-            mine = self._ended[-1]
-            gone += self._cut(mine, max(0, len(mine.keys) - (most - len(gone))))
-            if not mine.keys:
+            gone += self.take_of(self._ended[-1], most - len(gone))
+            if not self._ended[-1].keys:
                 self._ended.pop()
         return gone
+
+    def take_of(self, ended: Holder, most: int) -> list[bytes]:
+        """The same of one of them."""
+        return self._cut(ended, max(0, len(ended.keys) - most))
 
     def rank(self, key: bytes) -> int | None:
         """Instead of a record's priority in memory; None for one that is as others."""
@@ -207,12 +221,6 @@ class SessionHolds:
         """A tier below has its record, or only memory will."""
         if (kept := self.kept.get(key)) is not None:
             kept.is_below = is_below
-
-    def in_no_tier(self) -> list[bytes]:
-        """Of no record it is known that a tier has it; all that sessions keep."""
-        for kept in self.kept.values():
-            kept.is_below = False
-        return list(self.kept)
 
     def check(self) -> None:
         """Raise AssertionError at the first broken invariant."""
@@ -235,7 +243,7 @@ class SessionHolds:
         in_all = self.nbytes + nbytes <= self._total_nbytes
         return in_all and self._nbytes_of[tenant] + nbytes <= self._quota_nbytes
 
-    def _cut(self, mine: _Holder, first: int) -> list[bytes]:
+    def _cut(self, mine: Holder, first: int) -> list[bytes]:
         """It keeps the keys before this one only; the others."""
         gone = mine.keys[first:]
         del mine.keys[first:]

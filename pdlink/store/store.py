@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
-from itertools import count, islice, takewhile
+from itertools import count, takewhile
 from math import inf, isinf
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -395,13 +395,8 @@ class Store(AnyStore):
         kept = retention._replace(ttl_s=min(retention.ttl_s, self._ttl_s))
         reserving = self._catalog.reserving(keys, nbytes, holder, share, kept, self._clock(), most_nbytes=most_nbytes)
         slots: list[Slot] = []
-        for piece in pieces(keys):
-            with self._lock:
-                looked = list(islice(reserving, len(piece)))
-                self._books.note()
+        for looked in self._books.steps(reserving):
             slots += [slot for slot in looked if slot is not None]
-            if len(looked) < len(piece):
-                break
         for lease in reversed(head):
             with self._lock:
                 self._catalog.release(lease, used=True)
@@ -456,8 +451,11 @@ class Store(AnyStore):
         with self._lock:
             written = self._catalog.written_by(holder)
         self.abandon(written)
-        with self._lock:
-            self._catalog.holder_gone(holder)
+        more = True
+        while more:
+            with self._lock:
+                more = self._catalog.holder_gone(holder)
+            let_others()
         self._books.tell()
 
     # --- Other nodes
@@ -508,20 +506,24 @@ class Store(AnyStore):
             return self._catalog.unpin(name)
 
     def hold(self, session: SessionTerms, keys: Sequence[bytes], sizes: Sequence[int], *, waits: bool) -> int:
-        with self._lock:
-            holding = self._catalog.sessions.hold(session, keys, sizes, self._clock(), waits=waits)
-        self._rank(holding.changed)
-        return holding.num_keys
+        kept, gone = list[bytes](), list[bytes]()
+        holding = self._catalog.sessions.holding(session, keys, sizes, self._clock(), waits=waits)
+        for piece in self._books.steps(holding):
+            for key, is_kept in piece:
+                (kept if is_kept else gone).append(key)
+        self._rank(kept + gone[::-1])
+        return len(kept)
 
     def end_session(self, name: str, tenant: str, owner: str | None = None) -> bool:
         with self._lock:
             ended = self._catalog.sessions.end(name, tenant, owner)
-        gone = True
-        while gone:
-            with self._lock:
-                gone = self._catalog.forget_ended()
-            let_others()
-        return ended
+        for each in ended:
+            more = True
+            while more:
+                with self._lock:
+                    more = self._catalog.forget_ended(each)
+                let_others()
+        return bool(ended)
 
     def _rank(self, keys: Sequence[bytes]) -> None:
         """After sessions have changed what they keep of these. The head of a prompt is the newest then."""
@@ -552,20 +554,23 @@ class Store(AnyStore):
                 self._writing.forgive(piece, places)
                 self._below.doom(piece, places, clear)
                 self._books.note()
-        if places is not None and not in_memory:
-            self._keep_here(keys, places)
+        if places is not None and not in_memory and self._writing.keeps_in(places):
+            self._keep_here(keys, again=False)
         self._books.tell()
         return Forgotten(removed, is_noted and whole)
 
-    def _keep_here(self, keys: Sequence[bytes] | None, places: Sequence[str]) -> None:
-        """These tiers have these records, or all, no more. What sessions keep of them stays in memory, and goes below
-        again with their next turn."""
+    def _keep_here(self, keys: Sequence[bytes] | None, *, again: bool) -> None:
+        """No tier may have these records, or all, any more. What sessions keep of them stays in memory.
+
+        again: it goes below now, else with their next turn.
+        """
         with self._lock:
-            kept = self._catalog.sessions.kept if self._writing.keeps_in(places) else {}
+            kept = self._catalog.sessions.kept
             mine = list(kept) if keys is None else [key for key in keys if key in kept]
-        for piece in pieces(mine):
+        for piece in pieces(mine, last_first=True):
             with self._lock:
-                self._catalog.is_not_below(piece)
+                owed = self._catalog.is_not_below(piece)
+                self._writing.keep(owed if again else ())
 
     def move(self, keys: Sequence[bytes], shape: RecordShape, source: str, destination: str, *, copy: bool) -> int:
         """Put the prefix of `keys` that `source` has into `destination`, too; how many records are there now.
@@ -617,9 +622,7 @@ class Store(AnyStore):
         """
         index = self._places.index(place)
         drained = self._writing.drain(index - 1, self._tier_deadline_s)
-        with self._lock:
-            kept = self._catalog.sessions.in_no_tier()
-        self._rank(kept)
+        self._keep_here(None, again=True)
         self._below.remove(index - 1)
         self._places = (*self._places[:index], place + REMOVED, *self._places[index + 1 :])
         self.places_changed(self._places)

@@ -115,8 +115,7 @@ class Question:
 
 
 class WriteThrough:
-    """Thread-safe. `stored`, `keep`, `brought`, `hit`, `keeps_in` and `pay` are called with the lock of the books
-    held."""
+    """Thread-safe. `stored`, `keep`, `brought`, `hit` and `pay` are called with the lock of the books held."""
 
     def __init__(
         self,

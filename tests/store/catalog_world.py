@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Literal
 from unittest.mock import patch
 
@@ -20,7 +21,7 @@ from pdlink.store.slots import KEPT, WHOLE, Change, Retention, Share, Slot, Slot
 from tests.model.dice import Dice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from pdlink.store.eviction import EvictionPolicy
 
@@ -81,6 +82,8 @@ class World:
         self.content = {key: [0] * PARTS for keys in PROMPTS for key in keys}
         """The last committed reservation of each part."""
         self.pinned: dict[str, set[bytes]] = {}
+        self.holding: list[Iterator[tuple[bytes, bool]]] = []
+        """For sessions, not at their ends."""
         self.withdrawn: set[int] = set()
         """Reservations whose key was removed."""
         self.counts: Counter[str] = Counter()
@@ -218,17 +221,28 @@ class World:
         keys, ttl_s = dice.one(PROMPTS), 5.0 + dice.below(20)
         session = SessionTerms(dice.one(["a", "b"]), dice.one(["t", "u"]), ttl_s)
         waits = bool(dice.below(2))
-        held = self.catalog.sessions.hold(session, keys, [ALIGNMENT_NBYTES], self.now_s, waits=waits)
-        for key in self.catalog.rank(held.changed):
+        self.holding.append(self.catalog.sessions.holding(session, keys, [ALIGNMENT_NBYTES], self.now_s, waits=waits))
+        self._hold_on(dice)
+
+    def _hold_on(self, dice: Dice) -> None:
+        """Others may have held for the same session, or ended it, since a hold began."""
+        if not self.holding:
+            return
+        holding, most = dice.one(self.holding), 1 + dice.below(6)
+        looked = list(islice(holding, most))
+        if len(looked) < most:
+            self.holding.remove(holding)
+        for key in self.catalog.rank([key for key, _ in looked]):
             assert key in self.stored
             if dice.below(2):
                 self.catalog.is_below(key)
-        self.counts["held"] += held.num_keys
+        self.counts["held"] += sum(is_kept for _, is_kept in looked)
 
     def _end_session(self, dice: Dice) -> None:
-        self.counts["session ended"] += self.catalog.sessions.end(dice.one(["a", "b"]), dice.one(["t", "u"]))
-        if dice.below(2):
-            self.catalog.forget_ended()
+        ended = self.catalog.sessions.end(dice.one(["a", "b"]), dice.one(["t", "u"]))
+        self.counts["session ended"] += len(ended)
+        for each in ended if dice.below(2) else ():
+            self.catalog.forget_ended(each)
 
     def _remove(self, dice: Dice) -> None:
         if dice.below(3):
@@ -351,7 +365,20 @@ MOVES = [
         "read",
         "release",
     ),
-    *("forget_lease", "tick", "die", "notice", "pin", "unpin", "remove", "clear", "resize", "hold", "end_session"),
+    *(
+        "forget_lease",
+        "tick",
+        "die",
+        "notice",
+        "pin",
+        "unpin",
+        "remove",
+        "clear",
+        "resize",
+        "hold",
+        "hold_on",
+        "end_session",
+    ),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from math import inf
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,9 @@ import pytest
 
 from pdlink.store.eviction import Adaptive
 from pdlink.store.record import Group, RecordShape
+from pdlink.store.sessions import SessionTerms
 from pdlink.store.store import Store
+from tests.waiting import until
 
 from .stubs import StubTier
 
@@ -120,6 +123,41 @@ def test_many_slots_are_committed_in_pieces_which_listeners_hear_of_in_order(
     store._books.wait_told()
     assert heard == more
     assert store.lookup(more, 1.0).keys == tuple(more)
+    assert 0 < lock.most_steps < MOST_STEPS
+
+
+def test_a_session_keeps_a_long_prompt_changes_and_ends_in_pieces(counted: tuple[Store, CountingLock]) -> None:
+    store, lock = counted
+    half, session = len(KEYS) // 2, SessionTerms("agent", "", 60.0)  # the quota
+    assert store.hold(session, KEYS, [8192], waits=True) == half
+    assert store.hold(session, KEYS[half:], [8192], waits=True) == half
+    assert store._catalog.sessions.kept.keys() == set(KEYS[half:])
+    assert store.end_session("agent", "")
+    assert not store._catalog.sessions.kept
+    assert 0 < lock.most_steps < MOST_STEPS
+    store.check()
+
+
+def test_sessions_beyond_their_share_of_memory_give_it_up_in_pieces(counted: tuple[Store, CountingLock]) -> None:
+    store, lock = counted
+    for number in range(2):
+        keys = KEYS[number * 10_000 :][:10_000]
+        assert store.hold(SessionTerms(f"agent {number}", "", 60.0), keys, [4096], waits=True) == 10_000
+    with lock:
+        store._catalog.resize(store._catalog.capacity_nbytes // 4)  # as if the system had refused memory
+    assert store.hold(SessionTerms("another", "", 60.0), KEYS[:5000], [4096], waits=True) == 5000
+    assert 0 < lock.most_steps < MOST_STEPS
+
+
+def test_leases_that_are_over_and_those_of_a_holder_who_is_gone_end_in_pieces(
+    counted: tuple[Store, CountingLock],
+) -> None:
+    store, lock = counted
+    for deadline_s in (inf, 0.0):
+        assert sum(len(each.slots) for each in store._books.leases(KEYS, "gone", "test", deadline_s)) == len(KEYS)
+    until(lambda: store.held()["leases"] == -(-len(KEYS) // 512), "the second ones are over")
+    store.holder_gone("gone")
+    assert store.held()["leases"] == 0
     assert 0 < lock.most_steps < MOST_STEPS
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from math import inf
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from .stubs import SHAPE, StubTier
 from .test_store import Clock, fetch, opened, put, put_below, read
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 NBYTES = SHAPE.nbytes
 MINE = [b"mine%028d" % index for index in range(4)]
@@ -34,6 +35,25 @@ def session(name: str = "agent", tenant: str = "", ttl_s: float = 60.0, scope: s
 
 def hold(store: Store, keys: list[bytes], *, waits: bool = True, of: SessionTerms | None = None) -> int:
     return store.hold(of or session(), keys, [NBYTES], waits=waits)
+
+
+def keep(
+    sessions: SessionHolds,
+    of: SessionTerms,
+    keys: list[bytes],
+    sizes: Sequence[int] = (1,),
+    now_s: float = 0.0,
+    *,
+    waits: bool = True,
+) -> list[bytes]:
+    """Keys that the session keeps."""
+    return [key for key, is_kept in sessions.holding(of, keys, sizes, now_s, waits=waits) if is_kept]
+
+
+def keep_in(made: Catalog, of: SessionTerms, keys: list[bytes], *, waits: bool = True) -> None:
+    """As a store does."""
+    looked = list(made.sessions.holding(of, keys, [PAGE], 0.0, waits=waits))
+    made.rank([key for key, _ in sorted(looked, key=lambda one: not one[1])])
 
 
 def in_memory(store: Store, keys: list[bytes]) -> int:
@@ -149,7 +169,7 @@ def test_what_a_session_keeps_no_more_takes_no_room_from_what_it_keeps_now() -> 
     made.resize(8 * PAGE)
     for turn in (OTHERS[:4], OTHERS[4:8]):
         made.commit(made.reserve(turn, PAGE, "w"))
-        made.rank(made.sessions.hold(session(), turn, [PAGE], 0.0, waits=True).changed)
+        keep_in(made, session(), turn)
     made.commit(made.reserve([b"another %d" % index for index in range(4)], PAGE, "w"))
     assert [made.lookup([key]) for key in OTHERS[4:8]] == [1] * 4
 
@@ -160,7 +180,7 @@ def test_each_record_that_finds_no_room_in_the_share_of_sessions_costs_one_look(
     made = Catalog(Lru(), sessions=SessionHolds(1 << 40, 1 << 40))
     made.resize(64 * PAGE)
     made.commit(made.reserve(OTHERS, PAGE, "w"))
-    made.rank(made.sessions.hold(session(), OTHERS[:32], [PAGE], 0.0, waits=True).changed)
+    keep_in(made, session(), OTHERS[:32])
     made.resize(32 * PAGE)  # the system refuses memory
     looks, evict = 0, made._turns.evict
 
@@ -170,7 +190,7 @@ def test_each_record_that_finds_no_room_in_the_share_of_sessions_costs_one_look(
         return evict(*args, **more)
 
     monkeypatch.setattr(made._turns, "evict", counted)
-    made.rank(made.sessions.hold(session("another"), OTHERS[32:], [PAGE], 0.0, waits=True).changed)
+    keep_in(made, session("another"), OTHERS[32:])
     assert looks == 32
 
 
@@ -191,8 +211,7 @@ def test_no_record_of_a_session_leaves_memory_before_lru_would_evict_it() -> Non
             else:
                 keys = [b"other %d" % rng.randrange(3 * pages)]
             if agent < len(lengths):
-                held = with_sessions.sessions.hold(session(str(agent)), keys, [PAGE], 0.0, waits=False)
-                with_sessions.rank(held.changed)
+                keep_in(with_sessions, session(str(agent)), keys, waits=False)
             for made in (with_sessions, without):
                 use(made, keys)
             for key in with_sessions.sessions.kept:
@@ -375,9 +394,41 @@ def test_a_session_keeps_the_last_turn_of_each_model_and_one_call_ends_all() -> 
 def test_one_tenant_cannot_take_all_sessions() -> None:
     sessions = SessionHolds(1 << 40, 1 << 40)
     for number in range(MAX_OF_TENANT + 1):
-        held = sessions.hold(session(str(number)), MINE[:1], [1], 0.0, waits=True)
-        assert held.num_keys == (number < MAX_OF_TENANT)
-    assert sessions.hold(session(tenant="other"), MINE[:1], [1], 0.0, waits=True).num_keys == 1
+        assert len(keep(sessions, session(str(number)), MINE[:1])) == (number < MAX_OF_TENANT)
+    assert keep(sessions, session(tenant="other"), MINE[:1])
+
+
+def test_a_hold_that_is_under_way_ends_with_the_next_one_of_its_session_and_with_the_session() -> None:
+    sessions = SessionHolds(1 << 40, 1 << 40)
+    first = sessions.holding(session(), MINE, [1], 0.0, waits=False)
+    assert list(islice(first, 2)) == [(key, True) for key in MINE[:2]]
+    assert keep(sessions, session(), [MINE[0], *OTHERS[:2]]) == [MINE[0], *OTHERS[:2]]
+    assert not list(first)
+    assert sessions.kept.keys() == {MINE[0], *OTHERS[:2]}
+    second = sessions.holding(session(), MINE, [1], 0.0, waits=False)
+    assert list(islice(second, 2)) == [(MINE[0], True), (OTHERS[1], False)]
+    (ended,) = sessions.end("agent", "")
+    assert not list(second)
+    assert sessions.take_of(ended, 9) == [MINE[0], OTHERS[0]]
+    assert keep(sessions, session(), MINE) == MINE
+    assert not list(second)
+    sessions.check()
+
+
+def test_the_end_of_a_session_waits_for_what_it_kept_and_for_no_other() -> None:
+    sessions = SessionHolds(1 << 40, 1 << 40)
+    made = Catalog(Lru(), sessions=sessions)
+    for name, keys in (("agent", MINE), ("other", OTHERS[:4])):
+        keep(sessions, session(name), keys)
+    (ended,) = sessions.end("agent", "")
+    sessions.end("other", "")
+    while made.forget_ended(ended):
+        pass
+    assert sessions.kept.keys() == set(OTHERS[:4])
+    while made.forget_ended():
+        pass
+    assert not sessions.kept
+    assert not sessions.is_due(0.0)
 
 
 class NotPassed(dict[Any, Any]):
@@ -392,8 +443,8 @@ class NotPassed(dict[Any, Any]):
 def test_the_end_of_one_session_costs_no_look_at_the_others() -> None:
     sessions = SessionHolds(1 << 40, 1 << 40)
     for number in range(MAX_OF_TENANT):
-        sessions.hold(session(str(number), ttl_s=60.0 + number), [b"%d" % number], [1], 0.0, waits=True)
-        sessions.hold(session(str(number), ttl_s=60.0 + number), [b"%d" % number], [1], 1.0, waits=True)
+        for now_s in (0.0, 1.0):
+            keep(sessions, session(str(number), ttl_s=60.0 + number), [b"%d" % number], now_s=now_s)
     sessions._holders = NotPassed(sessions._holders)
     assert sessions.end("7", "")
     assert not sessions.end("7", "")
@@ -418,8 +469,8 @@ def test_what_a_large_session_kept_is_let_go_in_pieces_when_it_ends(monkeypatch:
 
     monkeypatch.setattr(made, "rank", counted)
     for number in range(3):
-        made.sessions.hold(session(str(number)), keys, [1], 0.0, waits=True)
-        made.sessions.hold(session(f"small {number}"), keys[:1], [1], 0.0, waits=True)
+        keep(made.sessions, session(str(number)), keys)
+        keep(made.sessions, session(f"small {number}"), keys[:1])
     while made.is_due(60.0):
         made.expire(60.0)
     assert max(ranked) <= 512
@@ -430,7 +481,7 @@ def test_what_a_large_session_kept_is_let_go_in_pieces_when_it_ends(monkeypatch:
 def test_turns_with_shorter_times_leave_no_deadlines_behind() -> None:
     sessions = SessionHolds(1 << 40, 1 << 40)
     for turn in range(10_000):
-        sessions.hold(session(ttl_s=20_000.0 - turn), MINE, [1], 0.0, waits=True)
+        keep(sessions, session(ttl_s=20_000.0 - turn), MINE)
     assert len(sessions._entries) < 100
     sessions.check()
     sessions.expire(10_000.0)
@@ -463,8 +514,8 @@ def test_sessions_count_right_in_any_order() -> None:
                     if rng.random() < 0.3:
                         own = own[::-1]
                     sizes = [1, 2] if len(own) % 2 else [1]
-                    held = sessions.hold(one, own, sizes, now_s, waits=rng.random() < 0.5)
-                    assert held.num_keys <= len(own)
+                    held = keep(sessions, one, own, sizes, now_s, waits=rng.random() < 0.5)
+                    assert held == own[: len(held)]
             sessions.check()
         for each in sessions.states(now_s):
             sessions.end(each.name, each.tenant)
@@ -477,11 +528,11 @@ def test_the_rank_of_a_record_follows_all_who_keep_it() -> None:
     sessions = SessionHolds(10, 10)
     key = MINE[0]
     assert sessions.rank(key) is None
-    sessions.hold(session("a"), [key], [1], 0.0, waits=True)
+    assert keep(sessions, session("a"), [key]) == [key]
     assert sessions.rank(key) == KEPT
     sessions.place(key, is_below=True)
     assert sessions.rank(key) == HELD
-    assert sessions.hold(session("b"), [key], [1], 0.0, waits=False).changed == [key]
+    assert keep(sessions, session("b"), [key]) == [key]
     assert sessions.end("a", "")
     assert sessions.take_ended(9) == [key]
     assert sessions.rank(key) == HELD, "the other one keeps it"
