@@ -6,6 +6,7 @@ import inspect
 import itertools
 import threading
 import warnings
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from pdlink_proxy.kv_index import KVIndex, Publisher, events_in  # noqa: E402
 from tests.integrations.contract import vllm_server  # noqa: E402
 from tests.integrations.contract.vllm_server import Server, servers, tokens_of  # noqa: E402
 from tests.proxy.test_kv_index import tokens_in  # noqa: E402
+from tests.store.process import process  # noqa: E402
+from tests.waiting import WAIT_S, until  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.engines, pytest.mark.filterwarnings("ignore")]
 
@@ -183,6 +186,25 @@ def test_a_prefill_server_pulls_what_the_store_of_another_has_and_pushes_it(
         assert second.said["p"]["pdlink_source"]["places"] == {"peer": 96}
         forget(second)
         second.request("b", PROMPT)
+        second.until_idle()
+        assert (second.outputs["b"], second.computed["b"]) == (tokens_of(PROMPT, 3), 4 + 2)
+
+
+def test_store_processes_of_two_servers_pull_from_each_other(tmp_path: Path) -> None:
+    with ExitStack() as ends:
+        keeps = []
+        for name in ("first", "second"):
+            (tmp_path / name).mkdir()
+            lends = {"max_local_cpu_size": 0.05, "peer_port": 0}
+            kept = ends.enter_context(process(tmp_path / name, name=name, tiers=lends))
+            uses = {"store": str(kept.path), "chunk_size": 16, "load_if_faster": False, "store_timeout_s": WAIT_S}
+            keeps.append({"extra": {"name": name, "tiers": uses}})
+        first, second = ends.enter_context(servers(tmp_path, *keeps))
+        one, two = (server.connector._rank._store.source.store for server in (first, second))
+        until(lambda: one.lends_at and two.lends_at, "both are connected to their stores")
+        first.request("a", PROMPT)
+        first.until_idle()
+        second.request("b", PROMPT, {"source": one.lends_at})
         second.until_idle()
         assert (second.outputs["b"], second.computed["b"]) == (tokens_of(PROMPT, 3), 4 + 2)
 
