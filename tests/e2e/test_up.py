@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from pdlink_bench.chaos.ledger import segments
+from tests.nursery import WHOLE_END
 from tests.waiting import WAIT_S, until
 
-from .deployment import TIMEOUTS, Deployment, prompt_of, request, worker_settings
+from ..store.process import process
+from .deployment import TIMEOUTS, Deployment, of_store, prompt_of, request, worker_settings
 
 pytestmark = pytest.mark.e2e
 
@@ -167,14 +169,21 @@ def test_worker_without_ucx_runs_on_mapped_memory_and_says_so(caplog: pytest.Log
     assert "alone: transport cannot be used: ucx" in caplog.text
 
 
-def test_processes_that_are_stopped_tell_of_no_leaked_objects(capfd: pytest.CaptureFixture[str]) -> None:
-    workers = {role: worker_settings(role) for role in ("prefill", "decode")}
-    with Deployment.launch(workers) as deployment:
-        assert deployment.complete(prompt_of(20)).status == 200
-        for label in deployment.children:
-            deployment.kill(label, signal.SIGTERM)
-        for child in deployment.children.values():
-            assert child.process.wait(WAIT_S) == 0
+def test_processes_that_are_stopped_tell_of_no_leaked_objects(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WHOLE_END, "1")
+    disk = {"local_disk": str(tmp_path / "disk"), "max_local_disk_size": 0.1, "max_local_cpu_size": 0.1}
+    with process(tmp_path, tiers=disk) as store:
+        workers = {role: worker_settings(role, tiers=of_store(store.path, 32)) for role in ("prefill", "decode")}
+        with Deployment.launch(workers) as deployment:
+            deployment.wait_store_answers(*workers)
+            assert deployment.complete(prompt_of(70)).status == 200
+            for children in ([*deployment.children.values()], [store.child]):
+                for child in children:
+                    child.terminate()
+                for child in children:
+                    assert child.process.wait(WAIT_S) == 0
     assert "leaked" not in capfd.readouterr().err
 
 
