@@ -15,9 +15,9 @@ from .stubs import SHAPE
 KEY = b"%032d" % 7
 
 
-def opened() -> Books:
+def opened(records: int = 4) -> Books:
     catalog = Catalog(Lru())
-    catalog.resize(4 * SHAPE.nbytes)
+    catalog.resize(records * SHAPE.nbytes)
     return Books(catalog, lambda: 0.0)
 
 
@@ -62,3 +62,21 @@ def test_who_listens_hears_of_each_change_once_in_order_with_the_tokens_that_wer
     books.tell()
     present, gone = RecordChange(MEMORY, True, KEY), RecordChange(MEMORY, False, KEY)
     assert heard == [present, gone, RecordChange(MEMORY, True, KEY, known)]
+
+
+def test_a_commit_compares_keys_by_their_hashes_and_not_with_each_other() -> None:
+    compared = 0
+
+    class Key(bytes):
+        __hash__ = bytes.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return bytes.__eq__(self, other)
+
+    books, keys = opened(500), [Key(b"%032d" % number) for number in range(500)]
+    with books.lock:
+        slots = books.catalog.reserve(keys, SHAPE.nbytes, "a")
+        assert books.commit(slots, SHAPE, summed=True) == keys
+    assert compared < 20 * len(keys)
