@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, Self, Typ
 import numpy as np
 
 from pdlink.config import state_directory
-from pdlink.cuda.driver import CudaFailure
-from pdlink.errors import ConfigError, DeadlineExceeded, InvalidRequest, TransferFailed
+from pdlink.errors import ConfigError, InvalidRequest
 from pdlink.kv import hashing
 from pdlink.kv.groups import KVGroups
 from pdlink.kv.plan import warm_up
@@ -38,16 +37,14 @@ from pdlink.store.groups import Blocks, RecordGroup
 from pdlink.store.holds import Holds
 from pdlink.store.interface import MEMORY
 from pdlink.store.line import Line
-from pdlink.store.loading import GroupLoad
-from pdlink.store.save import Save
 from pdlink.store.slots import USUAL, tenant_of
-from pdlink.store.source import LOST, CallersBlocks, Source
+from pdlink.store.source import CallersBlocks, Source
 from pdlink.store.store import Store
 from pdlink.store.tiers.opening import open_tier
 from pdlink.store.tiers.striped import Striped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pdlink.cuda.buffers import DeviceMemory
     from pdlink.kv.layout import KVLayout
@@ -58,8 +55,6 @@ if TYPE_CHECKING:
 
 _LOOKUP_S = 1.0
 """Longest wait for what tiers have."""
-_LOOK_S = 0.25
-"""A GPU that has failed says nothing of copies under way."""
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -124,7 +119,7 @@ class Cache:
         layout: where each byte of the engine's KV cache lies (`paged_layout`).
         buffers: memory for region 0, 1, ... of the layout, as `Node` takes it; borrowed. None allocates the host's.
             Of one GPU: copies follow what the calling thread has launched on its current stream, and are over when a
-            call returns or a step is made. `run` is made in another thread: synchronise before it.
+            call returns. `run` is made in another thread: synchronise before it.
         nbytes: of the arena, the tier in memory. reserve_nbytes: of the host's memory, which are never taken.
         disk: directory of the tier below, made if it is not there; one process has it at a time. disk_nbytes: of it.
         tiers: further ones, searched in order: URLs as in `open_tier` (file:///DIRECTORY, redis://HOST,
@@ -224,41 +219,6 @@ class Cache:
         self._store.commit([slot for _, slot in slots], self._shape)
         return len(slots) * self.chunk_tokens
 
-    def store_layers(
-        self,
-        tokens: Tokens,
-        blocks: Sequence[int],
-        *,
-        begin: int = 0,
-        salt: str = "",
-        retention: Retention = USUAL,
-    ) -> Generator[None]:
-        """The same, layer by layer while they are computed: yields once per layer, and once before.
-
-        Step i + 1, to be taken when layer i is in the pages, begins its copy in a thread of the cache, which reserves
-        memory with the first one; the last one waits for all copies. A generator that is closed early keeps nothing.
-        """
-        return self._store_layers(self._span(tokens, blocks, begin, salt), _of(salt, retention))
-
-    def _store_layers(self, mine: ChunkSpan, retention: Retention) -> Generator[None]:
-        saving = Save(self._source, self._group, mine.keys, lambda _: None, "cache", retention)
-        try:
-            yield
-            saving.begin(mine.blocks.begin, len(mine.keys) * self.chunk_tokens, mine.blocks)
-            for layer in range(len(self.layout.layers)):
-                try:
-                    stored = saving.layer(layer)
-                except CudaFailure as failure:
-                    raise TransferFailed(f"the GPU has failed: {failure}") from None
-                if not stored:
-                    raise TransferFailed("the cache is closed")
-                if layer + 1 == len(self.layout.layers) and not self._source.quiet():
-                    raise TransferFailed(LOST)
-                yield
-        finally:
-            saving.close()
-            self._source.quiet()
-
     # --- Loading
 
     def retrieve(
@@ -279,54 +239,6 @@ class Cache:
         held = self._holds.take(lookup_id) if lookup_id else None
         loaded = 0 if held is None else self._load(mine, held, 0)
         return loaded or self._load(mine, self._fetch(mine.keys[mine.first :], salt), mine.first)
-
-    def retrieve_layers(
-        self,
-        tokens: Tokens,
-        blocks: Sequence[int],
-        *,
-        begin: int = 0,
-        salt: str = "",
-        lookup_id: str = "",
-    ) -> Generator[int | None]:
-        """The same, layer by layer: yields the number of tokens, then None for each layer that is in the blocks.
-
-        The number is known when all chunks are in the arena; later layers are copied while the caller uses those
-        before. Nothing touches the blocks after the generator has ended or was closed.
-        The last step raises TransferFailed if it came so late (`lease_s`) that the layers may be wrong.
-        """
-        mine = self._span(tokens, blocks, begin, salt, distinct=True)
-        return self._load_layers(mine, salt, lookup_id)
-
-    def _load_layers(self, mine: ChunkSpan, salt: str, lookup_id: str) -> Generator[int | None]:
-        fetch, first = self._holds.take(lookup_id), 0
-        if fetch is not None and not self._arrived(mine, fetch, 0):
-            fetch.close()
-            fetch = None
-        if fetch is None:
-            fetch, first = self._fetch(mine.keys[mine.first :], salt), mine.first
-        slots = self._arrived(mine, fetch, first)
-        begin, end = self._tokens(mine, slots)
-        loading = GroupLoad(self._source, self._group, fetch, first, begin, end, mine.blocks)
-        try:
-            yield end - begin
-            for layer in range(len(self.layout.layers)):
-                while slots:
-                    try:
-                        loading.wait_layer(layer, _LOOK_S, over=True)
-                        break
-                    except DeadlineExceeded:
-                        if self._source.lost:
-                            raise TransferFailed(LOST) from None
-                    except TransferFailed:
-                        raise TransferFailed(
-                            f"layer {layer} was not copied, or a lease of {self._lease_s} s ended before the last "
-                            "layer; raise lease_s"
-                        ) from None
-                yield None
-        finally:
-            loading.cancel()
-            self._source.quiet()
 
     # --- Before a load
 
@@ -410,7 +322,7 @@ class Cache:
         return self._store.clear(self._keys(tokens, salt)[begin // self.chunk_tokens :], places)
 
     def compress(self, tokens: Tokens, method: str, place: str, *, salt: str = "") -> int:
-        """Pack the prefix that a tier has by `method` (a codec: "zstd"), in place; its tokens.
+        """Pack the prefix that a tier has by `method` ("zstd"), in place, or unpack it ("raw"); its tokens.
 
         Who reads meanwhile finds a chunk or misses it. Chunks in memory are read as they are, and never packed.
         """
@@ -423,10 +335,6 @@ class Cache:
             return self._store.repack(self._keys(tokens, salt), self._shape, place, method) * self.chunk_tokens
         except ConfigError as error:
             raise InvalidRequest(str(error)) from None
-
-    def decompress(self, tokens: Tokens, place: str, *, salt: str = "") -> int:
-        """Unpack the prefix that a tier has, in place; its tokens."""
-        return self.compress(tokens, "raw", place, salt=salt)
 
     @property
     def frozen(self) -> bool:
@@ -466,7 +374,7 @@ class Cache:
     def close(self) -> None:
         """End. What waits for the tiers is written first, as far as `tier_deadline_s` lets it. Safe to call twice.
 
-        No method may be running, and no generator be in use.
+        No method may be running.
         """
         self._closed = True
         self._holds.close()

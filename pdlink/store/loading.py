@@ -148,17 +148,17 @@ class GroupLoad:
         """Once it is done: whether all that was wanted is in the blocks."""
         return not self._failed
 
-    def wait_layer(self, layer: int, timeout_s: float | None = None, *, over: bool = False) -> None:
-        """As `Load.wait_layer`. over: also on a GPU until the layer is in the blocks."""
-        self.wait_begun(layer, timeout_s, over=over)
+    def wait_layer(self, layer: int, timeout_s: float | None = None) -> None:
+        """As `Load.wait_layer`."""
+        self.wait_begun(layer, timeout_s)
         self.precede(layer)
 
-    def wait_begun(self, layer: int, timeout_s: float | None = None, *, over: bool = False) -> None:
+    def wait_begun(self, layer: int, timeout_s: float | None = None) -> None:
         """Until the layer is in the blocks, or on a GPU its copy has begun. For a thread that launches nothing that
         reads it."""
         with self._landed:
             if not self._landed.wait_for(
-                lambda: self._failed or layer < self._num_landed or (layer in self._jobs and not over), timeout_s
+                lambda: self._failed or layer < self._num_landed or layer in self._jobs, timeout_s
             ):
                 raise DeadlineExceeded(f"layer {layer} is not here after {timeout_s} s")
             if self._failed or layer < self._num_landed:

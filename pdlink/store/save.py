@@ -87,15 +87,14 @@ class Save:
             self._source.pool.share(mine)
             self._pass = _Pass(Blocks(mine, begin), begin, end)
 
-    def layer(self, layer: int) -> bool:
-        """The next layer of what began is computed. False if the source is closed.
+    def layer(self, layer: int) -> None:
+        """The next layer of what began is computed.
 
         On a GPU it is computed when what the calling thread has launched by now has run. Chunks that the store has
         already, or has no room for, are skipped. A chunk counts when all of it is there.
         """
-        if self._pass is None:
-            return True
-        return self._source.copier.put(partial(self._copy_layer, self._pass, layer, self._source.mark()))
+        if self._pass is not None:
+            self._source.copier.put(partial(self._copy_layer, self._pass, layer, self._source.mark()))
 
     def close(self) -> None:
         """Nothing more is stored, and chunks that are not complete are dropped."""

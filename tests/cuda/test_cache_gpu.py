@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import CancelledError
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -120,26 +119,6 @@ def test_tokens_before_the_begin_are_left_alone(made: Callable[..., GpuPages]) -
         assert (pages.tokens(mine[:3], layer, 0) == 7).all()
 
 
-def test_layers_are_stored_while_they_are_computed_and_loaded_one_after_the_other(
-    made: Callable[..., GpuPages],
-) -> None:
-    pages = made()
-    blocks, mine = pages.table(1), pages.table(2)
-    storing = pages.cache.store_layers(PROMPT, blocks)
-    next(storing)
-    for layer in range(LAYERS):
-        assert pages.cache.lookup(PROMPT).num_tokens == 0
-        pages.compute(PROMPT, blocks, [layer])
-        next(storing)
-    assert list(storing) == []
-    loading = pages.cache.retrieve_layers(PROMPT, mine)
-    assert next(loading) == 96
-    for layer in range(LAYERS):
-        assert next(loading) is None
-        pages.check(PROMPT, mine, 0, 96, [layer])
-    assert list(loading) == []
-
-
 @pytest.mark.parametrize("verb", ["store", "retrieve"])
 def test_a_call_follows_the_kernels_of_its_thread_and_returns_when_it_is_over(
     made: Callable[..., GpuPages], double: Fake, verb: str
@@ -166,49 +145,6 @@ def test_a_call_follows_the_kernels_of_its_thread_and_returns_when_it_is_over(
     mine = pages.table(2)
     assert pages.cache.retrieve(PROMPT, mine) == 96
     pages.check(PROMPT, mine, 0, 96)
-
-
-@pytest.mark.parametrize("steps", range(LAYERS + 1))
-def test_a_store_that_is_left_early_keeps_nothing_and_waits_for_its_copies(
-    made: Callable[..., GpuPages], steps: int
-) -> None:
-    pages = made()
-    blocks = pages.table(1)
-    storing = pages.cache.store_layers(PROMPT, blocks)
-    for _ in range(steps):
-        next(storing)
-    storing.close()
-    pages.compute(PROMPT, blocks)  # the blocks are the caller's again: the double sees no access in no order
-    assert pages.cache._store.gauges()["used"] == 0
-    assert pages.cache.store(PROMPT, blocks) == 96
-
-
-def test_a_load_that_is_left_early_touches_no_block_any_more(made: Callable[..., GpuPages]) -> None:
-    pages = made()
-    pages.stored()
-    mine = pages.table(2)
-    loading = pages.cache.retrieve_layers(PROMPT, mine)
-    assert next(loading) == 96
-    loading.close()
-    pages.compute(PROMPT, mine)
-    assert pages.cache._store._catalog.num_leases == 0
-
-
-def test_what_is_left_over_when_its_cache_is_closed_ends(made: Callable[..., GpuPages]) -> None:
-    """By the collector, perhaps, which must not wait for a thread that has ended."""
-    pages = made()
-    pages.stored()
-    loading = pages.cache.retrieve_layers(PROMPT, pages.table(2))
-    assert next(loading) == 96
-    other = [*PROMPT[:16], *range(80)]
-    storing = pages.cache.store_layers(other, pages.table(3))
-    next(storing)
-    assert pages.cache.health()["memory"]
-    pages.cache.close()
-    loading.close()
-    with pytest.raises((CancelledError, TransferFailed)):
-        next(storing)
-    storing.close()
 
 
 def test_memory_that_cannot_be_pinned_keeps_nothing_and_finds_nothing(

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pdlink
-from pdlink.errors import ConfigError, InvalidRequest, LayoutMismatch, TransferFailed
+from pdlink.errors import ConfigError, InvalidRequest, LayoutMismatch
 from pdlink.store.record import HEADER_NBYTES
 from tests.waiting import WAIT_S
 
@@ -281,7 +281,7 @@ def test_tokens_before_the_begin_are_left_alone() -> None:
 def test_arguments_that_cannot_be_meant_change_nothing(arguments: dict[str, Any], message: str) -> None:
     with Pages() as pages:
         pages.memory[:] = 3
-        for verb in (pages.cache.store, pages.cache.retrieve, pages.cache.store_layers, pages.cache.retrieve_layers):
+        for verb in (pages.cache.store, pages.cache.retrieve):
             with pytest.raises(InvalidRequest, match=message):
                 verb(**{"tokens": PROMPT, "blocks": range(7), **arguments})
         assert pages.cache._store.gauges()["used"] == 0
@@ -317,75 +317,6 @@ def test_a_cache_may_allocate_the_pages() -> None:
     with pdlink.Cache(layout, nbytes=1 << 20, chunk_tokens=16) as cache:
         assert cache.buffers[0].nbytes >= layout.extent(0)
         assert cache.store(PROMPT[:32], [0, 1]) == cache.retrieve(PROMPT[:32], [2, 3]) == 32
-
-
-# --- Layer by layer
-
-
-def test_layers_are_stored_while_they_are_computed_and_loaded_while_they_are_used() -> None:
-    with Pages() as pages:
-        blocks, mine = pages.table(1), pages.table(2)
-        storing = pages.cache.store_layers(PROMPT, blocks)
-        next(storing)
-        for layer in range(LAYERS):
-            assert pages.cache.lookup(PROMPT).num_tokens == 0
-            pages.compute(PROMPT, blocks, [layer])
-            next(storing)
-        assert list(storing) == []
-        pages.memory[:] = 0
-        loading = pages.cache.retrieve_layers(PROMPT, mine)
-        assert next(loading) == 96
-        for layer in range(LAYERS):
-            assert next(loading) is None
-            pages.check(PROMPT, mine, 0, 96, [layer])
-        assert list(loading) == []
-
-
-def test_as_many_steps_are_made_when_nothing_is_to_be_done() -> None:
-    with Pages() as pages:
-        assert list(pages.cache.retrieve_layers(PROMPT, pages.table(1))) == [0, *[None] * LAYERS]
-        pages.stored()
-        assert len(list(pages.cache.store_layers(PROMPT, pages.table(1)))) == LAYERS + 1
-
-
-@pytest.mark.parametrize("steps", range(LAYERS + 1))
-def test_a_store_that_is_left_early_keeps_nothing(steps: int) -> None:
-    with Pages() as pages:
-        storing = pages.cache.store_layers(PROMPT, pages.table(1))
-        for _ in range(steps):
-            next(storing)
-        storing.close()
-        assert pages.cache._store.gauges()["used"] == 0
-        assert pages.stored() == 96
-
-
-def test_a_load_that_is_left_early_keeps_no_lease() -> None:
-    with Pages() as pages:
-        pages.stored()
-        loading = pages.cache.retrieve_layers(PROMPT, pages.table(2))
-        next(loading)
-        loading.close()
-        assert pages.cache._store._catalog.num_leases == 0
-
-
-def test_layers_of_another_prompt_than_the_one_looked_up_keep_no_lease_of_it() -> None:
-    with Pages() as pages:
-        pages.stored()
-        hit = pages.cache.lookup(PROMPT, pin=True)
-        steps = list(pages.cache.retrieve_layers([1] * 40, pages.table(2), lookup_id=hit.lookup_id))
-        assert steps == [0, *[None] * LAYERS]
-        assert pages.cache._store._catalog.num_leases == 0
-
-
-def test_layers_that_were_read_after_their_lease_are_not_handed_out() -> None:
-    with Pages() as pages:
-        pages.stored()
-        loading = pages.cache.retrieve_layers(PROMPT, pages.table(2))
-        next(loading)
-        with pages.cache._store._lock:
-            pages.cache._store._catalog.expire(float("1e18"))
-        with pytest.raises(TransferFailed, match="lease_s"):
-            list(loading)
 
 
 # --- Before a load
@@ -518,7 +449,6 @@ def test_a_frozen_cache_keeps_nothing_new() -> None:
         pages.cache.freeze()
         assert pages.cache.frozen
         assert pages.stored() == 0
-        assert len(list(pages.cache.store_layers(PROMPT, pages.table(1)))) == LAYERS + 1
         assert pages.cache.retrieve(PROMPT, pages.table(2)) == 32
         pages.cache.freeze(False)
         assert pages.stored() == 64

@@ -130,7 +130,7 @@ def test_a_prompt_is_packed_and_unpacked_in_its_tier() -> None:
         blocks = pages.table(3)
         assert pages.cache.retrieve(EASY, blocks) == 96
         pages.check(EASY, blocks, 0, 96)
-        assert pages.cache.decompress(EASY, "stub") == 96
+        assert pages.cache.compress(EASY, "raw", "stub") == 96
         assert tier.records == raw
         assert pages.cache.compress([7] * 40, "zstd", "stub") == 0
 
@@ -145,7 +145,7 @@ def test_readers_of_a_record_that_is_being_packed_find_it_or_miss_it() -> None:
         def pack_and_unpack() -> None:
             for _ in range(20):
                 pages.cache.compress(EASY, "zstd", "stub")
-                pages.cache.decompress(EASY, "stub")
+                pages.cache.compress(EASY, "raw", "stub")
             done.set()
 
         thread = threading.Thread(target=pack_and_unpack)
