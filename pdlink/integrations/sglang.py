@@ -36,7 +36,7 @@ def register() -> None:
     from sglang.srt.disaggregation import utils
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from pdlink.integrations.sglang_parts import allocation, weights
+    from pdlink.integrations.sglang_parts import allocation, sessions, weights
 
     versions.check(sglang.__version__, accept_newer=load(SglangConfig).untested_sglang == "accept")
     if BACKEND in utils.TransferBackend._value2member_map_:
@@ -60,7 +60,8 @@ def register() -> None:
 
     HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", get_kv_class, HookType.AROUND)
     allocation.install(BACKEND)
-    weights.install(lambda name, around: HookRegistry.register(name, around, HookType.AROUND))
+    for each in (sessions, weights):
+        each.install(lambda name, around: HookRegistry.register(name, around, HookType.AROUND))
 
 
 class PDLinkHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not installed where types are checked

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs SGLang", allow_module_level=True)
 
+from pdlink.api.session import in_one  # noqa: E402
 from tests.e2e.deployment import Deployment, worker_settings  # noqa: E402
 from tests.e2e.engine_servers import prompt_of, until  # noqa: E402
 from tests.e2e.sglang_servers import ADMIN_KEY, SglangPair, SglangServer, cached_of, save_checkpoint, tokens_of  # noqa: E402
@@ -68,6 +70,12 @@ def stored(store: Process) -> float:
     return counted(store, 'pdlink_store_records_total{change="stored"}')
 
 
+def sessions_of(store: Process) -> list[tuple[str, int, bool]]:
+    """Name, pages, and whether no turn runs."""
+    with urllib.request.urlopen(f"{store.child.facts['url']}/pdlink/cache", timeout=60) as answer:
+        return [(each["name"], each["records"], each["waits"]) for each in json.load(answer)["sessions"]]
+
+
 def flush(server: SglangServer) -> None:
     """Empty its memory, on the device and on the host; it refuses while it works."""
     until(lambda: server.call("POST", "/flush_cache") == 200, "its memory is empty")
@@ -99,6 +107,20 @@ def test_a_prompt_is_loaded_after_the_server_was_killed_and_after_the_store_was(
     back = server.generate(prompt)
     assert (cached_of(back), tokens_of(back)) == (pages * PAGE, tokens_of(first))
     assert counted(store, 'pdlink_store_chunks_total{place="disk"}') >= pages
+
+
+def test_the_turn_of_a_session_is_kept_until_the_session_ends(server: SglangServer, store: Process) -> None:
+    prompt = prompt_of(600, 31)
+    server.generate(prompt, session_id=in_one("agent", 600.0, ""))
+    until(lambda: sessions_of(store) == [("agent", len(prompt) // PAGE, True)], "its session keeps it")
+    asked = urllib.request.Request(
+        f"{store.child.facts['url']}/pdlink/cache/end_session",
+        json.dumps({"session_id": "agent"}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        assert json.load(answer) == {"ended": True}
+    assert sessions_of(store) == []
 
 
 def test_the_store_is_detached_attached_and_cleared_while_the_server_runs(

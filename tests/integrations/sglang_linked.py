@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cache_linker
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
@@ -29,6 +31,8 @@ from sglang.test.kits.unified_radix_cache.fixtures import build_fixture
 from pdlink.cuda import driver
 from pdlink.cuda.buffers import DeviceMemory
 from pdlink.cuda.driver import CudaStream, Device
+from pdlink.integrations.sglang_parts import sessions
+from pdlink.store.slots import tenant_of
 from tests.cuda.double import Reached
 from tests.cuda.fake import fake
 from tests.integrations.sglang_process import serve
@@ -51,12 +55,17 @@ class OnGpu:
 
 
 class Engine:
-    def open(self, store: str, *, latent: bool = False, gpu: bool = False, other: bool = False) -> dict[str, Any]:
+    def open(
+        self, store: str = "", *, latent: bool = False, gpu: bool = False, other: bool = False, memory: float = 0.0
+    ) -> dict[str, Any]:
+        """memory: GiB of a store inside, in place of the one at that address."""
         get_parallel().override_permanently(
             tp_rank=0, tp_size=1, attn_tp_rank=0, attn_tp_size=1, pp_rank=0, pp_size=1
         )
         config = CacheConfig(page_size=PAGE, num_layers=LAYERS, kv_size=512, head_num=2, head_dim=8)
-        self.cache, made, _ = build_fixture(config)
+        sessions.install(lambda name, around: HookRegistry.register(name, around, HookType.AROUND))
+        HookRegistry.apply_hooks()
+        self.cache, made, self.requests = build_fixture(config)
         server = ServerArgs(model_path="dummy", page_size=PAGE)
         set_global_server_args_for_scheduler(server)
         self.pool = made.get_kvcache()
@@ -91,7 +100,7 @@ class Engine:
         linker = {
             "linker": "PDLinkLinker",
             "linker_module_path": "pdlink.integrations.sglang_linker",
-            "linker_extra_config": {"tiers": {"store": store}},
+            "linker_extra_config": {"tiers": {"max_local_cpu_size": memory} if memory else {"store": store}},
         }
         self.linker: Any = create_unified_cache_linker(
             server,
@@ -109,15 +118,51 @@ class Engine:
     def store(self, start: int, pages: int) -> dict[str, Any]:
         """A prompt that was computed joins the tree, which offers it to the linker."""
         tokens = self._tokens(start, pages)
+        self.cache.insert(InsertParams(key=RadixKey(array("q", tokens)), value=self._computed(tokens)))
+        return self._offload()
+
+    def _computed(self, tokens: list[int]) -> Any:
+        """Slots with the KV of a prompt."""
         slots = self.allocator.alloc(len(tokens))
         for kind, buffer in enumerate(self._buffers()):
             buffer[slots] = self._values(kind, tokens, buffer)
-        self.cache.insert(InsertParams(key=RadixKey(array("q", tokens)), value=slots))
+        return slots
+
+    def _offload(self) -> dict[str, Any]:
         offered, deadline_s = len(self.cache.linker.pending_offloads), time.monotonic() + WAIT_S
         while self.cache.linker.pending_offloads and time.monotonic() < deadline_s:
             self.cache.check_hicache_events()
             time.sleep(0.01)
         return {"offered": offered, "left": len(self.cache.linker.pending_offloads)}
+
+    def turn(self, start: int, pages: int, session: str, salt: str) -> dict[str, Any]:
+        """A request of a session computes its prompt, and ends: as the scheduler calls SGLang's functions for both.
+
+        What the store says of its sessions, when it has begun and when it has ended.
+        """
+        tokens = self._tokens(start, pages)
+        request = self._request(f"turn {start}", tokens, salt, session)
+        request.output_ids = array("q")
+        request.refresh_fill_ids()
+        self.requests.alloc([request])
+        self.requests.write((request.kv.req_pool_idx, slice(0, len(tokens))), self._computed(tokens))
+        request.kv.kv_committed_len = request.kv.kv_allocated_len = request.extend_end = len(tokens)
+        request.last_node = self.cache.root_node_handle()
+        request.lock = self.cache.lock(request.last_node)
+        checkpoint_kv_cache(request, self.cache)
+        begun = self._sessions()
+        request.finished_reason = FINISH_LENGTH(length=0)
+        release_kv_cache(request, self.cache, checkpoint=True)
+        return {"begun": begun, "ended": self._sessions(), **self._offload()}
+
+    def _sessions(self) -> list[Any]:
+        assert sessions.TURNS._kept is not None
+        sessions.TURNS._kept[2].wait()
+        states = self.linker._pages.source.store.state().sessions
+        return [(each.name, each.owner, each.records, each.waits) for each in states]
+
+    def end_session(self, session: str, salt: str) -> dict[str, Any]:
+        return {"ended": self.linker._pages.source.store.end_session(session, tenant_of(salt))}
 
     def forget(self) -> dict[str, Any]:
         self.cache.reset()
@@ -126,19 +171,15 @@ class Engine:
             buffer.zero_()
         return {}
 
-    def fetch(self, start: int, pages: int) -> dict[str, Any]:
+    def fetch(self, start: int, pages: int, salt: str = "") -> dict[str, Any]:
         """A prompt comes, and a pass computes what is beyond its prefix: as the scheduler calls tree and pool.
 
         launched: whether attention got every layer while the GPU had copied nothing. wrong: values in the pool.
         """
         tokens = self._tokens(start, pages)
-        request = Req(
-            rid=f"fetch {start}",
-            origin_input_text="",
-            origin_input_ids=array("q", tokens),
-            sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
-        )
-        match = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens)), req=request))
+        request = self._request(f"fetch {start}", tokens, salt)
+        key = RadixKey(array("q", tokens), cache_salt=salt)
+        match = self.cache.match_prefix(MatchPrefixParams(key=key, req=request))
         if not match.host_hit_length:
             return {"tokens": 0}
         request.last_node = match.last_device_node
@@ -197,6 +238,17 @@ class Engine:
         latent = isinstance(self.pool, MLATokenToKVPool)
         held = self.pool.kv_buffer if latent else [*self.pool.k_buffer, *self.pool.v_buffer]
         return [getattr(one, "tensor", one) for one in held]
+
+    @staticmethod
+    def _request(name: str, tokens: list[int], salt: str, session: str | None = None) -> Req:
+        return Req(
+            rid=name,
+            origin_input_text="",
+            origin_input_ids=array("q", tokens),
+            sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
+            session_id=session,
+            cache_salt=salt or None,
+        )
 
     @staticmethod
     def _tokens(start: int, pages: int) -> list[int]:

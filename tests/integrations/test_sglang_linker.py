@@ -15,6 +15,8 @@ import pytest
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs SGLang", allow_module_level=True)
 
+from pdlink.api.session import in_one  # noqa: E402
+
 from .sglang_process import Engine  # noqa: E402
 from .test_sglang_hicache import Store  # noqa: E402
 
@@ -87,3 +89,30 @@ def test_a_pool_that_is_not_plain_is_refused_by_name(make: Make, store: Store) -
         AssertionError, match="KV pool: got OtherPool; expected MHATokenToKVPool, MLATokenToKVPool; use"
     ):
         engine("open", store=store.address, other=True)
+
+
+def test_the_turn_of_a_session_stays_in_the_store_while_others_push(make: Make) -> None:
+    engine = make()
+    engine("open", memory=0.001)  # 131 pages
+    turn = engine("turn", start=30000, pages=4, session=in_one("agent", 60.0, "0a"), salt="agents")
+    assert turn == {
+        "begun": [["agent", "0a", 4, False]],
+        "ended": [["agent", "0a", 4, True]],
+        "offered": 1,
+        "left": 0,
+    }
+
+    def push(first: int) -> None:
+        for number in range(first, first + 10):
+            engine("forget")
+            assert engine("store", start=40000 + 1000 * number, pages=16) == {"offered": 1, "left": 0}
+        engine("forget")
+
+    push(0)
+    assert engine("fetch", start=30000, pages=4) == {"tokens": 0}, "without the salt"
+    assert engine("fetch", start=30000, pages=4, salt="agents") == {"tokens": 4 * PAGE, "wrong": 0, "failed": 0}
+    assert engine("fetch", start=40000, pages=4) == {"tokens": 0}, "it made room"
+    assert engine("end_session", session="agent", salt="agents") == {"ended": True}
+    push(10)
+    assert engine("fetch", start=30000, pages=4, salt="agents") == {"tokens": 0}
+    engine("close")

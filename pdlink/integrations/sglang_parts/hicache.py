@@ -12,6 +12,7 @@ from pdlink.errors import ConfigError, TransferFailed
 from pdlink.integrations.loaded_weights import HERE
 from pdlink.integrations.sglang_parts import host_pool
 from pdlink.integrations.sglang_parts.pages import PageRecords, restorable
+from pdlink.integrations.sglang_parts.sessions import TURNS
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
 from pdlink.kv import hashing
 from pdlink.serve.admin import AdminServer
@@ -217,6 +218,7 @@ def open_records(
         opening.callback(source.close)
         opening.callback(HERE.when_changed(tell_scope))
         tell_scope()
+        opening.callback(TURNS.keep_in(records, source.scope))
         if settings.admin is not None:
             assert isinstance(source.store, Store)
             admin = AdminServer(settings.name, source.store, settings.admin, ranks.number)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from pdlink.store.interface import AnyFetch, AnyStore
     from pdlink.store.record import RecordShape
+    from pdlink.store.sessions import SessionTerms
     from pdlink.store.slots import Share, Slot
 
 
@@ -81,6 +82,10 @@ class PageRecords:
         keys = self._keys(hashes)
         found = self._store.lookup(keys, self._timeout_s)
         return self._store.fetch(found, self._shape, request) if len(found.keys) == len(keys) else None
+
+    def keep(self, session: SessionTerms, hashes: Sequence[str], *, waits: bool) -> int:
+        """Have a session keep these pages, and no others; how many leading ones. As `AnyStore.hold`."""
+        return self._store.hold(session, self._keys(hashes), [self._shape.nbytes], waits=waits)
 
     def get_any(self, hashes: Sequence[str], pages: Sequence[int]) -> list[bool]:
         """The same where one that is missing does not end it."""
