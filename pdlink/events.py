@@ -216,7 +216,7 @@ class ChangeTeller(Generic[_Change]):
         """What nobody has told yet, oldest first, and who is to hear it."""
         self._telling = False
         self.listeners: tuple[Callable[[_Change], None], ...] = ()
-        """Changed by `add` only."""
+        """Changed under the object's lock."""
 
     def add(self, listener: Callable[[_Change], None], present: Iterable[_Change]) -> None:
         """Tell `listener` what is there, then every change. The caller holds the object's lock, and calls `tell`.

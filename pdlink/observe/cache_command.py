@@ -6,7 +6,10 @@ import json
 import re
 import sys
 import time
+from argparse import Namespace
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +38,7 @@ examples (URL is of what keeps the KV, not of the proxy; http:// may be left out
   pdlink cache pin 127.0.0.1:8100 --file system-prompt.txt --name system
   pdlink cache move 127.0.0.1:8100 --tokens 1,15,88,4 --from memory --to disk
   pdlink cache clear 127.0.0.1:8100 --everything --place disk
+  pdlink cache stats 127.0.0.1:8200,127.0.0.1:8201      two ranks of an engine
 
 Only a worker of pdlink takes text; a store process takes --tokens, and --model where it keeps KV of several models.
 
@@ -48,16 +52,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> list[str]:
     """The actions."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
 
-    def add(name: str, text: str, run: Callable[[argparse.Namespace], None], *, of_prompt: bool = False) -> Any:
+    def add(name: str, text: str, run: Callable[[Namespace], None], *, of_prompt: bool = False) -> Any:
         action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        action.add_argument("url", metavar="URL", help="base URL of the worker or store")
+        action.add_argument(
+            "url", metavar="URL", help="base URL of the worker or store; of several, with commas between: all at once"
+        )
         action.add_argument(
             "--key-file", metavar="FILE", help="its security.http_key_file, or http_key_file of a store"
         )
         action.add_argument("--json", action="store_true", help="print what it answers")
         if of_prompt:
             _add_prompt(action, required=name not in ("clear", "verify"))
-        action.set_defaults(run=run, action=name)
+        action.set_defaults(run=partial(_at_each, run), action=name, heading=False)
         return action
 
     add("stats", "what lies where, who keeps it, and which tiers answer", _stats)
@@ -112,12 +118,30 @@ def _add_prompt(action: argparse.ArgumentParser, *, required: bool) -> None:
     action.add_argument("--scope", default="", metavar="ID", help="which, where `stats` lists several of one model")
 
 
-def _stats(args: argparse.Namespace) -> None:
+def _at_each(run: Callable[[Namespace], None], args: Namespace) -> None:
+    """As `run`, at all URLs at once. Raises what one of them raises when all have answered, of several a summary."""
+    urls = args.url.split(",")
+    if len(urls) == 1:
+        run(args)
+        return
+    if args.action == "top":
+        raise ConfigError(f"URL: got {len(urls)}; expected 1 for `top`; choose one")
+    with ThreadPoolExecutor(len(urls)) as pool:
+        asked = [pool.submit(run, Namespace(**{**vars(args), "url": url, "heading": True})) for url in urls]
+    failed = [error for each in asked if (error := each.exception()) is not None]
+    for error in failed:
+        if not isinstance(error, CannotFetch):
+            raise error
+    if failed:
+        raise CannotFetch("; ".join(map(str, failed)))
+
+
+def _stats(args: Namespace) -> None:
     state = _ask(args, "GET", "/pdlink/cache")
     _show(args, state, Group(*_tables(state)))
 
 
-def _lookup(args: argparse.Namespace) -> None:
+def _lookup(args: Namespace) -> None:
     answer = _ask(args, "POST", "/pdlink/cache/lookup", _named(args))
     summary = plain(f"{answer['tokens']} of {answer['prompt_tokens']} tokens are kept")
     table = Table()
@@ -130,7 +154,7 @@ def _lookup(args: argparse.Namespace) -> None:
     _show(args, answer, Group(summary, table) if answer["runs"] else summary)
 
 
-def _count(args: argparse.Namespace) -> None:
+def _count(args: Namespace) -> None:
     """A verb that answers how much it did."""
     body = _named(args) if hasattr(args, "salt") else {}
     if args.action in ("pin", "unpin"):
@@ -166,19 +190,19 @@ def _count(args: argparse.Namespace) -> None:
         )
 
 
-def _freeze(args: argparse.Namespace) -> None:
+def _freeze(args: Namespace) -> None:
     answer = _ask(args, "POST", "/pdlink/cache/freeze", {"on": not args.off})
     _show(args, answer, plain("frozen" if answer["frozen"] else "not frozen any more"))
 
 
-def _quota(args: argparse.Namespace) -> None:
+def _quota(args: Namespace) -> None:
     answer = _ask(args, "POST", "/pdlink/cache/quota", {"cache_salt": args.salt, "gib": args.gib})
     quota = f"{_mib(answer['quota_nbytes'])} MiB" if answer["quota_nbytes"] else "none"
     used = f", of which {_mib(answer['used_nbytes'])} are used" if args.salt else ""
     _show(args, answer, plain(f"quota: {quota}{used}"))
 
 
-def _verify(args: argparse.Namespace) -> None:
+def _verify(args: Namespace) -> None:
     """Ends with 1 where records were wrong."""
     answer = _ask(args, "POST", "/pdlink/cache/verify", {**_named(args), "everything": args.everything})
     table = Table()
@@ -191,7 +215,7 @@ def _verify(args: argparse.Namespace) -> None:
         raise CannotFetch(f"{args.url} held {wrong} wrong records and has dropped them; look at its memory and disks")
 
 
-def _top(args: argparse.Namespace) -> None:
+def _top(args: Namespace) -> None:
     if args.interval <= 0:
         raise ConfigError(f"--interval: got {args.interval:g}; expected more than 0; give seconds")
     before: Counter[str] = Counter()
@@ -253,7 +277,7 @@ def _rates(rates: Mapping[str, float]) -> RenderableType:
     return table if table.row_count else "nothing has changed since the last look"
 
 
-def _counts(args: argparse.Namespace) -> Counter[str]:
+def _counts(args: Namespace) -> Counter[str]:
     """Counters of the store and its tiers, by name and labels."""
     text = _fetch(args, "/metrics").decode()
     samples = re.findall(r"^pdlink_((?:store|tier)_\w+)_total(?:\{(.*)\})? (\S+)$", text, re.MULTILINE)
@@ -264,7 +288,7 @@ def _counts(args: argparse.Namespace) -> Counter[str]:
     return found
 
 
-def _named(args: argparse.Namespace) -> dict[str, Any]:
+def _named(args: Namespace) -> dict[str, Any]:
     """The prompt as the flags name it."""
     lora = args.lora if args.adapter is None else f"{args.lora} {digest_of(args.adapter)}"
     body: dict[str, Any] = {"cache_salt": args.salt, "lora": lora, "model": args.model, "scope": args.scope}
@@ -294,11 +318,12 @@ def _text(flag: str, path: str) -> str:
         raise ConfigError(f"{flag}: {path} is not text") from None
 
 
-def _show(args: argparse.Namespace, answer: object, table: RenderableType) -> None:
+def _show(args: Namespace, answer: object, table: RenderableType) -> None:
     if args.json:
-        print(json.dumps(answer, indent=2))
+        print(json.dumps({args.url: answer} if args.heading else answer, indent=2))
     else:
-        Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table)
+        told = Group(plain(args.url), table) if args.heading else table
+        Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(told)
 
 
 def _mib(nbytes: int) -> str:
@@ -308,7 +333,7 @@ def _mib(nbytes: int) -> str:
 # --- HTTP
 
 
-def _ask(args: argparse.Namespace, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def _ask(args: Namespace, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
     text = _fetch(args, path, None if method == "GET" else json.dumps(body).encode())
     try:
         answer = json.loads(text)
@@ -319,7 +344,7 @@ def _ask(args: argparse.Namespace, method: str, path: str, body: Mapping[str, An
     return answer
 
 
-def _fetch(args: argparse.Namespace, path: str, body: bytes | None = None) -> bytes:
+def _fetch(args: Namespace, path: str, body: bytes | None = None) -> bytes:
     """Raises CannotFetch, or ConfigError where the worker takes the question for wrong."""
     url = base_url(args.url)
     key = read_key(args.key_file) or ""

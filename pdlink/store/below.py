@@ -16,7 +16,7 @@ from pdlink.events import TierCalled, emit
 from pdlink.store.cleared import EVERYTHING
 from pdlink.store.interface import PlaceState
 from pdlink.store.line import FIRST, Line, Width
-from pdlink.store.tiers.base import DAMAGED, ListingTier, ReadOnly, RoutedTier, SettlingTier
+from pdlink.store.tiers.base import DAMAGED, ListingTier, ReadOnly, RoutedTier, SettlingTier, TellingTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -345,6 +345,8 @@ class Below:
         for line in tier.lines:
             line.wait_end(max(0.0, deadline_s - time.monotonic()))
         closing = Line("pdlink-store-close")
+        if isinstance(tier.tier, TellingTier):
+            closing.put(tier.tier.leave)
         closing.put(tier.tier.close)
         closing.wait_end(max(_CLOSE_S, deadline_s - time.monotonic()))
 

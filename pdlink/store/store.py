@@ -151,6 +151,7 @@ class Store(AnyStore):
                 f"correct it"
             )
         self._codecs = [make_codec(codec.get(name, "raw")) for name in self.places[1:]]
+        self._listeners: list[Callable[[RecordChange], None]] = []
         self.frozen, self.scopes = False, Scopes()
         """While it is frozen nothing new is kept, and so nothing is evicted."""
         self.places_changed: Callable[[tuple[str, ...]], None] = lambda _: None
@@ -611,6 +612,9 @@ class Store(AnyStore):
         self.places_changed(self._places)
         self._given_tiers.append(tier)
         self._below.add(tier, name, packer)
+        if isinstance(tier, TellingTier):
+            for changed in self._listeners:
+                tier.listen(changed)
         with self._lock:
             self._writing.owe(self._below.tiers[-1])
         return name
@@ -705,6 +709,7 @@ class Store(AnyStore):
 
     def listen(self, changed: Callable[[RecordChange], None]) -> None:
         self._books.listen(changed)
+        self._listeners.append(changed)
         for tier in self._given_tiers:
             if isinstance(tier, TellingTier):
                 tier.listen(changed)

@@ -35,7 +35,8 @@ def add_sessions(app: web.Application, services: Services) -> None:
         return _json({"sessions": found[:_SHOWN], "of": len(found)})
 
     async def end(request: web.Request) -> web.Response:
-        """Also one that only workers know: the proxy may have been started since."""
+        """Also one that only workers know, under the `cache_salt` that is asked for: the proxy may have been started
+        since. They end what is of the same owner."""
         if not entry.may_look(request):
             return entry.no_entry(request)
         key, session_id = entry.sees_only(request), request.match_info["id"]
@@ -44,14 +45,15 @@ def add_sessions(app: web.Application, services: Services) -> None:
         if services.siblings is not None:
             found = await services.siblings.ask_all("end_session", [owner, session_id])
             salts.update(itertools.chain.from_iterable(found.values()))
-        if owner is None:
+        is_known = owner is None or bool(salts)
+        if owner is None or not salts:
             salts.add(request.query.get("cache_salt", ""))
-        if not salts:
-            return refused(404, f"session {session_id!r:.140}: not known, or not of this key", "not_found")
         told = [_told(services, url, session_id, salt, owner) for url in _urls(services) for salt in salts]
         ended = dict.fromkeys(_urls(services), False)
         for url, done in await asyncio.gather(*told):
             ended[url] |= done
+        if not is_known and not any(ended.values()):
+            return refused(404, f"session {session_id!r:.140}: not known, or not of this key", "not_found")
         return _json({"session_id": session_id, "ended": sum(ended.values()), "of": len(ended)})
 
     app.router.add_get(PATH, shown)

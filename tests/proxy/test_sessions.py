@@ -14,7 +14,7 @@ from yarl import URL
 from pdlink.api.keys import owner_of
 from pdlink.api.legs import PrefillAddress
 from pdlink.api.openai import parse
-from pdlink.api.session import DEFAULT_TTL_S, AskedSession
+from pdlink.api.session import DEFAULT_TTL_S, AskedSession, out_of_one
 from pdlink.integrations.vllm_parts.versions import session_of
 from pdlink_proxy.dialects import DIALECTS, TransferTerms
 from pdlink_proxy.fleet import Fleet
@@ -112,10 +112,15 @@ class Keeper(FakeWorker):
 
     def routes(self) -> list[web.RouteDef]:
         self.ended: list[Any] = []
+        self.owners: set[str] = set()
+        """Of sessions that it keeps."""
 
         async def end(request: web.Request) -> web.Response:
             self.ended.append(await request.json())
-            return web.json_response({"ended": True})
+            owner = self.ended[-1]["owner"]
+            is_known = owner in {None, *self.owners}
+            self.owners.discard(owner)
+            return web.json_response({"ended": is_known})
 
         return [*super().routes(), web.post("/pdlink/cache/end_session", end)]
 
@@ -175,7 +180,10 @@ async def test_a_key_ends_its_own_sessions_alone(tmp_path: Path) -> None:
             forged = {"X_Pdlink_Session_Owner": owner_of("b")}
             assert (await asked(proxy, "POST", "/v1/completions", "a", body, **forged))[0] == 200
             assert prefill.received[-1].headers["X-Pdlink-Session-Owner"] == owner_of("a")
+            prefill.owners = {owner_of("a")}
+            decode.owners = {owner_of("a")}
             assert (await asked(proxy, "DELETE", "/pdlink/sessions/mine", "b"))[0] == 404
+            prefill.ended.clear()
             assert (await asked(proxy, "DELETE", "/pdlink/sessions/mine", "nobody"))[0] == 401
             assert (await asked(proxy, "GET", "/pdlink/sessions", "a"))[0] == 403
             assert (await asked(proxy, "GET", "/pdlink/sessions", "boss"))[1]["of"] == 1
@@ -187,9 +195,29 @@ async def test_a_key_ends_its_own_sessions_alone(tmp_path: Path) -> None:
             assert prefill.ended[-1] == {"session_id": "x", "cache_salt": "t", "owner": None}
             for key in ("a", "b"):
                 assert (await asked(proxy, "POST", "/v1/completions", key, body))[0] == 200
+                prefill.owners.add(owner_of(key))
+                decode.owners.add(owner_of(key))
             assert (await asked(proxy, "DELETE", "/pdlink/sessions/mine", "b"))[1]["ended"] == 2
             assert prefill.ended[-1] == {"session_id": "mine", "cache_salt": "s", "owner": owner_of("b")}
             assert (await asked(proxy, "GET", "/pdlink/sessions", "boss"))[1]["of"] == 1, "that of the other key"
+    finally:
+        await prefill.stop()
+        await decode.stop()
+
+
+async def test_a_key_ends_its_session_after_a_restart_of_the_proxy(tmp_path: Path) -> None:
+    prefill, decode = Keeper(role="prefill"), Keeper(role="decode")
+    await prefill.start()
+    await decode.start()
+    prefill.owners = {owner_of("a")}
+    more: dict[str, Any] = {"api_keys": ["a", "b"], "admin_key_file": str(write_private(tmp_path / "admin", "boss"))}
+    try:
+        async with proxy_of([prefill], [decode], **more) as proxy:
+            where = "/pdlink/sessions/mine?cache_salt=s"
+            assert (await asked(proxy, "DELETE", where, "b"))[0] == 404
+            assert (await asked(proxy, "DELETE", where, "a"))[1] == {"session_id": "mine", "ended": 1, "of": 2}
+            assert prefill.ended[-1] == {"session_id": "mine", "cache_salt": "s", "owner": owner_of("a")}
+            assert (await asked(proxy, "DELETE", where, "a"))[0] == 404
     finally:
         await prefill.stop()
         await decode.stop()
@@ -275,3 +303,22 @@ def test_vllm_hands_its_connector_the_session_of_a_client_from_0_33_on() -> None
         {"session_id": "a", "session_owner": "x" * 33},
     ):
         assert session_of(SimpleNamespace(kv_transfer_params=params)) is None
+
+
+def test_both_legs_of_sglang_name_the_session_unless_it_is_one_of_its_own() -> None:
+    turn = TURN._replace(owner="0a", id="agent: 7")
+    terms = TransferTerms(
+        transfer_id="xfer-1",
+        created=1,
+        seed=0,
+        prefill=PrefillAddress("tcp://127.0.0.1:1"),
+        prefill_url="http://127.0.0.1:1",
+        link={"bootstrap_port": 8998},
+        turn=turn,
+    )
+    call = parse("/v1/completions", b'{"model":"m","prompt":"x","session_id":"agent: 7"}')
+    for body in DIALECTS["sglang"].legs(call, terms):
+        assert out_of_one(msgspec.json.decode(body)["session_id"]) == AskedSession("agent: 7", 60.0, "0a")
+    call = parse("/v1/completions", b'{"model":"m","prompt":"x","session_params":{"id":"theirs"}}')
+    for body in DIALECTS["sglang"].legs(call, terms):
+        assert "session_id" not in msgspec.json.decode(body)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -268,3 +270,38 @@ def test_wrong_usage_ends_with_2_and_the_reason(
 def test_nobody_there_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache", "stats", "127.0.0.1:9"]) == 1
     assert "did not answer" in capsys.readouterr().err
+
+
+def test_several_urls_are_asked_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    both = threading.Barrier(2)
+
+    class Rank(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            both.wait(WAIT_S)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"records": 3}')
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ExitStack() as opened:
+        ranks = [opened.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Rank)) for _ in range(2)]
+        for each in ranks:
+            opened.callback(each.shutdown)
+            threading.Thread(target=each.serve_forever, daemon=True).start()
+        urls = [f"127.0.0.1:{each.server_port}" for each in ranks]
+        assert main(["cache", "unpin", ",".join(urls), "--name", "p"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("3 records are not pinned any more") == 2
+    assert all(url in printed for url in urls)
+
+
+def test_one_url_of_several_that_does_not_answer_ends_with_1_and_the_answers_of_the_others(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = f"{served.url},127.0.0.1:9"
+    assert main(["cache", "unpin", urls, "--name", "p", "--json", "--key-file", str(served.key_file)]) == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {served.url: {"records": 0}}
+    assert "127.0.0.1:9 did not answer" in printed.err
+    assert main(["cache", "top", urls]) == 2

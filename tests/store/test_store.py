@@ -24,6 +24,7 @@ from pdlink.store.record import HEADER_NBYTES, Group, RecordShape, seal, unseal
 from pdlink.store.slots import USUAL, Retention, Share, Slot, SlotLease
 from pdlink.store.store import Store
 from pdlink.store.tiers.base import DAMAGED
+from pdlink.store.tiers.striped import Striped
 from pdlink.store.verifying import Verified
 from tests.waiting import WAIT_S, until
 
@@ -31,8 +32,9 @@ from .stubs import SHAPE, StubTier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
-    from pdlink.store.interface import AnyFetch, AnyStore
+    from pdlink.store.interface import AnyFetch, AnyStore, RecordChange
     from pdlink.store.tiers.base import Tier
 
 KEYS = [b"%032d" % index for index in range(8)]
@@ -854,3 +856,24 @@ def test_serials_of_two_lives_of_a_store_have_nothing_in_common() -> None:
         serials = [{slot.serial for slot in store.reserve(KEYS[:4], SHAPE)} for store in (first, second)]
         assert serials[0].isdisjoint(serials[1])
         assert max(*serials[0], *serials[1]) < 2**63, "messages carry them"
+
+
+def test_listeners_hear_what_a_tier_has_that_is_added_and_that_it_has_gone_with_the_tier(tmp_path: Path) -> None:
+    disk, other = (Striped([tmp_path / name], "model", 1 << 22) for name in ("a", "b"))
+    heard: dict[bytes, set[str]] = {key: set() for key in KEYS}
+
+    def hear(change: RecordChange) -> None:
+        (set.add if change.is_there else set.discard)(heard[change.key], change.place)
+
+    with opened(8, [disk]) as store:
+        store.listen(hear)
+        put(store, KEYS[:4])
+        assert store.flush(WAIT_S)
+        until(lambda: all(heard[key] == {"memory", "disk"} for key in KEYS[:4]), "they are told")
+        assert store.remove_tier("disk")
+        until(lambda: all(heard[key] == {"memory"} for key in KEYS[:4]), "it is told that they have gone")
+        assert store.add_tier(other) == "disk"
+        put(store, KEYS[4:6])
+        assert store.flush(WAIT_S)
+        until(lambda: all(heard[key] == {"memory", "disk"} for key in KEYS[4:6]), "those of the new one are told")
+        assert all(heard[key] == {"memory"} for key in KEYS[:4])

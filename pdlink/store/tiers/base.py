@@ -83,6 +83,10 @@ class TellingTier(Protocol):
     def listen(self, changed: Callable[[RecordChange], None]) -> None:
         """As `AnyStore.listen`, for the records of this tier."""
 
+    def leave(self) -> None:
+        """Tell listeners that all its records have gone, and nothing from then on: the store does not use it any
+        more."""
+
 
 @runtime_checkable
 class ListingTier(Protocol):

@@ -260,6 +260,13 @@ class Disk:
             self._announcer.add(changed, [RecordChange(self.name, True, key) for key in self._index])
         self._announcer.tell()
 
+    def leave(self) -> None:
+        """As `TellingTier.leave`."""
+        with self._lock:
+            self._announcer.note_all([RecordChange(self.name, False, key) for key in self._index])
+            self._announcer.listeners = ()
+        self._announcer.tell()
+
     def close(self) -> None:
         """As `Tier.close`. Files are closed when the last call under way has ended."""
         with self._call(), self._lock:

@@ -118,6 +118,10 @@ class Striped:
         for part in self._parts:
             part.then(lambda disk: disk.listen(changed))
 
+    def leave(self) -> None:
+        for part in self._parts:
+            part.then(Disk.leave)
+
     def close(self) -> None:
         for part in self._parts:
             part.close()
