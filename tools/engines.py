@@ -66,7 +66,7 @@ ENGINES = {
     ),
     "sglang": Engine(
         "SGLang",
-        ("0.5.23",),
+        ("0.5.23", "0.5.22"),
         {"0.5.23": "all tests"},
         {},
         ("tests/integrations",),

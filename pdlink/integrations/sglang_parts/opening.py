@@ -104,7 +104,7 @@ def open_ends(
     security = settings.security.model_copy(update={"key_file": key_file})
     credentials = load_credentials(security)
     name = (credentials and credentials.owner) or f"sglang-{mode}-{as_name(socket.gethostname(), 32)}-{os.getpid()}"
-    revision = f"sglang {versions.precision(server_args)} {args.kv_layout}"
+    revision = f"sglang {versions.precision(server_args)} {getattr(args, 'kv_layout', None)}"
     content = versions.content(server_args)
     model_name = str(server_args.served_model_name or server_args.model_path)
 

@@ -6,8 +6,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVReceiver, CommonKVSender
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
+from pdlink.integrations.sglang_parts.speakers import SpeakingReceiver, SpeakingSender
 from pdlink.integrations.sglang_parts.transfer import PDLinkKVManager
 from pdlink.reasons import ABORTED, Code, Reason
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class PDLinkKVSender(CommonKVSender):  # type: ignore[misc]
+class PDLinkKVSender(SpeakingSender):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.kv_mgr.opened(self.bootstrap_room)
@@ -32,14 +33,14 @@ class PDLinkKVSender(CommonKVSender):  # type: ignore[misc]
         self.kv_mgr.stop_room(self.bootstrap_room, reason)
 
 
-class PDLinkKVReceiver(CommonKVReceiver):  # type: ignore[misc]
+class PDLinkKVReceiver(SpeakingReceiver):  # type: ignore[misc]
     def init(self, prefill_dp_rank: int) -> None:
         super().init(prefill_dp_rank)
         info = getattr(self, "prefill_info", None)
         if (
             self.conclude_state is None
             and info is not None
-            and (info.attn_cp_size > 1 or info.enable_kv_cache_sharding)
+            and (info.attn_cp_size > 1 or getattr(info, "enable_kv_cache_sharding", False))
         ):
             self._refuse(
                 f"context parallel prefill: got {info.attn_cp_size} ranks; expected 1, without "

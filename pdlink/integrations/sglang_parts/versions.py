@@ -12,7 +12,7 @@ from pdlink.errors import LocalError
 
 log = logging.getLogger(__name__)
 
-OLDEST, NEWEST = (0, 5, 23), (0, 5, 23)
+OLDEST, NEWEST = (0, 5, 22), (0, 5, 23)
 
 
 class UnsupportedSglang(LocalError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import warnings
 from typing import Any
@@ -25,16 +25,24 @@ pytestmark = [pytest.mark.sglang, pytest.mark.engines, pytest.mark.filterwarning
 
 def pairs() -> list[tuple[type, type]]:
     """A class of ours, and SGLang's that it stands for."""
-    from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
-
-    from pdlink.integrations.sglang_linker import PDLinkLinker
     from pdlink.integrations.sglang_parts.requests import classes
 
     found: Any = classes()
     managers = {"MANAGER": "CommonKVManager", "SENDER": "CommonKVSender", "RECEIVER": "CommonKVReceiver"}
     theirs = [(found[kind], getattr(conn, name)) for kind, name in managers.items()]
     server = (found["BOOTSTRAP_SERVER"], conn.CommonKVBootstrapServer)
-    return [*theirs, server, (ours.PDLinkHiCache, HiCacheStorage), (PDLinkLinker, UnifiedCacheLinker)]
+    return [*theirs, server, (ours.PDLinkHiCache, HiCacheStorage), *linkers()]
+
+
+def linkers() -> list[tuple[type, type]]:
+    """Before 0.5.23 SGLang took none of others."""
+    if importlib.util.find_spec("sglang.srt.mem_cache.unified_cache.linker_factory") is None:
+        return []
+    from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+
+    from pdlink.integrations.sglang_linker import PDLinkLinker
+
+    return [(PDLinkLinker, UnifiedCacheLinker)]
 
 
 def test_nothing_that_sglang_requires_is_missing() -> None:
@@ -60,10 +68,13 @@ def test_every_method_takes_what_sglang_passes() -> None:
 @pytest.mark.parametrize(
     "method", ["build_receiver_registration_message", "build_receiver_metadata_message", "add_transfer_request"]
 )
-def test_sglang_asks_the_manager_for_what_decode_says(method: str) -> None:
-    """Before 0.5.23 each backend's receiver sent that by itself."""
-    is_asked = f"kv_mgr.{method}(" in inspect.getsource(conn)
-    assert is_asked
+def test_the_manager_is_asked_for_what_decode_says(method: str) -> None:
+    """Before 0.5.23 each backend's receiver sent that by itself, and most registered nothing."""
+    from pdlink.integrations.sglang_parts import speakers
+
+    asks = conn if speakers._BOTH_SPEAK else speakers
+    is_asked = f"kv_mgr.{method}(" in inspect.getsource(asks)
+    assert is_asked or (asks is speakers and method == "build_receiver_registration_message")
 
 
 def test_functions_that_are_wrapped_are_where_we_say() -> None:
