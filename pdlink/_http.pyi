@@ -45,14 +45,17 @@ class Headers(Mapping[str, str]):
 class SocketPoller:
     """Sockets that are read on the thread of an event loop, in one native turn for all that have something. Linux."""
 
-    def __init__(self) -> None: ...
+    def __init__(self, loop: int = -1) -> None:
+        """loop: the epoll of the loop, which has other sockets and stays open."""
+
     @property
     def fd(self) -> int:
         """Readable when there is something to read: then call `turn`."""
 
-    def turn(self) -> None:
-        """Reads once from each socket that has something, 64 of them at most, and tells their owners. What an owner
-        raises is raised; the other sockets have their turn in the next call."""
+    def turn(self, wait_s: float | None = 0.0) -> bool:
+        """Waits so long until there is something, without end if None. Then reads once from each socket that has
+        something, 64 of them at most, and tells their owners. What an owner raises is raised; the other sockets have
+        their turn in the next call. Returns whether the loop's own sockets have something."""
 
 class Socket:
     """One connected socket, read by a poller and written to natively."""

@@ -1,10 +1,14 @@
 // A connection to a worker, for Python: it sends a request in one write, reads the answer, and tells the request's
 // listener of a state only when that is reached. `pdlink/_http.pyi` is its manual.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 
+#include <algorithm>
 #include <array>
 #include <charconv>
+#include <cmath>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -17,6 +21,7 @@ namespace pdlink::http {
 namespace {
 
 constexpr std::size_t kKeptNbytes = 64 * 1024;  // of memory for answers, between two of them
+constexpr double kMaxWaitS = 24 * 3600.0;       // of one turn
 
 class Exchange : public Socket {
   public:
@@ -187,13 +192,24 @@ nb::tuple Exchange::leave() {
 
 void Exchange::fail(const char* why) { self().attr(why)(most_); }
 
+bool turn(SocketPoller& self, std::optional<double> wait_s) {
+    // Rounded up, or a loop would come too early for its timer, again and again.
+    const int most_ms = wait_s ? static_cast<int>(std::ceil(std::clamp(*wait_s, 0.0, kMaxWaitS) * 1e3)) : -1;
+    SocketPoller::Ready ready;
+    {
+        const nb::gil_scoped_release released;
+        ready = self.wait(most_ms);
+    }
+    return self.turn(ready);
+}
+
 }  // namespace
 
 void add_exchange(nb::module_& m) {
     nb::class_<SocketPoller>(m, "SocketPoller")
-        .def(nb::init<>())
+        .def(nb::init<int>(), "loop"_a = -1)
         .def_prop_ro("fd", &SocketPoller::fd)
-        .def("turn", &SocketPoller::turn);
+        .def("turn", &turn, "wait_s"_a.none() = 0.0);
     PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&Exchange::traverse)},
                            {Py_tp_clear, reinterpret_cast<void*>(&Exchange::clear)},
                            {0, nullptr}};

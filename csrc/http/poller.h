@@ -1,6 +1,10 @@
-// Sockets that are read on the thread of an event loop, in one native turn for all that have something.
+// Sockets that are read on the thread of an event loop, in one native turn for all that have something. The loop
+// waits here for its own sockets, too.
 #pragma once
 
+#include <sys/epoll.h>
+
+#include <array>
 #include <cstdint>
 #include <string_view>
 #include <unordered_map>
@@ -27,7 +31,14 @@ class SocketPoller {
   public:
     using Key = std::uint64_t;
 
-    SocketPoller();
+    // What a wait has found.
+    struct Ready {
+        std::array<epoll_event, 64> events;
+        int num = 0;
+    };
+
+    // loop: an epoll with the sockets of others, which its owner reads, and keeps open; -1 for none.
+    explicit SocketPoller(int loop = -1);
 
     // Readable when there is something to read.
     int fd() const { return ready_.get(); }
@@ -38,15 +49,20 @@ class SocketPoller {
     // From now on the reader hears nothing. The socket must still be open. Nothing for a key that is not watched.
     void unwatch(Key key);
 
-    // Reads once from each socket that has something, 64 of them at most. If a reader throws, the others have their
-    // turn in the next call.
-    void turn();
+    // Waits until there is something, so many ms at most; for ever with -1. A signal ends it.
+    Ready wait(int most_ms) const;
+
+    // Reads once from each socket that has something. If a reader throws, the others have their turn in the next
+    // call. Whether sockets of others have something.
+    bool turn(const Ready& ready);
 
   private:
     struct Watched {
         int socket;
         Reader* reader;
     };
+
+    void add(int socket, Key key);
 
     Descriptor ready_;
     std::unordered_map<Key, Watched> watched_;
