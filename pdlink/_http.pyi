@@ -53,9 +53,9 @@ class SocketPoller:
         """Readable when there is something to read: then call `turn`."""
 
     def turn(self, wait_s: float | None = 0.0) -> bool:
-        """Waits so long until there is something, without end if None. Then reads once from each socket that has
-        something, 64 of them at most, and tells their owners. What an owner raises is raised; the other sockets have
-        their turn in the next call. Returns whether the loop's own sockets have something."""
+        """Waits so long until there is something, without end if None. Then reads once from sockets that
+        have something, until eight owners were told. What an owner raises is raised; the other sockets have their
+        turn in the next call. Returns whether the loop's own sockets have something."""
 
 class Socket:
     """One connected socket, read by a poller and written to natively."""
@@ -72,9 +72,12 @@ class Socket:
         """Read no more, until `go_on`."""
 
     def go_on(self) -> None: ...
+    clogged: bool
+    """The transport has bytes to send, so what follows must go there, too."""
 
 class Exchange(Socket):
-    """One connection to a worker: `ask` sends a request, and its listener (`AnswerListener`) hears the answer.
+    """One connection to a worker: `ask` sends a request, and its listener (`AnswerListener`) hears the answer, but
+    for events that pass to the client (`pass_to`).
 
     A plain answer has a head of at most 16 KB that comes in one piece and says how long the body is or that it comes
     in chunks, and the connection stays after it. A subclass does what is seldom needed: `abort`, `resume`,
@@ -85,12 +88,8 @@ class Exchange(Socket):
     keeps: bool
     """It can be used once more."""
     reused: bool
-    clogged: bool
-    """The transport has bytes to send, so what follows must go there, too."""
     paused: bool
     """The subclass reads no more, until `resume`, which the end of an answer calls."""
-    between: bool
-    """What was read ends between two chunks."""
 
     def __init__(self) -> None: ...
     def ask(self, begin: bytes, lines: bytes, body: bytes, listener: Any, uses: Any) -> None:
@@ -103,6 +102,15 @@ class Exchange(Socket):
 
     def end(self, where: int) -> None:
         """The answer is over: frees the connection, and the listener hears no more."""
+
+    def pass_to(self, to: Requests, marks: int) -> None:
+        """Whole events of a stream without these marks go to this client as they are, each read as a chunk, until
+        something else comes, the client does not take them, or `pass_no_more`. The listener hears of some 20 of them
+        at a time, and always before it hears of anything else: `on_passed(events, when_the_last_one_passed_s)`, on
+        the monotonic clock. What the client's socket does not take gets its `send_rest`."""
+
+    def pass_no_more(self) -> None:
+        """The listener has heard of all that passed when this returns."""
 
     def leave_off(self) -> tuple[int, Any, bytes]:
         """The same; status, headers and body as far as they came."""
@@ -129,8 +137,6 @@ class Requests(Socket):
     idle_since_s: float
     """Since its last request, or since the first bytes of the next one, on the monotonic clock; while one runs,
     whenever it began."""
-    clogged: bool
-    """As of `Exchange`."""
 
     def __init__(self, paths: dict[bytes, str]) -> None:
         """paths: by the first line of a plain request, what `take` gets."""
@@ -149,6 +155,9 @@ class Requests(Socket):
 
     def feed(self, data: bytes) -> None:
         """Bytes that came in another way."""
+
+    def open_to_write(self, socket: int) -> None:
+        """Write to a duplicate of this socket, whose requests somebody else reads."""
 
     def write(self, head: bytes, body: bytes = b"") -> None: ...
     def done(self) -> None:

@@ -81,9 +81,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "store",
         "peers",
     },
-    "pdlink_proxy": BASE
-    | {"api", "kv.hashing", "observe", "protocol", "_http", "_index", "_relay"}
-    | {"endpoint.token"},
+    "pdlink_proxy": BASE | {"api", "kv.hashing", "observe", "protocol", "_http", "_index"} | {"endpoint.token"},
     "pdlink_bench": BASE
     | {
         "kv",

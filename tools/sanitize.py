@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HERE = ROOT / "tools" / "sanitizers"
 REPORTS = ROOT / "build" / "sanitize-reports"
-MODULES = ("_copy", "_index", "_http", "_relay", "_tcp", "_ucx", "_cuda")
+MODULES = ("_copy", "_index", "_http", "_tcp", "_ucx", "_cuda")
 TIMEOUT_S = 300
 """Of one test: everything is some five times slower."""
 ATTACKS = ("tcp", "tcp_blocks", "mapped", "control", "values", "descriptors", "endless", "fairness")
@@ -35,7 +35,7 @@ GROUPS = {
         "tests/proxy/test_kv_index.py",
         *(f"tests/proxy/policies/test_{name}.py" for name in ("guesses", "columns", "each")),
     ],
-    "http": ["tests/proxy/test_http_client.py", "tests/proxy/test_http_fuzz.py", "tests/proxy/test_front.py"],
+    "http": [f"tests/proxy/test_{name}.py" for name in ("http_client", "http_fuzz", "front", "passing")],
     "cuda": ["tests/cuda", "--ignore=tests/cuda/test_build.py"],
     "endpoints": ["tests/endpoint/test_transfer.py", "tests/endpoint/test_absence.py", "tests/endpoint/test_lost.py"],
     "attacks": [

@@ -49,6 +49,8 @@ NUM_WALKS = 8
 PEER_S = 150.0
 """Makes heartbeats of 12.5 s: on a busy machine one in half a second falls into every walk."""
 USAGE = b'{"prompt_tokens":2,"total_tokens":10,"completion_tokens":8,"prompt_tokens_details":null}'
+_TURNS = "pdlink_proxy/polling.py"
+"""Those of the proxy's loop, which the client and the stand-ins have, too."""
 SETTLE_S, IDLE_S = 0.3, 2.0
 """From the end of a request until nothing of it is left, and how long workers with nothing to do are listened to."""
 
@@ -334,7 +336,8 @@ async def _proxied(recorder: Recorder) -> list[Span]:
                 answer = await reader.readuntil(last)
                 recorder.stop()
                 if number >= 0 and b" 200 OK" in answer:
-                    walks.append(Span(role, [step for step in recorder.steps[thread] if step.begins]))
+                    steps = [step for step in recorder.steps[thread] if step.begins and step.file != _TURNS]
+                    walks.append(Span(role, steps))
             if not walks:
                 raise LookupError(f"{role}: answered with {answer!r}")
             spans.append(min(walks, key=lambda walk: len(walk.calls)))

@@ -98,7 +98,7 @@ build() {
     "$python" -m cmake --version > /dev/null 2>&1 && cmake=("$python" -m cmake) || cmake=(cmake)
     "${cmake[@]}" -S . -B "$work/build" -DCMAKE_BUILD_TYPE=Release \
         -DPython_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')" || return
-    "${cmake[@]}" --build "$work/build" -j "$(nproc)" --target _copy _cuda _tcp _index _http _relay || return
+    "${cmake[@]}" --build "$work/build" -j "$(nproc)" --target _copy _cuda _tcp _index _http || return
     "${cmake[@]}" --build "$work/build" -j "$(nproc)" --target _ucx || echo "built without UCX"
     cp "$work"/build/*.so "$tree/pdlink/" || return
     "$python" -c 'from pdlink import _cuda; assert _cuda.fatbin(), "built without nvcc: no GPU kernels"'

@@ -32,7 +32,6 @@ std::optional<Part> Answers::feed(std::string_view bytes) {
     while (!bytes.empty() && !(part_.where & (kEnd | kBad))) {
         if (!step(bytes)) part_.where |= kBad;
     }
-    if (state_ == State::kSize && num_read_ == 0) part_.where |= kBetween;
     return std::move(part_);
 }
 

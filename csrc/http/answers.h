@@ -14,10 +14,9 @@
 namespace pdlink::http {
 
 enum Where : unsigned {
-    kEnd = 1,      // the answer is over
-    kBetween = 2,  // the bytes end between two chunks
-    kBad = 4,      // they are no HTTP; nothing more can be read
-    kMore = 8,     // more came than the answer
+    kEnd = 1,   // the answer is over
+    kBad = 4,   // they are no HTTP; nothing more can be read
+    kMore = 8,  // more came than the answer
 };
 
 struct AnswerHead {

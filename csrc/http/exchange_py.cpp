@@ -1,5 +1,6 @@
 // A connection to a worker, for Python: it sends a request in one write, reads the answer, and tells the request's
-// listener of a state only when that is reached. `pdlink/_http.pyi` is its manual.
+// listener of a state only when that is reached. Events of a stream pass to the client without Python while nobody
+// has to look at them. `pdlink/_http.pyi` is its manual.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 
@@ -14,6 +15,7 @@
 #include <utility>
 
 #include "http/answers.h"
+#include "http/events.h"
 #include "http/http_py.h"
 #include "http/socket.h"
 
@@ -21,7 +23,9 @@ namespace pdlink::http {
 namespace {
 
 constexpr std::size_t kKeptNbytes = 64 * 1024;  // of memory for answers, between two of them
+constexpr std::size_t kTellNbytes = 4 * 1024;   // of passed events, before the listener is told: some 20
 constexpr double kMaxWaitS = 24 * 3600.0;       // of one turn
+constexpr std::string_view kLineEnd = "\r\n", kEventEnd = "\n\n";
 
 class Exchange : public Socket {
   public:
@@ -30,13 +34,15 @@ class Exchange : public Socket {
     void feed(std::string_view bytes);
     void end(unsigned where);
     nb::tuple leave();
+    void pass_to(Socket& to, unsigned marks);
+    void pass_no_more();
 
-    void came(std::string_view bytes) override;
+    bool came(std::string_view bytes) override;
     void ended(int error) override;
+    bool is_quick() const override { return to_ != nullptr; }
 
     nb::object listener, uses;
-    bool keeps = true, reused = false, heard = false, between = false, paused = false;
-    bool clogged = false;  // the transport has bytes to send, so all that follows goes there, too
+    bool keeps = true, reused = false, heard = false, paused = false;
 
     // Of the collector.
     static int traverse(PyObject* self, visitproc visit, void* arg) {
@@ -46,6 +52,7 @@ class Exchange : public Socket {
         Py_VISIT(one->listener.ptr());
         Py_VISIT(one->uses.ptr());
         Py_VISIT(one->headers_.ptr());
+        Py_VISIT(one->client_.ptr());
         return 0;
     }
     static int clear(PyObject* self) {
@@ -54,12 +61,16 @@ class Exchange : public Socket {
         one->listener.reset();
         one->uses.reset();
         one->headers_.reset();
+        one->to_ = nullptr;
+        one->client_.reset();
         return 0;
     }
 
   private:
     nb::object self() { return nb::find(this); }
     void hear(std::string_view bytes);
+    bool pass(const Part& part);
+    void tell_passed();
     void whole(std::string_view body, unsigned where);
     void fail(const char* why);
 
@@ -69,6 +80,14 @@ class Exchange : public Socket {
     int status_ = 0;
     nb::object headers_;  // of the present answer
     std::string body_;    // as far as it came, for a listener that hears it whole
+
+    Socket* to_ = nullptr;  // `client_`, to which events pass
+    nb::object client_;
+    unsigned marks_ = 0;  // of events that do not
+    std::string passed_;  // events of which the listener was not told
+    double passed_s_ = 0;
+    std::string chunk_;
+    bool told_ = false;  // Python was told something of what came last
 };
 
 void Exchange::ask(const nb::bytes& begin, const nb::bytes& lines, const nb::bytes& body, nb::object to,
@@ -90,8 +109,9 @@ void Exchange::ask(const nb::bytes& begin, const nb::bytes& lines, const nb::byt
     self().attr("send_rest")(bytes_of(std::string_view(head).substr(done)));
 }
 
-void Exchange::came(std::string_view bytes) {
+bool Exchange::came(std::string_view bytes) {
     const nb::object mine = self();  // a listener may drop it
+    told_ = false;
     try {
         feed(bytes);
     } catch (...) {
@@ -99,6 +119,7 @@ void Exchange::came(std::string_view bytes) {
         mine.attr("abort")();
         throw;
     }
+    return told_;
 }
 
 void Exchange::ended(int error) {
@@ -109,6 +130,7 @@ void Exchange::ended(int error) {
 
 void Exchange::feed(std::string_view bytes) {
     if (!listener.is_valid()) {  // nobody has asked
+        told_ = true;
         keeps = false;
         self().attr("abort")();
         return;
@@ -128,10 +150,12 @@ void Exchange::hear(std::string_view bytes) {
     const nb::object mine = listener;
     const bool begins = unusual_ ? !told[0].is_none() : part->head.has_value();
     const unsigned where = part->where;
+    const bool over = (where & (kEnd | kBad)) != 0;
     if (begins) {
         status_ = unusual_ ? nb::cast<int>(told[0][0]) : part->head->status;
         headers_ = unusual_ ? nb::object(told[0][1]) : headers_of(*part->head);
         if (most_ == 0) {
+            told_ = true;
             mine.attr("on_head")(status_, headers_);
             if (!listener.is(mine)) return;  // it has left
             most_ = nb::cast<std::size_t>(mine.attr("most_nbytes"));
@@ -141,11 +165,11 @@ void Exchange::hear(std::string_view bytes) {
         whole(part->body, where);
         return;
     }
-    if (!part->body.empty()) {
-        between = (where & kBetween) != 0;
-        mine.attr("on_data")(bytes_of(part->body));
-        if (!listener.is(mine)) return;
-    }
+    if (!over && (part->body.empty() || pass(*part))) return;
+    told_ = true;
+    pass_no_more();
+    if (!part->body.empty() && listener.is(mine)) mine.attr("on_data")(bytes_of(part->body));
+    if (!listener.is(mine)) return;
     if ((where & kEnd) != 0) {
         end(where);
         mine.attr("on_end")();
@@ -154,7 +178,43 @@ void Exchange::hear(std::string_view bytes) {
     }
 }
 
+void Exchange::pass_to(Socket& to, unsigned marks) {
+    to_ = &to;
+    client_ = nb::find(to);
+    marks_ = marks;
+}
+
+// All or nothing of what came at once: an event before an error is a part of the answer to judge.
+bool Exchange::pass(const Part& part) {
+    if (to_ == nullptr || to_->clogged || !to_->is_open()) return false;
+    if (!part.body.ends_with(kEventEnd) || marks_of(part.body, marks_) != 0) return false;
+    std::array<char, 16> digits;
+    const auto [stop, error] = std::to_chars(digits.data(), digits.data() + digits.size(), part.body.size(), 16);
+    chunk_.assign(digits.data(), error == std::errc{} ? static_cast<std::size_t>(stop - digits.data()) : 0);
+    chunk_.append(kLineEnd).append(part.body).append(kLineEnd);
+    const std::size_t done = to_->send(chunk_);
+    passed_.append(part.body);
+    passed_s_ = now_s();
+    if (done < chunk_.size()) client_.attr("send_rest")(bytes_of(std::string_view(chunk_).substr(done)));
+    if (done < chunk_.size() || passed_.size() >= kTellNbytes) tell_passed();  // the client may be behind
+    return true;
+}
+
+void Exchange::tell_passed() {
+    if (passed_.empty()) return;
+    told_ = true;
+    const nb::bytes passed = bytes_of(std::exchange(passed_, {}));
+    if (listener.is_valid()) listener.attr("on_passed")(passed, passed_s_);
+}
+
+void Exchange::pass_no_more() {
+    to_ = nullptr;
+    client_.reset();
+    tell_passed();
+}
+
 void Exchange::whole(std::string_view body, unsigned where) {
+    told_ = told_ || (where & (kEnd | kBad)) != 0;
     if (body_.size() + body.size() > most_) {
         fail("too_long");
     } else if ((where & kEnd) != 0) {
@@ -171,10 +231,10 @@ void Exchange::whole(std::string_view body, unsigned where) {
 }
 
 void Exchange::end(unsigned where) {
+    pass_no_more();
     if ((where & kMore) != 0) keeps = false;
     if (body_.capacity() > kKeptNbytes) body_ = {};
     body_.clear();
-    between = false;
     const nb::object mine = self();
     if (std::exchange(unusual_, false)) mine.attr("usual")();
     if (paused) mine.attr("resume")();
@@ -192,15 +252,22 @@ nb::tuple Exchange::leave() {
 
 void Exchange::fail(const char* why) { self().attr(why)(most_); }
 
+// Python goes on when somebody was told something, and not for events that pass.
 bool turn(SocketPoller& self, std::optional<double> wait_s) {
-    // Rounded up, or a loop would come too early for its timer, again and again.
-    const int most_ms = wait_s ? static_cast<int>(std::ceil(std::clamp(*wait_s, 0.0, kMaxWaitS) * 1e3)) : -1;
-    SocketPoller::Ready ready;
-    {
-        const nb::gil_scoped_release released;
-        ready = self.wait(most_ms);
+    double left_s = std::clamp(wait_s.value_or(0.0), 0.0, kMaxWaitS);
+    const double until_s = now_s() + left_s;
+    while (true) {
+        SocketPoller::Ready ready;
+        {
+            const nb::gil_scoped_release released;
+            // Rounded up, or a loop would come too early for its timer, again and again.
+            ready = self.wait(wait_s ? static_cast<int>(std::ceil(left_s * 1e3)) : -1);
+        }
+        const auto [told, others] = self.turn(ready);
+        if (told || others || ready.num <= 0) return others;
+        left_s = until_s - now_s();
+        if (wait_s && left_s <= 0) return false;
     }
-    return self.turn(ready);
 }
 
 }  // namespace
@@ -218,7 +285,8 @@ void add_exchange(nb::module_& m) {
         .def("close", &Socket::close)
         .def_prop_ro("is_open", &Socket::is_open)
         .def("hold", &Socket::hold)
-        .def("go_on", &Socket::go_on);
+        .def("go_on", &Socket::go_on)
+        .def_rw("clogged", &Socket::clogged);
     nb::class_<Exchange, Socket>(m, "Exchange", nb::type_slots(slots))
         .def(nb::init<>())
         .def("ask", &Exchange::ask, "begin"_a, "lines"_a, "body"_a, "listener"_a, "uses"_a)
@@ -226,13 +294,13 @@ void add_exchange(nb::module_& m) {
             "feed", [](Exchange& self, const nb::bytes& data) { self.feed(view(data)); }, "data"_a)
         .def("end", &Exchange::end, "where"_a)
         .def("leave_off", &Exchange::leave)
+        .def("pass_to", &Exchange::pass_to, "to"_a, "marks"_a)
+        .def("pass_no_more", &Exchange::pass_no_more)
         .def_prop_ro("listener",
                      [](const Exchange& self) { return self.listener.is_valid() ? self.listener : nb::none(); })
         .def_rw("keeps", &Exchange::keeps)
         .def_rw("reused", &Exchange::reused)
-        .def_rw("clogged", &Exchange::clogged)
         .def_rw("paused", &Exchange::paused)
-        .def_rw("between", &Exchange::between)
         .def_ro("heard", &Exchange::heard);
 }
 

@@ -9,6 +9,7 @@ namespace pdlink::http {
 namespace {
 
 constexpr std::size_t kReadNbytes = 256 * 1024;
+constexpr int kToldAtOnce = 8;          // a turn that tells more would take longer than a quick reader may wait
 constexpr SocketPoller::Key kLoop = 0;  // that of the sockets of others
 
 }  // namespace
@@ -45,23 +46,36 @@ SocketPoller::Ready SocketPoller::wait(int most_ms) const {
     return ready;
 }
 
-bool SocketPoller::turn(const Ready& ready) {
-    bool others = false;
+SocketPoller::Turn SocketPoller::turn(const Ready& ready) {
+    Turn turn;
+    int first = 0;  // behind the one that was told last: the system gives them in the same order each time
     for (int i = 0; i < ready.num; ++i) {
-        const Key key = ready.events[static_cast<std::size_t>(i)].data.u64;
+        const Key key = ready.key(i);
+        turn.others = turn.others || key == kLoop;
+        if (key == last_told_) first = i + 1;
         const auto found = watched_.find(key);
-        others = others || key == kLoop;
-        if (found == watched_.end()) continue;  // a reader before it has ended that
-        const auto [socket, reader] = found->second;
-        const ssize_t n = ::recv(socket, buffer_.data(), buffer_.size(), MSG_DONTWAIT);
-        if (n < 0 && (errno == EAGAIN || errno == EINTR)) continue;
-        if (n > 0) {
-            reader->came({buffer_.data(), static_cast<std::size_t>(n)});
-        } else {
-            reader->ended(n < 0 ? errno : 0);
-        }
+        if (found != watched_.end() && found->second.reader->is_quick()) turn.told = read(found->second) || turn.told;
     }
-    return others;
+    int num_told = 0;
+    for (int i = 0; i < ready.num && num_told < kToldAtOnce; ++i) {
+        const Key key = ready.key((first + i) % ready.num);
+        const auto found = watched_.find(key);
+        if (found == watched_.end()) continue;  // a reader before it has ended that
+        if (found->second.reader->is_quick() || !read(found->second)) continue;
+        ++num_told;
+        last_told_ = key;
+    }
+    turn.told = turn.told || num_told != 0;
+    return turn;
+}
+
+bool SocketPoller::read(Watched watched) {
+    const auto [socket, reader] = watched;
+    const ssize_t n = ::recv(socket, buffer_.data(), buffer_.size(), MSG_DONTWAIT);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+    if (n > 0) return reader->came({buffer_.data(), static_cast<std::size_t>(n)});
+    reader->ended(n < 0 ? errno : 0);
+    return true;
 }
 
 }  // namespace pdlink::http

@@ -19,8 +19,11 @@ class Reader {
   public:
     virtual ~Reader() = default;
 
-    // Bytes came; they are valid during the call.
-    virtual void came(std::string_view bytes) = 0;
+    // Bytes came; they are valid during the call. Whether that was told on.
+    virtual bool came(std::string_view bytes) = 0;
+
+    // It most likely tells nobody, so it is read before those that do: they take their time.
+    virtual bool is_quick() const { return false; }
 
     // The other side sends no more (0), or the connection broke (errno).
     virtual void ended(int error) = 0;
@@ -35,6 +38,13 @@ class SocketPoller {
     struct Ready {
         std::array<epoll_event, 64> events;
         int num = 0;
+
+        Key key(int i) const { return events[static_cast<std::size_t>(i)].data.u64; }
+    };
+
+    struct Turn {
+        bool told = false;    // a reader told on what it has read
+        bool others = false;  // sockets of others have something
     };
 
     // loop: an epoll with the sockets of others, which its owner reads, and keeps open; -1 for none.
@@ -52,9 +62,9 @@ class SocketPoller {
     // Waits until there is something, so many ms at most; for ever with -1. A signal ends it.
     Ready wait(int most_ms) const;
 
-    // Reads once from each socket that has something. If a reader throws, the others have their turn in the next
-    // call. Whether sockets of others have something.
-    bool turn(const Ready& ready);
+    // Reads once from sockets that have something: from all that tell nobody, and a few of the others. The rest, and
+    // what is behind a reader that throws, have their turn in the next call.
+    Turn turn(const Ready& ready);
 
   private:
     struct Watched {
@@ -63,10 +73,11 @@ class SocketPoller {
     };
 
     void add(int socket, Key key);
+    bool read(Watched watched);
 
     Descriptor ready_;
     std::unordered_map<Key, Watched> watched_;
-    Key last_ = 0;
+    Key last_ = 0, last_told_ = 0;
     std::vector<char> buffer_;
 };
 

@@ -1,7 +1,6 @@
 // A connection of a client, for Python: it reads plain requests (heads.h) and tells of each once it is whole. What is
 // unusual its subclass gets as it came. `pdlink/_http.pyi` is its manual.
 #include <nanobind/stl/shared_ptr.h>
-#include <time.h>
 
 #include <algorithm>
 #include <memory>
@@ -20,12 +19,6 @@ constexpr std::string_view kLineEnd = "\r\n", kHeadEnd = "\r\n\r\n";
 constexpr std::size_t kMaxStartNbytes = 64;        // of the first line of a plain request
 constexpr std::size_t kMaxHeadNbytes = 16 * 1024;  // of a head that comes in parts
 constexpr std::size_t kMaxHeldNbytes = 1 << 20;    // of a body that comes in parts
-
-double now_s() {
-    timespec now;
-    ::clock_gettime(CLOCK_MONOTONIC, &now);
-    return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
-}
 
 bool has_head_end(std::string_view bytes, std::size_t from) {
     return bytes.find(kHeadEnd, from) != std::string_view::npos;
@@ -49,13 +42,12 @@ class Requests : public Socket {
     void done();
     void read_on();
 
-    void came(std::string_view bytes) override;
+    bool came(std::string_view bytes) override;
     void ended(int error) override;
 
     double idle_since_s;  // its last request ended, or the first bytes of the next one came
     bool busy = false;    // a request runs
     bool waits = false;   // for the rest of a request
-    bool clogged = false;
 
     bool has_held() const { return !held_.empty(); }
     bool has_head() const { return awaited_nbytes_ != 0; }
@@ -79,7 +71,7 @@ class Requests : public Socket {
     std::size_t awaited_nbytes_ = 0;  // of the request that is held, with its head; 0 until that is whole
 };
 
-void Requests::came(std::string_view bytes) {
+bool Requests::came(std::string_view bytes) {
     const nb::object mine = self();
     try {
         feed(bytes);
@@ -87,6 +79,7 @@ void Requests::came(std::string_view bytes) {
         mine.attr("abort")();
         throw;
     }
+    return true;
 }
 
 void Requests::ended(int error) {
@@ -193,14 +186,14 @@ void add_requests(nb::module_& m) {
         .def(
             "feed", [](Requests& self, const nb::bytes& data) { self.feed(view(data)); }, "data"_a)
         .def("write", &Requests::write, "head"_a, "body"_a = nb::bytes("", 0))
+        .def("open_to_write", &Requests::open_to_write, "socket"_a)
         .def("done", &Requests::done)
         .def("read_on", &Requests::read_on)
         .def("take_held", &Requests::take_held)
         .def_prop_ro("has_held", &Requests::has_held)
         .def_prop_ro("has_head", &Requests::has_head)
         .def_rw("idle_since_s", &Requests::idle_since_s)
-        .def_ro("busy", &Requests::busy)
-        .def_rw("clogged", &Requests::clogged);
+        .def_ro("busy", &Requests::busy);
 }
 
 }  // namespace pdlink::http

@@ -1,5 +1,6 @@
 #include "http/socket.h"
 
+#include <fcntl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -16,9 +17,16 @@ void Socket::open(std::shared_ptr<SocketPoller> poller, int socket) {
     go_on();
 }
 
+void Socket::open_to_write(int socket) {
+    close();
+    own_ = Descriptor(::fcntl(socket, F_DUPFD_CLOEXEC, 0));
+    socket_ = own_.get();
+}
+
 void Socket::close() {
     hold();
     poller_.reset();
+    own_ = Descriptor();
     socket_ = -1;
 }
 
@@ -31,7 +39,7 @@ void Socket::go_on() {
 }
 
 std::size_t Socket::send(std::string_view head, std::string_view body) const {
-    if (!poller_) return 0;
+    if (socket_ < 0) return 0;
     std::array<iovec, 2> parts{
         {{const_cast<char*>(head.data()), head.size()}, {const_cast<char*>(body.data()), body.size()}}};
     msghdr message{};

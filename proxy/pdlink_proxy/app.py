@@ -28,7 +28,6 @@ from .passthrough import PATHS, PassThrough, own_headers
 from .polling import polling
 from .probe import add_probe
 from .queue import Queue
-from .relaying import opened_relays
 from .reloading import WORKERS, taken
 from .request import Request
 from .services import Services
@@ -93,9 +92,6 @@ class Router:
             )
             services.opened(shared, WorkerReports(shared))
             self._shared = shared
-            if (relays := opened_relays()) is not None:
-                shared.relays = relays
-                stack.callback(relays.close)
             if config.tokenize_wait_s:
                 wait_s = config.tokenize_wait_s
                 shared.tokenizing = Tokenizing(services.pools, control, metrics=services.metrics, wait_s=wait_s)

@@ -14,6 +14,8 @@ from aiohttp import web
 from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import HttpVersion11
 
+from pdlink._http import Requests
+
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus}
 
 
@@ -53,6 +55,10 @@ class ClientConnection(Protocol):
     def writing_paused(self) -> bool:
         """The client reads more slowly than bytes come for it."""
 
+    @property
+    def native(self) -> Requests | None:
+        """Where chunks may be written natively from now on."""
+
     def write(self, head: bytes, body: bytes = b"") -> None:
         """Send these. Nothing if it is closed."""
 
@@ -63,10 +69,9 @@ class ClientConnection(Protocol):
         """Wait until it has read them. Raises ConnectionError if it leaves."""
 
 
-class _OfAiohttp:
-    __slots__ = ("_request",)
-
+class _OfAiohttp(Requests):
     def __init__(self, request: web.Request) -> None:
+        super().__init__({})
         self._request = request
 
     @property
@@ -77,11 +82,27 @@ class _OfAiohttp:
     def writing_paused(self) -> bool:
         return self._request.protocol.writing_paused
 
+    @property
+    def native(self) -> Requests | None:
+        transport = self._request.transport
+        if transport is None or transport.is_closing() or transport.get_extra_info("ssl_object") is not None:
+            return None
+        if not self.is_open and (made := transport.get_extra_info("socket")) is not None:
+            self.open_to_write(made.fileno())
+        self.clogged = transport.get_write_buffer_size() > 0
+        return self
+
     def write(self, head: bytes, body: bytes = b"") -> None:
+        self.close()  # or the client would see the end of its connection when the duplicate is collected
+        self.send_rest(head + body)
+
+    def send_rest(self, data: bytes) -> None:
         if (transport := self._request.transport) is not None:
-            transport.write(head + body)
+            transport.write(data)
+            self.clogged = transport.get_write_buffer_size() > 0
 
     def abort(self) -> None:
+        self.close()
         if (transport := self._request.transport) is not None:
             transport.abort()
 
@@ -145,24 +166,10 @@ class ClientAnswer:
         head, self._head = self._head, b""
         self.connection.write(head, b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
-    def write_chunks(self, data: bytes) -> None:
-        """Bytes that are chunks already."""
-        if data:
-            self.connection.write(data)
-
-    def chunk(self, data: bytes) -> bytes:
-        """As it is sent in a stream."""
-        return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
-
-    def lend(self) -> int | None:
-        """The number of its socket, if chunks may be written to it now; 0 if they never may."""
-        transport = self.connection.transport
-        if transport is None or not self._chunked or transport.get_extra_info("ssl_object") is not None:
-            return 0
-        if transport.is_closing() or transport.get_write_buffer_size():
-            return None
-        made = transport.get_extra_info("socket")
-        return 0 if made is None else int(made.fileno())
+    @property
+    def native(self) -> Requests | None:
+        """As of `ClientConnection`."""
+        return self.connection.native if self._chunked else None
 
     def end(self, data: bytes) -> None:
         """Last bytes, perhaps none."""

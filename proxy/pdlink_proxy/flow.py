@@ -233,11 +233,6 @@ class Flow:
         if self._recovery is not None:
             self._recovery.sent(data)
 
-    def heard(self, at_s: float) -> None:
-        """Decode sent something then, of which nothing else is told yet."""
-        if (state := self._legs.get(Leg.DECODE)) is not None:
-            state.since_s = max(state.since_s, at_s)
-
     # ---- events
 
     def _of_ended(self, event: Ended, now: float) -> list[Action]:

@@ -19,7 +19,7 @@ from .http_connection import Address, Connection, Host, NoConnection
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pdlink._http import SocketPoller
+    from pdlink._http import Requests, SocketPoller
 
     from .http_connection import AnswerListener, HttpError
 
@@ -268,14 +268,14 @@ class HttpRequest:
         if self.connection is not None:
             self.connection.resume()
 
-    def lend(self) -> int | None:
-        """See `Connection.lend`."""
-        return self.connection.lend() if self.connection is not None else None
-
-    def give_back(self, unread: bytes) -> None:
-        """See `Connection.give_back`."""
+    def pass_to(self, to: Requests, marks: int) -> None:
+        """See `Exchange.pass_to`."""
         if self.connection is not None:
-            self.connection.give_back(unread)
+            self.connection.pass_to(to, marks)
+
+    def pass_no_more(self) -> None:
+        if self.connection is not None:
+            self.connection.pass_no_more()
 
     def stop(self) -> asyncio.Task[None] | None:
         """Break it off: the listener hears of its loss soon. The task of its connecting, which then ends."""

@@ -93,6 +93,9 @@ class AnswerListener:
     def on_data(self, data: bytes) -> None:
         """At least a byte."""
 
+    def on_passed(self, data: bytes, at_s: float) -> None:
+        """Of the body, what has passed to a client natively; the last of it at that time of `time.monotonic`."""
+
     def on_end(self) -> None:
         pass
 
@@ -145,24 +148,6 @@ class Connection(Exchange, asyncio.Protocol):
                 self.go_on()
             else:
                 self._transport.resume_reading()
-
-    def lend(self) -> int | None:
-        """The number of its socket, which the caller alone reads until `give_back`; None unless this is between two
-        chunks of an answer, of which the listener hears now, and the bytes on the socket are HTTP."""
-        transport = self._transport
-        if not self.between or not self.is_open or transport is None or transport.is_closing():
-            return None
-        self.hold()
-        return int(transport.get_extra_info("socket").fileno())
-
-    def give_back(self, unread: bytes) -> None:
-        """Whole chunks have been read from its socket, and these bytes."""
-        if not self.is_open or self._lost or self._transport is None or self._transport.is_closing():
-            return
-        if not self.paused:
-            self.go_on()
-        if unread:
-            self.feed(unread)
 
     def abort(self) -> None:
         self.close()

@@ -112,6 +112,9 @@ class Hears(Protocol):
     def sent(self, leg: WorkerLeg, data: bytes) -> None:
         """Bytes of its event stream."""
 
+    def passed(self, leg: WorkerLeg, data: bytes, at_s: float) -> None:
+        """Events of its stream have gone to the client, the last of them then."""
+
     def ended(self, leg: WorkerLeg) -> None:
         """Its event stream ended properly."""
 
@@ -257,6 +260,14 @@ class WorkerLeg(LegAccount, AnswerListener):
                 now_s = time.monotonic()
                 self.end(now_s, well=True, pace=self.pace(now_s, well=True))
                 self.fate = self.fate or "served"
+        except Exception as error:  # noqa: BLE001
+            self._broke(error)
+
+    def on_passed(self, data: bytes, at_s: float) -> None:
+        self.nbytes += len(data)
+        try:
+            if self.hears is not None:
+                self.hears.passed(self, data, at_s)
         except Exception as error:  # noqa: BLE001
             self._broke(error)
 

@@ -1,5 +1,6 @@
 """Sockets that are read natively on the thread of the event loop (`csrc/http/poller`). The loop waits natively, too:
-Python runs when somebody has to hear of something. asyncio's own way took 5 us from a socket to whoever reads it.
+Python runs when somebody has to hear of something. A turn takes 1.5 us with the read and the write that it is for; as
+a reader of asyncio's it took 3.3.
 """
 
 from __future__ import annotations
@@ -9,30 +10,42 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from pdlink._http import SocketPoller
+from pdlink.errors import LocalError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 
 class _Waits:
-    """Waits for the sockets of one loop: what its selector does, for asyncio's sockets and for the poller's."""
+    """Waits for the sockets of one loop: what its selector does, for asyncio's sockets and for the poller's.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        # asyncio has no public way to what it waits with.
-        self._loop, self._selector = loop, loop._selector  # type: ignore[attr-defined]
-        self._select: Any = self._selector.select
+    asyncio has no public way to what it waits with. A loop could be made with another selector, but a proxy also runs
+    on loops that others have made.
+    """
+
+    def __init__(self, loop: Any) -> None:
+        """Raises LocalError for a loop without a selector."""
+        if not hasattr(loop, "_selector"):
+            text = f"event loop: got {type(loop).__name__}; expected asyncio's own; run the proxy without another one"
+            raise LocalError(text)
+        self._loop, self._selector = loop, loop._selector
+        self._select = self._selector.select
         self.poller = SocketPoller(self._selector.fileno())
         self.users = 0
         self._selector.select = self.select
 
     def select(self, timeout: float | None = None) -> Any:
-        """As of `selectors.BaseSelector`."""
+        """As of `selectors.BaseSelector`. Returns when asyncio has something to do."""
+        loop, turn = self._loop, self.poller.turn
+        num_timers, until_s = len(loop._scheduled), 0.0 if timeout is None else loop.time() + timeout
         try:
-            if not self.poller.turn(timeout):
-                return ()
+            while not turn(timeout):
+                if loop._ready or len(loop._scheduled) != num_timers:
+                    return ()
+                if timeout is not None and (timeout := until_s - loop.time()) <= 0:
+                    return ()
         except Exception as error:  # noqa: BLE001 -- of any connection: the others, and the loop, go on
-            told = {"message": "a connection failed unexpectedly", "exception": error}
-            self._loop.call_exception_handler(told)
+            loop.call_exception_handler({"message": "a connection failed unexpectedly", "exception": error})
         return self._select(0)
 
     def end(self) -> None:

@@ -2,7 +2,7 @@
 
 No task works on a request. It goes on when a worker's connection has bytes: they are told to the flow, and what it
 lets through is written to the client's connection in the same step. A client that reads slowly holds its own worker
-back: that worker's connection is not read meanwhile. What nobody has to look at passes natively (`relaying.py`).
+back: that worker's connection is not read meanwhile. What nobody has to look at passes natively (`Exchange.pass_to`).
 
 A stream's head says how the KV came, and cannot be changed later. So the first events may wait a moment for decode to
 say it (`kv_header_grace_s`).
@@ -116,9 +116,8 @@ class Request:
     """Events of prefill's that wait for decode's KV path."""
     _stages = _NO_STAGES
     """Of the time to its first token, as the client was told last."""
-    _lent: int | None = None
-    """Its key at `_relays` while its stream passes natively."""
-    _lent_leg: WorkerLeg | None = None
+    _passing: WorkerLeg | None = None
+    """Its events pass natively."""
     _behind_since_s: float | None = None
     """The client has not read what was sent to it."""
     _catching_up: asyncio.Task[None] | None = None
@@ -183,8 +182,6 @@ class Request:
         self._exemplar = exemplar_of(headers)
         if shared.decision_log is not None and self._admission.sampled:
             self._tally = Tally()
-        self._relays = shared.relays
-        """Where its stream may pass natively."""
         self._tell_over = over
 
     def begin(self) -> None:
@@ -354,8 +351,8 @@ class Request:
         """Report an event to the flow and do its actions."""
         flow = self._flow
         follows: Event | None = None
-        if self._lent is not None:
-            self._take_back()
+        if self._passing is not None:
+            self._hear_passed()
         actions = flow.on(event, time.monotonic())
         if flow.said:
             self._note_said()
@@ -411,8 +408,8 @@ class Request:
     def tick(self) -> None:
         """A deadline may have passed."""
         self._armed_s = math.inf
-        if self._lent is not None and self._relays is not None:
-            self._flow.heard(self._relays.heard_s(self._lent))
+        if self._passing is not None:
+            self._hear_passed()
         if time.monotonic() < self._due_s():
             pass
         elif self._behind_since_s is not None:
@@ -489,12 +486,27 @@ class Request:
         """Bytes of its event stream."""
         if self._opened_s is not None and self._flow.passes(leg.attempt, leg.leg, data, time.monotonic()):
             self._count(data)
-            if self._relays is None or not self._lend(leg, data):
-                self.client.write(data)
+            self.client.write(data)
+            if (to := self.client.native) is not None and leg.connection is not None:
+                self._passing = leg
+                leg.connection.pass_to(to, self._flow.look)
         else:
             self.happen(Chunk(leg.attempt, leg.leg, data))
         if self.client.connection.writing_paused:
             self._hold(leg)
+
+    def passed(self, leg: WorkerLeg, data: bytes, at_s: float) -> None:
+        """Events of its stream have gone to the client, the last of them then."""
+        self._flow.passed(data, at_s)
+        self._count(data)
+        if self.client.connection.writing_paused:
+            self._hold(leg)
+
+    def _hear_passed(self) -> None:
+        """Of all events that have passed, before something is decided."""
+        leg, self._passing = self._passing, None
+        if leg is not None and leg.connection is not None:
+            leg.connection.pass_no_more()
 
     def ended(self, leg: WorkerLeg) -> None:
         """Its event stream ended properly."""
@@ -625,49 +637,6 @@ class Request:
         self._stages, timing = stages(self._flow.tries, self._admission.placement_s, now_s, last)
         of_attempt = self._attempt.lines if self._attempt is not None else ""
         return f"X-Request-Id: {self._request_id}\r\n{TIMING_HEADER}: {timing}\r\n{of_attempt}{self._kept_line}"
-
-    # ---- a stream that passes natively
-
-    def _lend(self, leg: WorkerLeg, data: bytes) -> bool:
-        """Let the rest of a stream pass natively, from these events on; whether they are written."""
-        assert self._relays is not None
-        connection, client = leg.connection, self.client.lend()
-        if not client:
-            if client == 0:
-                self._relays = None
-            return False
-        worker = connection.lend() if connection is not None else None
-        if connection is None or worker is None:
-            return False
-        self._lent_leg = leg
-        self._lent, unsent = self._relays.lend(worker, client, self.client.chunk(data), self._flow.look, self)
-        if self._lent is None:
-            self.client.write_chunks(unsent)
-            connection.give_back(b"")
-        return True
-
-    def _take_back(self) -> None:
-        """What it brings may let it be lent again at once, so once is not enough."""
-        last: int | None = None
-        while self._relays is not None and self._lent not in (None, last):
-            last = self._lent
-            self._relays.take_back(last)
-
-    def on_passed(self, data: bytes) -> None:
-        """Of `Lends`."""
-        if self._lent_leg is not None:
-            self._lent_leg.nbytes += len(data)
-        self._flow.passed(data, time.monotonic())
-        self._count(data)
-
-    def on_returned(self, unsent: bytes, unread: bytes) -> None:
-        """Of `Lends`."""
-        leg, self._lent, self._lent_leg = self._lent_leg, None, None
-        self.client.write_chunks(unsent)
-        if leg is not None and leg.connection is not None:
-            leg.connection.give_back(unread)
-            if self.client.connection.writing_paused:
-                self._hold(leg)
 
     # ---- what follows
 

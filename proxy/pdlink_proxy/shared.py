@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .pools import Pools
     from .queue import Queue
     from .records import Records
-    from .relaying import Relays
     from .sessions import KnownSessions
     from .spans import Tracer
     from .steps import Leg
@@ -58,8 +57,6 @@ class Shared:
     tracer: Tracer | None = None
     tokenizing: Tokenizing | None = None
     """Where texts may be tokenised for placement."""
-    relays: Relays | None = None
-    """Pass streams natively, where that is built."""
     retries: RetryBudget = field(default_factory=RetryBudget)
     alarms: Alarms = field(default_factory=Alarms)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)

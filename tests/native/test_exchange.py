@@ -168,16 +168,6 @@ def test_a_connection_on_which_more_came_than_the_answer_is_not_used_again() -> 
         assert not worker.keeps
 
 
-def test_the_place_between_two_chunks_is_told() -> None:
-    worker, heard = asked(0)
-    places = []
-    for piece in (CHUNKED + b"3\r\nabc\r\n", b"3\r\ndef\r\n3", b"\r\ngh", b"i\r", b"\n3\r\njkl\r\n"):
-        worker.feed(piece)
-        places.append(worker.between)
-    assert places == [True, False, False, False, True]
-    assert heard.body == b"abcdefghijkl"
-
-
 @pytest.mark.parametrize(
     "chunks",
     [

@@ -212,6 +212,10 @@ class Client:
     def transport(self) -> Any:
         return SimpleNamespace(is_closing=lambda: self.left)
 
+    @property
+    def native(self) -> None:
+        return None
+
     def write(self, head: bytes, body: bytes = b"") -> None:
         self.said += head + body
 

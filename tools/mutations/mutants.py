@@ -103,10 +103,8 @@ SUITES = (
             *_proxy("access", "alarms", "app", "client_answer", "edges", "engines", "explain", "faults"),
             *_proxy("flow", "front", "http_client", "kv_events", "kv_index", "leg_account", "legs", "limits"),
             *_proxy("membership", "mismatches", "named_streams", "outliers", "pair_times", "parts", "passthrough"),
-            *_proxy(
-                "placement", "pools", "probe", "queue", "recovery", "refusals", "relaying", "reloading", "request"
-            ),
-            *_proxy("retries", "rolling", "stream_ends", "summary", "table", "tenants", "timeline"),
+            *_proxy("passing", "placement", "pools", "probe", "queue", "recovery", "refusals", "reloading"),
+            *_proxy("request", "retries", "rolling", "stream_ends", "summary", "table", "tenants", "timeline"),
             *_proxy("told", "tokenizing", "tracing", "usage", "waiting"),
         ),
     ),
