@@ -53,9 +53,9 @@ class SocketPoller:
         """Readable when there is something to read: then call `turn`."""
 
     def turn(self, wait_s: float | None = 0.0) -> bool:
-        """Waits so long until there is something, without end if None. Then reads once from sockets that
-        have something, until eight owners were told. What an owner raises is raised; the other sockets have their
-        turn in the next call. Returns whether the loop's own sockets have something."""
+        """Waits so long until there is something, without end if None. Then reads once from each socket that
+        has something, 64 of them at most, first from those whose events pass. What an owner raises is raised; the
+        other sockets have their turn in the next call. Returns whether the loop's own sockets have something."""
 
 class Socket:
     """One connected socket, read by a poller and written to natively."""

@@ -9,7 +9,6 @@ namespace pdlink::http {
 namespace {
 
 constexpr std::size_t kReadNbytes = 256 * 1024;
-constexpr int kToldAtOnce = 8;          // a turn that tells more would take longer than a quick reader may wait
 constexpr SocketPoller::Key kLoop = 0;  // that of the sockets of others
 
 }  // namespace
@@ -48,24 +47,15 @@ SocketPoller::Ready SocketPoller::wait(int most_ms) const {
 
 SocketPoller::Turn SocketPoller::turn(const Ready& ready) {
     Turn turn;
-    int first = 0;  // behind the one that was told last: the system gives them in the same order each time
-    for (int i = 0; i < ready.num; ++i) {
-        const Key key = ready.key(i);
-        turn.others = turn.others || key == kLoop;
-        if (key == last_told_) first = i + 1;
-        const auto found = watched_.find(key);
-        if (found != watched_.end() && found->second.reader->is_quick()) turn.told = read(found->second) || turn.told;
+    for (const bool quick : {true, false}) {
+        for (int i = 0; i < ready.num; ++i) {
+            const Key key = ready.events[static_cast<std::size_t>(i)].data.u64;
+            turn.others = turn.others || key == kLoop;
+            const auto found = watched_.find(key);
+            if (found == watched_.end()) continue;  // a reader before it has ended that
+            if (found->second.reader->is_quick() == quick) turn.told = read(found->second) || turn.told;
+        }
     }
-    int num_told = 0;
-    for (int i = 0; i < ready.num && num_told < kToldAtOnce; ++i) {
-        const Key key = ready.key((first + i) % ready.num);
-        const auto found = watched_.find(key);
-        if (found == watched_.end()) continue;  // a reader before it has ended that
-        if (found->second.reader->is_quick() || !read(found->second)) continue;
-        ++num_told;
-        last_told_ = key;
-    }
-    turn.told = turn.told || num_told != 0;
     return turn;
 }
 

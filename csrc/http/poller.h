@@ -38,8 +38,6 @@ class SocketPoller {
     struct Ready {
         std::array<epoll_event, 64> events;
         int num = 0;
-
-        Key key(int i) const { return events[static_cast<std::size_t>(i)].data.u64; }
     };
 
     struct Turn {
@@ -62,8 +60,8 @@ class SocketPoller {
     // Waits until there is something, so many ms at most; for ever with -1. A signal ends it.
     Ready wait(int most_ms) const;
 
-    // Reads once from sockets that have something: from all that tell nobody, and a few of the others. The rest, and
-    // what is behind a reader that throws, have their turn in the next call.
+    // Reads once from each socket that has something, of quick readers first. What is behind a reader that throws has
+    // its turn in the next call.
     Turn turn(const Ready& ready);
 
   private:
@@ -77,7 +75,7 @@ class SocketPoller {
 
     Descriptor ready_;
     std::unordered_map<Key, Watched> watched_;
-    Key last_ = 0, last_told_ = 0;
+    Key last_ = 0;
     std::vector<char> buffer_;
 };
 
