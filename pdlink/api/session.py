@@ -76,8 +76,8 @@ def asked_session(session_id: str | None, ttl_s: float | None, said: Mapping[str
 
 
 def in_one(session_id: str, ttl_s: float, owner: str) -> str:
-    """The id for an engine that hands on nothing else; `session_id` itself where it says all."""
-    is_all = not owner and ttl_s == DEFAULT_TTL_S
+    """The id for an engine that hands on nothing else; `session_id` itself where that says all, and nothing else."""
+    is_all = not owner and ttl_s == DEFAULT_TTL_S and not _IN_ONE.fullmatch(session_id)
     return session_id if is_all else f"pdlink:{owner}:{ttl_s!r}:{session_id}"
 
 

@@ -212,6 +212,11 @@ def test_an_id_that_no_answer_could_show_is_refused() -> None:
             asked_session(None, None, {"x-session-id": name})
 
 
+def test_an_id_that_looks_like_one_of_the_proxys_own_names_no_other_owner() -> None:
+    asked = AskedSession("pdlink:0f:60.0:a", DEFAULT_TTL_S, "")
+    assert out_of_one(in_one(*asked)) == asked
+
+
 def test_a_session_goes_through_one_field_and_an_id_of_a_client_stays_one() -> None:
     for asked in (AskedSession("a: b", 0.5, "0f"), AskedSession("a", 86400.0, ""), AskedSession("x" * 128, 1e-05)):
         assert out_of_one(in_one(*asked)) == asked
