@@ -90,7 +90,7 @@ def vllm(asked: Asked, executable: str) -> ServerCommand:
     if asked.token_file is not None:
         nest(extra, {"security.token_file": asked.token_file})
         environment["VLLM_API_KEY"] = http_key_of(read_token(asked.token_file, "--token"))
-    read(extra)
+    settings = read(extra)
     transfer = {
         **CONNECTORS["pdlink"][0],
         "kv_role": _KV_ROLES[asked.role],
@@ -105,8 +105,8 @@ def vllm(asked: Asked, executable: str) -> ServerCommand:
         about.append(f"--control {asked.url}=tcp://{asked.control}{last}")
         if engines > 1:
             about.append(_set("data_parallel", {asked.url: engines}))
-    if port := extra.get("tiers", {}).get("peer_port"):
-        about.append(_set("stores", {asked.url: f"tcp://{HostPort(told_host(extra['listen']), port)}"}))
+    if settings.tiers is not None and (port := settings.tiers.peer_port):
+        about.append(_set("stores", {asked.url: f"tcp://{HostPort(told_host(settings.listen), port)}"}))
     return ServerCommand(
         (
             *(executable, "serve", asked.model, "--host", asked.http.host, "--port", str(asked.http.port)),

@@ -96,6 +96,11 @@ def test_the_proxy_is_told_where_others_ask_a_servers_store(capsys: pytest.Captu
     assert 'stores={"http://127.0.0.2:9000": "tcp://127.0.0.2:8110"}' in proxy
 
 
+def test_a_server_without_tiers_names_no_store(capsys: pytest.CaptureFixture[str]) -> None:
+    _, proxy = printed(capsys, "vllm", "both", "M", "--set", "tiers=null", "--")
+    assert "--set" not in proxy
+
+
 def test_one_server_with_a_disk_keeps_prompts_under_its_name(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
