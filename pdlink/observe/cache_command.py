@@ -54,9 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> list[str]:
 
     def add(name: str, text: str, run: Callable[[Namespace], None], *, of_prompt: bool = False) -> Any:
         action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        action.add_argument(
-            "url", metavar="URL", help="base URL of the worker or store; of several, with commas between: all at once"
-        )
+        several = "" if name == "top" else "; of several, with commas between: all at once"
+        action.add_argument("url", metavar="URL", help=f"base URL of the worker or store{several}")
         action.add_argument(
             "--key-file", metavar="FILE", help="its security.http_key_file, or http_key_file of a store"
         )
@@ -120,6 +119,7 @@ def _add_prompt(action: argparse.ArgumentParser, *, required: bool) -> None:
 
 def _at_each(run: Callable[[Namespace], None], args: Namespace) -> None:
     """As `run`, at all URLs at once. Raises what one of them raises when all have answered, of several a summary."""
+    args.named = _named(args) if hasattr(args, "prompt") else {}  # once: standard input can be read once
     urls = args.url.split(",")
     if len(urls) == 1:
         run(args)
@@ -142,7 +142,7 @@ def _stats(args: Namespace) -> None:
 
 
 def _lookup(args: Namespace) -> None:
-    answer = _ask(args, "POST", "/pdlink/cache/lookup", _named(args))
+    answer = _ask(args, "POST", "/pdlink/cache/lookup", args.named)
     summary = plain(f"{answer['tokens']} of {answer['prompt_tokens']} tokens are kept")
     table = Table()
     table.add_column("tokens", justify="right")
@@ -156,7 +156,7 @@ def _lookup(args: Namespace) -> None:
 
 def _count(args: Namespace) -> None:
     """A verb that answers how much it did."""
-    body = _named(args) if hasattr(args, "salt") else {}
+    body: dict[str, Any] = {**args.named}
     if args.action in ("pin", "unpin"):
         body["name"] = args.name
     elif args.action == "move":
@@ -204,7 +204,7 @@ def _quota(args: Namespace) -> None:
 
 def _verify(args: Namespace) -> None:
     """Ends with 1 where records were wrong."""
-    answer = _ask(args, "POST", "/pdlink/cache/verify", {**_named(args), "everything": args.everything})
+    answer = _ask(args, "POST", "/pdlink/cache/verify", {**args.named, "everything": args.everything})
     table = Table()
     for column in ("place", "right", "wrong", "unknown"):
         table.add_column(column, justify="left" if column == "place" else "right")
@@ -320,7 +320,8 @@ def _text(flag: str, path: str) -> str:
 
 def _show(args: Namespace, answer: object, table: RenderableType) -> None:
     if args.json:
-        print(json.dumps({args.url: answer} if args.heading else answer, indent=2))
+        text = json.dumps({args.url: answer} if args.heading else answer, indent=2)
+        sys.stdout.write(f"{text}\n")  # in one piece: other URLs write theirs meanwhile
     else:
         told = Group(plain(args.url), table) if args.heading else table
         Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(told)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import threading
 from contextlib import ExitStack
@@ -272,11 +273,14 @@ def test_nobody_there_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did not answer" in capsys.readouterr().err
 
 
-def test_several_urls_are_asked_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    both = threading.Barrier(2)
+def test_several_urls_are_asked_at_once_for_what_standard_input_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, asked = threading.Barrier(2), list[str]()
 
     class Rank(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"])
             both.wait(WAIT_S)
             self.send_response(200)
             self.end_headers()
@@ -290,9 +294,11 @@ def test_several_urls_are_asked_at_once(capsys: pytest.CaptureFixture[str]) -> N
             opened.callback(each.shutdown)
             threading.Thread(target=each.serve_forever, daemon=True).start()
         urls = [f"127.0.0.1:{each.server_port}" for each in ranks]
-        assert main(["cache", "unpin", ",".join(urls), "--name", "p"]) == 0
+        monkeypatch.setattr("sys.stdin", io.StringIO("a prompt"))
+        assert main(["cache", "pin", ",".join(urls), "--file", "-", "--name", "p"]) == 0
+    assert asked == ["a prompt"] * 2
     printed = capsys.readouterr().out
-    assert printed.count("3 records are not pinned any more") == 2
+    assert printed.count("3 records are pinned as p") == 2
     assert all(url in printed for url in urls)
 
 
