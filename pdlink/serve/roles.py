@@ -102,10 +102,10 @@ def run_store(config: StoreConfig, parent: Parent | None, say: Callable[[str], N
     """Run one store until SIGTERM or the end of its parent. Raises ConfigError, and OSError (no memory)."""
     collector.pause()
     from pdlink.config import SecurityConfig, read_secrets
+    from pdlink.peers.opening import make_link, tiers_of
     from pdlink.protocol.deadlines import Deadlines
     from pdlink.serve import keys
     from pdlink.serve.kv_events import open_publisher, tell_shared_records
-    from pdlink.serve.peers import make_link, tiers_of
     from pdlink.serve.store_app import build_app
     from pdlink.store.opening import disk_directory, make_store
     from pdlink.store.preimages import PreimageFile

@@ -27,10 +27,10 @@ from pdlink.memory.available import available_nbytes
 from pdlink.memory.blocks import BlockPool
 from pdlink.node.node import Node, end_process
 from pdlink.node.port import EnginePort
+from pdlink.peers.opening import make_link, tiers_of
 from pdlink.protocol.deadlines import Deadlines
 from pdlink.protocol.handshake import ModelId
 from pdlink.serve.kv_events import open_publisher, tell_blocks, tell_records
-from pdlink.serve.peers import make_link, tiers_of
 from pdlink.serve.stream import DecodeLeg, PrefillLeg, Stream
 from pdlink.serve.tiers import Tiered
 from pdlink.store.opening import SourceGroup, open_source

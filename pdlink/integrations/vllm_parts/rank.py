@@ -27,11 +27,11 @@ from pdlink.integrations.vllm_parts.steps import Steps
 from pdlink.integrations.vllm_parts.store_half import StoreHalf
 from pdlink.integrations.vllm_parts.worker import WorkerHalf
 from pdlink.node.node import Node, end_process
+from pdlink.peers.opening import make_link, tiers_of
 from pdlink.protocol.deadlines import Deadlines
 from pdlink.protocol.handshake import ModelId
 from pdlink.serve.admin import AdminServer
 from pdlink.serve.keys import as_name, load_credentials
-from pdlink.serve.peers import make_link, tiers_of
 from pdlink.store.opening import SourceGroup, open_source
 from pdlink.store.source import CallersBlocks
 from pdlink.store.store import Store
