@@ -214,10 +214,10 @@ void Exchange::pass_no_more() {
 }
 
 void Exchange::whole(std::string_view body, unsigned where) {
-    told_ = told_ || (where & (kEnd | kBad)) != 0;
     if (body_.size() + body.size() > most_) {
         fail("too_long");
     } else if ((where & kEnd) != 0) {
+        told_ = true;
         const nb::object mine = listener, headers = std::exchange(headers_, nb::object());
         nb::bytes all = body_.empty() ? bytes_of(body) : bytes_of(body_.append(body));
         const int status = status_;
@@ -250,7 +250,10 @@ nb::tuple Exchange::leave() {
     return found;
 }
 
-void Exchange::fail(const char* why) { self().attr(why)(most_); }
+void Exchange::fail(const char* why) {
+    told_ = true;
+    self().attr(why)(most_);
+}
 
 // Python goes on when somebody was told something, and not for events that pass.
 bool turn(SocketPoller& self, std::optional<double> wait_s) {

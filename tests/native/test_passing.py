@@ -224,6 +224,36 @@ def test_events_pass_within_one_turn_and_do_not_end_it(stream: Stream) -> None:
         stream.close()
 
 
+class Whole(Stream):
+    """An answer that its listener hears whole."""
+
+    most_nbytes = 16
+
+    def too_long(self, _most_nbytes: int) -> None:
+        self.told.append(("too long",))
+        self.end(0)
+
+
+def test_a_turn_ends_with_an_answer_that_is_too_long_before_its_end(stream: Stream) -> None:
+    """Its owner wants the loop to do something, which would wait for whatever came next."""
+    poller = SocketPoller()
+    worker, theirs = socket.socketpair()
+    other, others = socket.socketpair()
+    long = Whole()
+    with worker, theirs, other, others:
+        stream.open(poller, theirs.fileno())
+        long.open(poller, others.fileno())
+        long.freed = lambda _exchange: worker.sendall(chunk(EVENT))  # type: ignore[method-assign]
+        other.sendall(b"11\r\n" + b"x" * 17)
+        assert poller.turn(0.5) is False
+        assert (long.told, stream.got()) == ([("too long",)], b"")
+        assert poller.turn(0.0) is False
+        assert stream.got() == chunk(EVENT)
+        long.close()
+        long.shut()
+        stream.close()
+
+
 def test_a_turn_ends_when_the_loop_has_something_of_its_own() -> None:
     outer = SocketPoller()
     assert outer.turn(0.0) is False
