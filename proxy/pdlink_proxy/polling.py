@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any
+import selectors
+from typing import TYPE_CHECKING, Any, cast
 
 from pdlink._http import SocketPoller
 from pdlink.errors import LocalError
@@ -24,12 +25,14 @@ class _Waits:
     """
 
     def __init__(self, loop: Any) -> None:
-        """Raises LocalError for a loop without a selector."""
-        if not hasattr(loop, "_selector"):
-            text = f"event loop: got {type(loop).__name__}; expected asyncio's own; run the proxy without another one"
+        """Raises LocalError for a loop that does not wait with epoll."""
+        selector = getattr(loop, "_selector", None)
+        if not isinstance(selector, selectors.EpollSelector):
+            got = type(loop).__name__ + (f" with {type(selector).__name__}" if selector is not None else "")
+            text = f"event loop: got {got}; expected asyncio's own with epoll; run the proxy without another one"
             raise LocalError(text)
-        self._loop, self._selector = loop, loop._selector
-        self._select = self._selector.select
+        self._loop, self._selector = loop, cast("Any", selector)
+        self._select = selector.select
         self.poller = SocketPoller(self._selector.fileno())
         self.users = 0
         self._selector.select = self.select

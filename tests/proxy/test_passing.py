@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import selectors
 import socket
 import struct
 from typing import TYPE_CHECKING
@@ -176,6 +177,9 @@ async def test_a_client_that_reads_slowly_gets_all_of_a_passing_stream(
     assert b"data: [DONE]" in got[-60:]
 
 
-def test_a_loop_that_does_not_wait_with_a_selector_is_refused() -> None:
-    with pytest.raises(LocalError, match="event loop: got object; expected asyncio's own"):
+def test_a_loop_that_does_not_wait_with_epoll_is_refused() -> None:
+    with pytest.raises(LocalError, match="event loop: got object; expected asyncio's own with epoll"):
         _Waits(object())
+    loop = asyncio.SelectorEventLoop(selectors.PollSelector())
+    with contextlib.closing(loop), pytest.raises(LocalError, match="got _UnixSelectorEventLoop with PollSelector"):
+        _Waits(loop)
