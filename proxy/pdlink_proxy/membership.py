@@ -15,7 +15,8 @@ import msgspec
 from pdlink.config import read_token
 from pdlink.config.port_ranges import in_full
 from pdlink.endpoint.token import credentials_of
-from pdlink.errors import ConfigError
+from pdlink.errors import ConfigError, InvalidRequest
+from pdlink.protocol.auth import ControlAddress
 
 from .engines import engines_of
 from .members import ListedWorker, Members, Role
@@ -68,7 +69,7 @@ def from_settings(config: ProxyConfig, dialect: Dialect) -> Members:
             for role in get_args(Role)
         )
     )
-    _check(members, "control", dialect)
+    _check(members, "workers", dialect)
     return members
 
 
@@ -83,6 +84,15 @@ def _with_key(addresses: tuple[str, ...], token_file: str | None) -> tuple[str, 
 def _check(members: Members, what: str, dialect: Dialect) -> None:
     for entry in (*members.prefill, *members.decode):
         engines_of(entry)
+    for entry in (*members.prefill, *members.decode, *members.both):
+        try:
+            if entry.store:
+                ControlAddress.parse(entry.store)
+        except InvalidRequest:
+            raise ConfigError(
+                f"{what}: stores: got {entry.store!r:.100} for {entry.url}; expected tcp://HOST:PORT, or "
+                "tcp://HOST:PORT?key=KEY; correct it: its store would be asked by nobody"
+            ) from None
     other = [entry.url for entry in (*members.decode, *members.both) if entry.data_parallel > 1]
     if not dialect.engine_paths:
         other += [entry.url for entry in members.prefill if entry.data_parallel > 1]

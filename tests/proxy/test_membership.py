@@ -203,6 +203,15 @@ def test_settings_that_name_other_workers_are_refused() -> None:
         build_app(ProxyConfig(decode=("http://a",), kv_events={"http://b": ("tcp://b:1",)}))
 
 
+@pytest.mark.parametrize("address", ["8110", "10.0.0.1:8110", "tcp://10.0.0.1", "http://10.0.0.1:8110"])
+def test_a_store_that_nobody_can_ask_is_refused(address: str) -> None:
+    words = rf"stores: got '{address}' for http://a; expected tcp://HOST:PORT"
+    with pytest.raises(ConfigError, match=words):
+        build_app(ProxyConfig(dialect="vllm", both=("http://a",), stores={"http://a": address}))
+    with pytest.raises(ConfigError, match=words):
+        parse({"both": [{"url": "http://a", "store": address}]}, "workers", dialect=DIALECTS["vllm"])
+
+
 async def test_nothing_is_said_of_a_worker_that_was_removed(
     prefill: FakeWorker, decodes: list[FakeWorker], admin: dict[str, Any]
 ) -> None:
