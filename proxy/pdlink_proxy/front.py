@@ -24,6 +24,7 @@ from pdlink.api.openai import CHAT, COMPLETIONS
 from pdlink.few_lines import http_logger
 
 from .client_answer import ClientAnswer
+from .polling import keep_from_reading
 
 if TYPE_CHECKING:
     from .app import Router
@@ -95,7 +96,7 @@ class Front(Requests, asyncio.Protocol):
         self._doors.opened(self)
         socket = made.get_extra_info("socket")
         if socket is not None and made.get_extra_info("ssl_object") is None and not made.is_closing():
-            made.pause_reading()
+            keep_from_reading(made)
             self.open(self._doors.poller, socket.fileno())
 
     def data_received(self, data: bytes) -> None:

@@ -17,6 +17,8 @@ import httptools
 from pdlink._http import BAD, END, MORE, Exchange, Headers
 from pdlink.config.listen import in_url
 
+from .polling import keep_from_reading
+
 if TYPE_CHECKING:
     from pdlink._http import SocketPoller
 
@@ -167,7 +169,7 @@ class Connection(Exchange, asyncio.Protocol):
             for level, option, value in _SOCKET_OPTIONS:
                 socket_of.setsockopt(level, option, value)
         if socket_of is not None and transport.get_extra_info("ssl_object") is None:
-            made.pause_reading()
+            keep_from_reading(made)
             self.open(self._poller, socket_of.fileno())
 
     def data_received(self, data: bytes) -> None:

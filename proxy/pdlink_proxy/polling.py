@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import selectors
+import sys
 from typing import TYPE_CHECKING, Any, cast
 
 from pdlink._http import SocketPoller
@@ -56,6 +57,22 @@ class _Waits:
 
 
 _by_loop: dict[asyncio.AbstractEventLoop, _Waits] = {}
+
+_READS_ALL_THE_SAME = sys.version_info < (3, 11, 4)
+"""asyncio begins to read after `connection_made`, whatever that said (CPython's issue 103607)."""
+
+
+def keep_from_reading(transport: asyncio.Transport) -> None:
+    """For `connection_made`, of a socket that a poller reads: asyncio reads it from `resume_reading` on."""
+    transport.pause_reading()
+    if _READS_ALL_THE_SAME:
+        asyncio.get_running_loop().call_soon(_pause_again, transport)
+
+
+def _pause_again(transport: asyncio.Transport) -> None:
+    if not transport.is_reading():  # else somebody else has it by now
+        transport.resume_reading()
+        transport.pause_reading()
 
 
 @contextlib.asynccontextmanager

@@ -8,11 +8,12 @@ import random
 import selectors
 import socket
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from pdlink.errors import LocalError
+from pdlink_proxy.http_connection import Connection
 from pdlink_proxy.polling import _Waits
 from pdlink_proxy.request import Request
 from tests.proxy.fakes import END, FakeWorker, Proxy, abort, event, proxy_of, tokens_of, until
@@ -175,6 +176,32 @@ async def test_a_client_that_reads_slowly_gets_all_of_a_passing_stream(
         got += await reader.read()
     assert got.count(b"data:") == len(decode.tokens) + 2
     assert b"data: [DONE]" in got[-60:]
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+async def test_asyncio_reads_no_socket_that_is_read_natively(
+    prefill: FakeWorker, decode: FakeWorker, monkeypatch: pytest.MonkeyPatch, is_old: bool
+) -> None:
+    """Or nothing would hold a worker back whose client reads slowly."""
+
+    def add_reader(self: Any, fd: int, callback: Any, *args: Any) -> None:
+        if not self._closing:
+            self._loop._add_reader(fd, callback, *args)
+
+    if is_old:  # as CPython before 3.11.4
+        monkeypatch.setattr("asyncio.selector_events._SelectorTransport._add_reader", add_reader)
+        monkeypatch.setattr("pdlink_proxy.polling._READS_ALL_THE_SAME", True)
+    async with proxy_of([prefill], [decode]) as proxy, contextlib.aclosing(passing(proxy, decode)) as streams:
+        await anext(streams)
+        (leg,) = (each._passing for each in proxy.router.services.requests if isinstance(each, Request))
+        to_worker: Any = leg and leg.connection
+        if not isinstance(to_worker, Connection):
+            to_worker = to_worker.connection
+        transports: list[Any] = [to_worker._transport, *(front.transport for front in proxy.doors._fronts)]
+        assert len(transports) > 1
+        read = cast("Any", asyncio.get_running_loop())._selector.get_map().keys()
+        for transport in transports:
+            assert transport.get_extra_info("socket").fileno() not in read
 
 
 def test_a_loop_that_does_not_wait_with_epoll_is_refused() -> None:
