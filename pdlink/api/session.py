@@ -25,7 +25,7 @@ KEPT_HEADER = "X-Pdlink-Session"
 KEPT = re.compile(r"kept=(\d{1,12}) of=\d{1,12}")
 MAX_OWNER_CHARS = 32
 _OWNER = re.compile(r"[0-9a-f]{0,32}")
-_IN_ONE = re.compile(r"pdlink:([0-9a-f]{0,32}):(\d+(?:\.\d+)?(?:e[+-]?\d+)?):(.+)")
+_ENCODED = re.compile(r"pdlink:([0-9a-f]{0,32}):(\d+(?:\.\d+)?(?:e[+-]?\d+)?):(.+)")
 DEFAULT_TTL_S = 300.0
 
 SessionId = Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_CHARS)]
@@ -75,16 +75,21 @@ def asked_session(session_id: str | None, ttl_s: float | None, said: Mapping[str
     return AskedSession(name, DEFAULT_TTL_S if ttl_s is None else ttl_s)
 
 
-def in_one(session_id: str, ttl_s: float, owner: str) -> str:
-    """The id for an engine that hands on nothing else; `session_id` itself where that says all, and nothing else."""
-    is_all = not owner and ttl_s == DEFAULT_TTL_S and not _IN_ONE.fullmatch(session_id)
-    return session_id if is_all else f"pdlink:{owner}:{ttl_s!r}:{session_id}"
+def encode_session(session_id: str, ttl_s: float, owner: str) -> str:
+    """The session id for an engine that passes on nothing else; `session_id` itself where that says all."""
+    says_all = not owner and ttl_s == DEFAULT_TTL_S and not _ENCODED.fullmatch(session_id)
+    return session_id if says_all else f"pdlink:{owner}:{ttl_s!r}:{session_id}"
 
 
-def out_of_one(text: str) -> AskedSession | None:
-    """What `in_one` was given, or the session of a client that names it to the engine itself; None for a name that is
-    no id."""
-    found = _IN_ONE.fullmatch(text)
-    asked = AskedSession(found[3], float(found[2]), found[1]) if found else AskedSession(text, DEFAULT_TTL_S)
-    right = 0 < len(asked.id) <= MAX_SESSION_CHARS and asked.id.isprintable() and 0 < asked.ttl_s <= MAX_SESSION_TTL_S
-    return asked if right else None
+def decode_session(text: str) -> AskedSession | None:
+    """What `encode_session` was given, or the session of a client that named it to the engine itself; None as of
+    `usable`."""
+    found = _ENCODED.fullmatch(text)
+    return usable(AskedSession(found[3], float(found[2]), found[1]) if found else AskedSession(text, DEFAULT_TTL_S))
+
+
+def usable(asked: AskedSession) -> AskedSession | None:
+    """A session that a client may have named past the proxy; None for one that no store takes."""
+    is_name = 0 < len(asked.id) <= MAX_SESSION_CHARS and asked.id.isprintable()
+    is_right = is_name and 0 < asked.ttl_s <= MAX_SESSION_TTL_S and len(asked.owner) <= MAX_OWNER_CHARS
+    return asked._replace(ttl_s=float(asked.ttl_s)) if is_right else None

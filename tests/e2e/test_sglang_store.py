@@ -17,7 +17,7 @@ import pytest
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs SGLang", allow_module_level=True)
 
-from pdlink.api.session import in_one  # noqa: E402
+from pdlink.api.session import encode_session  # noqa: E402
 from tests.e2e.deployment import Deployment, worker_settings  # noqa: E402
 from tests.e2e.engine_servers import prompt_of, until  # noqa: E402
 from tests.e2e.sglang_servers import ADMIN_KEY, SglangPair, SglangServer, cached_of, save_checkpoint, tokens_of  # noqa: E402
@@ -111,7 +111,7 @@ def test_a_prompt_is_loaded_after_the_server_was_killed_and_after_the_store_was(
 
 def test_the_turn_of_a_session_is_kept_until_the_session_ends(server: SglangServer, store: Process) -> None:
     prompt = prompt_of(600, 31)
-    server.generate(prompt, session_id=in_one("agent", 600.0, ""))
+    server.generate(prompt, session_id=encode_session("agent", 600.0, ""))
     until(lambda: sessions_of(store) == [("agent", len(prompt) // PAGE, True)], "its session keeps it")
     asked = urllib.request.Request(
         f"{store.child.facts['url']}/pdlink/cache/end_session",

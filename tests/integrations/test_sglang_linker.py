@@ -15,7 +15,7 @@ import pytest
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs SGLang", allow_module_level=True)
 
-from pdlink.api.session import in_one  # noqa: E402
+from pdlink.api.session import encode_session  # noqa: E402
 
 from .sglang_process import Engine  # noqa: E402
 from .test_sglang_hicache import Store  # noqa: E402
@@ -94,7 +94,7 @@ def test_a_pool_that_is_not_plain_is_refused_by_name(make: Make, store: Store) -
 def test_the_turn_of_a_session_stays_in_the_store_while_others_push(make: Make) -> None:
     engine = make()
     engine("open", memory=0.001)  # 131 pages
-    turn = engine("turn", start=30000, pages=4, session=in_one("agent", 60.0, "0a"), salt="agents")
+    turn = engine("turn", start=30000, pages=4, session=encode_session("agent", 60.0, "0a"), salt="agents")
     assert turn == {
         "begun": [["agent", "0a", 4, False]],
         "ended": [["agent", "0a", 4, True]],

@@ -14,7 +14,7 @@ from yarl import URL
 from pdlink.api.keys import owner_of
 from pdlink.api.legs import PrefillAddress
 from pdlink.api.openai import parse
-from pdlink.api.session import DEFAULT_TTL_S, AskedSession, out_of_one
+from pdlink.api.session import DEFAULT_TTL_S, AskedSession, decode_session
 from pdlink.integrations.vllm_parts.versions import session_of
 from pdlink_proxy.dialects import DIALECTS, TransferTerms
 from pdlink_proxy.fleet import Fleet
@@ -318,7 +318,7 @@ def test_both_legs_of_sglang_name_the_session_unless_it_is_one_of_its_own() -> N
     )
     call = parse("/v1/completions", b'{"model":"m","prompt":"x","session_id":"agent: 7"}')
     for body in DIALECTS["sglang"].legs(call, terms):
-        assert out_of_one(msgspec.json.decode(body)["session_id"]) == AskedSession("agent: 7", 60.0, "0a")
+        assert decode_session(msgspec.json.decode(body)["session_id"]) == AskedSession("agent: 7", 60.0, "0a")
     call = parse("/v1/completions", b'{"model":"m","prompt":"x","session_params":{"id":"theirs"}}')
     for body in DIALECTS["sglang"].legs(call, terms):
         assert "session_id" not in msgspec.json.decode(body)

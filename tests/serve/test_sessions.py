@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestServer
 
 from pdlink.api.fields import BadField
 from pdlink.api.keys import owner_of
-from pdlink.api.session import DEFAULT_TTL_S, AskedSession, asked_session, in_one, out_of_one
+from pdlink.api.session import DEFAULT_TTL_S, AskedSession, asked_session, decode_session, encode_session
 from pdlink.config.tiers import MAX_SESSION_CHARS, MAX_SESSION_TTL_S
 from pdlink.errors import RequestAborted
 from pdlink.serve.app import build_app
@@ -214,13 +214,13 @@ def test_an_id_that_no_answer_could_show_is_refused() -> None:
 
 def test_an_id_that_looks_like_one_of_the_proxys_own_names_no_other_owner() -> None:
     asked = AskedSession("pdlink:0f:60.0:a", DEFAULT_TTL_S, "")
-    assert out_of_one(in_one(*asked)) == asked
+    assert decode_session(encode_session(*asked)) == asked
 
 
 def test_a_session_goes_through_one_field_and_an_id_of_a_client_stays_one() -> None:
     for asked in (AskedSession("a: b", 0.5, "0f"), AskedSession("a", 86400.0, ""), AskedSession("x" * 128, 1e-05)):
-        assert out_of_one(in_one(*asked)) == asked
-    assert in_one("a", DEFAULT_TTL_S, "") == "a"
-    assert out_of_one("pdlink:no") == AskedSession("pdlink:no", DEFAULT_TTL_S)
-    for wrong in ("", "x" * 129, "a\nb", in_one("a", 90000.0, "")):
-        assert out_of_one(wrong) is None
+        assert decode_session(encode_session(*asked)) == asked
+    assert encode_session("a", DEFAULT_TTL_S, "") == "a"
+    assert decode_session("pdlink:no") == AskedSession("pdlink:no", DEFAULT_TTL_S)
+    for wrong in ("", "x" * 129, "a\nb", encode_session("a", 90000.0, "")):
+        assert decode_session(wrong) is None

@@ -10,7 +10,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pdlink.api.session import out_of_one
+from pdlink.api.session import decode_session
 from pdlink.store.line import Line
 from pdlink.store.sessions import SessionTerms
 from pdlink.store.slots import tenant_of
@@ -46,7 +46,7 @@ class SessionTurns:
 
     def turn(self, session: str, tree: Any, request: Any, tokens: Any, *, waits: bool) -> None:
         """A request has begun, with this prompt, or ended (waits), with these tokens in the tree."""
-        asked = out_of_one(session)
+        asked = decode_session(session)
         if asked is None or self._kept is None:
             return
         records, scope, line = self._kept

@@ -12,8 +12,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pdlink.api.session import DEFAULT_TTL_S, MAX_OWNER_CHARS, AskedSession
-from pdlink.config.tiers import MAX_SESSION_CHARS, MAX_SESSION_TTL_S
+from pdlink.api.session import DEFAULT_TTL_S, AskedSession, usable
 from pdlink.content import digest_of
 from pdlink.errors import ConfigError, LocalError
 from pdlink.integrations.vllm_parts import weights
@@ -188,11 +187,9 @@ def session_of(request: Any) -> AskedSession | None:
     params = request.kv_transfer_params or {}
     name = params.get("session_id") or getattr(request, "session_id", None)
     ttl_s, owner = params.get("session_ttl_s") or DEFAULT_TTL_S, params.get("session_owner") or ""
-    if not (isinstance(name, str) and 0 < len(name) <= MAX_SESSION_CHARS and name.isprintable()):
+    if not (isinstance(name, str) and isinstance(ttl_s, int | float) and isinstance(owner, str)):
         return None
-    if not isinstance(ttl_s, int | float) or not (isinstance(owner, str) and len(owner) <= MAX_OWNER_CHARS):
-        return None
-    return AskedSession(name, float(ttl_s), owner) if 0 < ttl_s <= MAX_SESSION_TTL_S else None
+    return usable(AskedSession(name, ttl_s, owner))
 
 
 def check_config(

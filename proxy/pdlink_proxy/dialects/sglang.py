@@ -30,7 +30,7 @@ from pdlink.api.fields import Count  # noqa: TC001  (msgspec reads the annotatio
 from pdlink.api.health import Health
 from pdlink.api.kv_path import TRANSFERRED
 from pdlink.api.openai import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, has_several, sampling_of
-from pdlink.api.session import in_one
+from pdlink.api.session import encode_session
 from pdlink.api.sse import ABORT_MARK, abort_of, rewritten
 from pdlink.config.listen import HostPort
 from pdlink.config.proxy import MAX_ENGINES
@@ -76,7 +76,7 @@ def _legs(call: Call, transfer: TransferTerms) -> tuple[bytes, bytes]:
         fields["request_id" if call.path == RESPONSES else "rid"] = rids
         turn = transfer.turn
         if turn is not None and "session_params" not in call.fields:  # SGLang takes one of both
-            fields["session_id"] = in_one(turn.id, turn.ttl_s, turn.owner)
+            fields["session_id"] = encode_session(turn.id, turn.ttl_s, turn.owner)
     both = {**call.fields, **fields}
     alone = {name: raw for name, raw in both.items() if name not in ("stream", "stream_options")}
     if call.path == RESPONSES:
