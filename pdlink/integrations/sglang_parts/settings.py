@@ -40,7 +40,7 @@ class StoreSettings(BaseModel):
     def _ours(self) -> Self:
         reason = "a record is a page of SGLang's, and SGLang says what is kept and loaded"
         no_use(self.tiers, "tiers.", ("save_decode_cache", "load_if_faster", "chunk_size", "priority_limit"), reason)
-        no_use(self.tiers, "tiers.", ("peers", "peer_port"), "is for workers, vLLM and store processes")
+        no_use(self.tiers, "tiers.", ("peers", "peer_port"), "is for workers, PDLinkConnector and store processes")
         if self.tiers.max_local_cpu_size == 0:
             raise ValueError("tiers.max_local_cpu_size: got 0; expected more; raise it")
         check_admin(self.admin, self.tiers.store)

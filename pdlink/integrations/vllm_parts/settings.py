@@ -123,7 +123,7 @@ class TierSettings(BaseModel):
     def _ours(self) -> TierSettings:
         of_ours = ("save_decode_cache", "load_if_faster", "chunk_size", "priority_limit")
         no_use(self.tiers, "tiers.", of_ours, "vLLM decides that")
-        no_use(self.tiers, "tiers.", ("peers", "peer_port"), "is for workers and store processes")
+        no_use(self.tiers, "tiers.", ("peers", "peer_port"), "is for workers, PDLinkConnector and store processes")
         no_use(self.tiers, "tiers.", ("session_quota", "quota_per_salt"), "vLLM names neither to a tier")
         if self.tiers.max_local_cpu_size == 0:
             raise ValueError("tiers.max_local_cpu_size: got 0; expected more; raise it")
