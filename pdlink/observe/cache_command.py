@@ -118,7 +118,7 @@ def _add_prompt(action: argparse.ArgumentParser, *, required: bool) -> None:
 
 
 def _at_each(run: Callable[[Namespace], None], args: Namespace) -> None:
-    """As `run`, at all URLs at once. Raises what one of them raises when all have answered, of several a summary."""
+    """`run` for all URLs at once. Raises when all have answered: the error of one URL, or a summary of several."""
     args.named = _named(args) if hasattr(args, "prompt") else {}  # once: standard input can be read once
     urls = args.url.split(",")
     if len(urls) == 1:

@@ -153,7 +153,8 @@ class Arena:
     def run_ahead(self, used_nbytes: int) -> None:
         """Fill what will be needed next, in this thread; a step at most.
 
-        With huge pages until the first record comes. Later the core has better work, and they are made afterwards.
+        In huge pages until the first record comes. Later the core has requests to serve, and the keeper gathers huge
+        pages when it is idle.
         Nothing where the system is short: nobody needs it yet, and memory is not given back.
         """
         with self._changed:

@@ -86,7 +86,10 @@ class Books:
         self._announcer: ChangeTeller[RecordChange] = ChangeTeller()
 
     def steps(self, some: Iterator[_T]) -> Iterator[list[_T]]:
-        """What it gives, in pieces: each is made under the lock, which others have in between. Without the lock."""
+        """The items of `some`, in pieces. Each piece is made under the lock, and others have the lock in between.
+
+        Call it without the lock. A caller that stops early leaves the rest of `some` undone.
+        """
         while True:
             with self.lock:
                 piece = list(islice(some, _PIECE_KEYS))

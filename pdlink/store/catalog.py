@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 _MOST_DUE = 512
 """Records whose time is over, dropped at once: some milliseconds."""
 _MOST_OUT = 4
-"""Records that sessions keep no more, where one more finds no room in their share."""
+"""Records that leave the share of the sessions at most, to make room for one more."""
 _MAX_WASTE = 4
 """Eviction for one record stops after that many times its bytes: records not in turn keep the free ones apart."""
 _KEPT_SHARE = 2

@@ -40,7 +40,7 @@ class Gathering:
         return self._left[0][0] if self._left else None
 
     def tried(self, begin: int, gathered: bool | None) -> None:
-        """What `Buffer.gather` said of that step."""
+        """What `pages.gather` said of that step."""
         if gathered is None:
             self._over = True
             return

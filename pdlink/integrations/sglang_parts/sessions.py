@@ -28,13 +28,13 @@ _CLOSE_S = 5.0
 
 
 class SessionTurns:
-    """Of one process: in whose records the turns of its requests stay."""
+    """The records that keep the turns of one process's requests."""
 
     def __init__(self) -> None:
         self._kept: tuple[PageRecords, str, Line] | None = None
 
     def keep_in(self, records: PageRecords, scope: str) -> Callable[[], None]:
-        """From now on, until the function is called that is returned. scope: as of `SessionTerms`."""
+        """Keep turns in these records until the returned function is called. scope: as of `SessionTerms`."""
         line = Line("pdlink-sglang-sessions")
         kept = self._kept = records, scope, line
 

@@ -1,6 +1,6 @@
 """SGLang's sender and receiver of a request, which speak to the manager.
 
-Up to 0.5.22 SGLang leaves that to each backend's classes; what it does itself since then is here for those.
+Up to 0.5.22 SGLang left that to each backend's classes. What SGLang does itself since then is here for earlier ones.
 """
 
 from __future__ import annotations
