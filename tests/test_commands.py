@@ -37,6 +37,7 @@ NOT_RUN = {
     r"pdlink store\b": "serves until Ctrl-C: tests/e2e/test_store.py",
     r"pdlink keygen\b": "tests/serve/test_keys.py",
     r"pdlink cache (lookup|pin|move|clear)\b": "needs prompts that are kept: tests/serve/test_cache_routes.py",
+    r"pdlink cache stats .*,": "asks two ranks: tests/serve/test_cache_routes.py",
     r"pdlink plan\b": "takes a trace: tests/plan/test_command.py",
     r"pdlink bench curves\b": "measures a server: tests/bench/test_curves.py",
     r"pdlink bench transfer\b": "takes minutes: tests/bench/test_transfer.py",

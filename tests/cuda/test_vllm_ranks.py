@@ -148,6 +148,7 @@ def server(double: Fake, device: Device, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(DeviceMemory, "make_event", lambda _: Reached())
     monkeypatch.setattr(DeviceMemory, "compute_stream", lambda _: 0)
     monkeypatch.setattr(versions, "content", lambda _: "digest")
+    monkeypatch.setattr(versions, "frees_early", lambda: False)  # asks vLLM's scheduler
     with ExitStack() as made:
 
         def make(name: str, seed: int, extra: dict[str, Any] | None = None, **more: Any) -> Server:

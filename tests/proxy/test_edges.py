@@ -141,7 +141,7 @@ async def test_no_content_length_keeps_the_proxy_from_its_next_client(
             writer.write(head.encode())
             writer.write_eof()
             answer = await asyncio.wait_for(reader.read(), WAIT_S)
-        assert answer[:12] in (b"", b"HTTP/1.1 400", b"HTTP/1.1 413"), answer
+        assert answer[9:12] in (b"", b"400", b"413"), answer
         await proxy.stream()
 
 
