@@ -57,7 +57,7 @@ class Late(Generic[_T]):
             self._told = problem
 
     def then(self, call: Callable[[_T], None]) -> None:
-        """Call it with what is opened: now, or later in the thread that opens it."""
+        """Call it with what is opened, after earlier calls: now, or later in the thread that opens it."""
         with self._lock:
             if self.opened is None:
                 self._calls.append(call)
@@ -85,12 +85,19 @@ class Late(Generic[_T]):
                     self.tell()
                 self._closed.wait(PAUSE_S)
                 continue
-            with self._lock:
-                self.opened, self.problem = opened, ""
-            for call in self._calls:
-                call(opened)
+            while calls := self._calls_or_open(opened):
+                for call in calls:
+                    call(opened)
             if self._told:
                 log.warning("%s is used now", self._what)
             if not self._first.done():
                 self._first.set_result(None)
             return
+
+    def _calls_or_open(self, opened: _T) -> list[Callable[[_T], None]]:
+        """The calls to make first; it is open when there are none left."""
+        with self._lock:
+            calls, self._calls = self._calls, []
+            if not calls:
+                self.opened, self.problem = opened, ""
+            return calls

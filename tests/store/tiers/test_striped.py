@@ -89,6 +89,26 @@ def test_several_directories_that_do_not_answer_are_waited_for_no_longer_than_on
     assert waited_s == [late.WAIT_S, 0.0, 0.0]
 
 
+def test_what_is_asked_of_a_disk_while_it_opens_is_done_in_order() -> None:
+    """A tier that is removed then leaves its listeners after they were added."""
+    opens, begun, goes_on, done = threading.Event(), threading.Event(), threading.Event(), list[str]()
+    disk = late.Late("a disk", lambda: opens.wait(WAIT_S))
+
+    def listen(_: bool) -> None:  # noqa: FBT001
+        begun.set()
+        assert goes_on.wait(WAIT_S)
+        done.append("listen")
+
+    disk.then(listen)
+    opens.set()
+    assert begun.wait(WAIT_S)
+    disk.then(lambda _: done.append("leave"))
+    goes_on.set()
+    until(lambda: disk.opened is not None, "it is open")
+    disk.then(lambda _: done.append("later"))
+    assert done == ["listen", "leave", "later"]
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=["full", "read-only"])
 def test_what_one_directory_does_not_take_another_one_has(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
