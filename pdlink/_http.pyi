@@ -113,7 +113,7 @@ class Exchange(Socket):
         """The listener has heard of all that passed when this returns."""
 
     def leave_off(self) -> tuple[int, Any, bytes]:
-        """The same; status, headers and body as far as they came."""
+        """As `end`, of an answer that is over without its end; status, headers and body as far as they came."""
 
     @property
     def listener(self) -> Any:

@@ -93,7 +93,7 @@ class _OfAiohttp(Requests):
         return self
 
     def write(self, head: bytes, body: bytes = b"") -> None:
-        self.close()  # or the client would see the end of its connection when the duplicate is collected
+        self.close()  # or its client would see the end of its connection only when the duplicate is collected
         self.send_rest(head + body)
 
     def send_rest(self, data: bytes) -> None:

@@ -157,7 +157,7 @@ class Connection(Exchange, asyncio.Protocol):
             self._transport.abort()
 
     def stop(self) -> None:
-        """As `Request.stop`."""
+        """As `HttpRequest.stop`."""
         self.abort()
 
     # ---- asyncio's
