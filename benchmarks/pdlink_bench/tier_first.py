@@ -3,9 +3,9 @@
 A worker of our own engine computes the prompt once, and keeps it on a disk or on a Valkey server. Then it is killed
 and started again, several times, with the page cache dropped; its first request is for that prompt, of which only the
 last token is computed. The worker says when the last layer of the KV was in the engine's blocks. That has bare reads
-of as many bytes beside it: of a file by two threads, unbuffered and into huge pages, or of what a server sends into
-memory that waits for it. Then comes the pass of the last token, which the next request has alone: it finds the KV in
-the engine's blocks.
+of as many bytes beside it: of a file by two threads, unbuffered, into memory of small pages, or of what a server
+sends into memory that waits for it. Then comes the pass of the last token, which the next request has alone: it finds
+the KV in the engine's blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pdlink.config import WorkerConfig
 from pdlink.fleet.child import start, stop
 from pdlink.memory.buffers import Buffer
-from pdlink.memory.pages import gather
 from pdlink.store.tiers.files import DirectFile
 from pdlink.store.tiers.valkey import PART_NBYTES
 
@@ -198,7 +197,6 @@ def _measure(
                     found.add("in blocks", worker.ask("/pdlink/events")["prompts"][-1]["at_s"] - streamed.asked_s)
             drop_cached(directory)
             with Buffer(sizes.nbytes) as buffer:
-                gather(buffer.array)
                 began_s = perf_counter()
                 bare.take(buffer.array[: sizes.nbytes].data)
                 found.add("bare", perf_counter() - began_s)

@@ -123,10 +123,14 @@ class Arena:
         """
         with self._changed:
             granted = self._grant(end)
-            pieces = -(-(granted - self._next) // _PIECE_NBYTES)
-        for _ in range(min(pieces, self._num_helpers)):
-            self._helpers.put(partial(self.fill, granted))
+        self._have_filled(granted, huge=False)
         return granted
+
+    def _have_filled(self, granted: int, *, huge: bool) -> None:
+        """By the arena's threads."""
+        pieces = -(-(granted - self._next) // _PIECE_NBYTES)
+        for _ in range(min(pieces, self._num_helpers)):
+            self._helpers.put(partial(self.fill, granted, huge=huge))
 
     def fill(self, end: int, *, huge: bool = False) -> None:
         """Fill granted pieces below `end` in this thread, until others fill the rest.
@@ -162,7 +166,15 @@ class Arena:
                 self._left_s = self._clock()
                 return
             granted = self._grant(min(self._ahead(used_nbytes), self._granted_nbytes + self._step_nbytes))
+        if not used_nbytes:  # a first request may come soon
+            self._have_filled(granted, huge=True)
         self.fill(granted, huge=not used_nbytes)
+
+    def run_early(self, most_s: float) -> None:
+        """Fill what is to have memory early, before a first request comes; `run_ahead` has what takes longer."""
+        until_s = self._clock() + most_s
+        while self.wants_more(0) and self._clock() < until_s:
+            self.run_ahead(0)
 
     def _ahead(self, used_nbytes: int) -> int:
         """What is to have memory: twice what is used. A next prompt as long as all before it waits for none then."""

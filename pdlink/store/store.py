@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_EARLY_NBYTES = 1 << 30
+_EARLY_NBYTES, _EARLY_S = 1 << 30, 0.5
 """What is to have memory soon after the start, where prompts come from tiers: reading them needs the cores."""
 _SESSIONS_SHARE = 4
 """Of the last place that keeps records, how small a part sessions may keep."""
@@ -169,6 +169,7 @@ class Store(AnyStore):
                 reserve_nbytes=self._reserve_nbytes,
                 clock=self._clock,
             )
+            self._arena.run_early(_EARLY_S)
         except OSError:
             for tier in self._given_tiers:
                 tier.close()
