@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
-from pdlink.integrations.sglang_parts.speakers import SpeakingReceiver, SpeakingSender
+from pdlink.integrations.sglang_parts.speakers import SpeakingReceiver, SpeakingSender, fail
 from pdlink.integrations.sglang_parts.transfer import PDLinkKVManager
 from pdlink.reasons import ABORTED, Code, Reason
 
@@ -42,9 +42,10 @@ class PDLinkKVReceiver(SpeakingReceiver):  # type: ignore[misc]
             and info is not None
             and (info.attn_cp_size > 1 or getattr(info, "enable_kv_cache_sharding", False))
         ):
-            self._refuse(
+            fail(
+                self,
                 f"context parallel prefill: got {info.attn_cp_size} ranks; expected 1, without "
-                "--enable-kv-cache-sharding; start prefill so"
+                "--enable-kv-cache-sharding; start prefill so",
             )
 
     def _poll(self) -> Any:
@@ -52,14 +53,9 @@ class PDLinkKVReceiver(SpeakingReceiver):  # type: ignore[misc]
         if self.conclude_state is None and self.init_time is not None:
             unanswered = not self.kv_mgr.receiving.is_answered(self.bootstrap_room)
             if unanswered and time.time() - self.init_time > self.kv_mgr.answer_s:
-                self._refuse(f"no answer of prefill at {self.bootstrap_addr} within {self.kv_mgr.answer_s} s")
+                fail(self, f"no answer of prefill at {self.bootstrap_addr} within {self.kv_mgr.answer_s} s")
                 self.kv_mgr.forget_route(self.bootstrap_room)
         return super()._poll()
-
-    def _refuse(self, reason: str) -> None:
-        self.kv_mgr.record_failure(self.bootstrap_room, f"pdlink: {reason}")
-        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
-        self.conclude_state = KVPoll.Failed
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
         super()._send_abort_notification(force_arm=force_arm)

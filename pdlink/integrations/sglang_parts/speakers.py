@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 _BOTH_SPEAK = hasattr(CommonKVReceiver, "_send_bootstrap_message")
 
 
+def fail(receiver: Any, reason: str) -> None:
+    """The request has failed on this side."""
+    receiver.kv_mgr.record_failure(receiver.bootstrap_room, f"pdlink: {reason}")
+    receiver.kv_mgr.update_status(receiver.bootstrap_room, KVPoll.Failed)
+    receiver.conclude_state = KVPoll.Failed
+
+
 def _raise_failure(of: Any) -> None:
     of.conclude_state = KVPoll.Failed
     of.clear()
@@ -101,18 +108,13 @@ class _Receiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is not instal
                 with lock:
                     socket.send_multipart(message)
             except zmq.ZMQError as error:
-                self._fail(f"{info.get('rank_ip')}:{info.get('rank_port')} cannot be told: {error}")
+                fail(self, f"{info.get('rank_ip')}:{info.get('rank_port')} cannot be told: {error}")
                 self.invalidate_cached_bootstrap_infos()
                 return
         if self.bootstrap_infos is None:
-            self._fail(f"the bootstrap server at {self.bootstrap_addr} does not say where prefill is")
+            fail(self, f"the bootstrap server at {self.bootstrap_addr} does not say where prefill is")
         else:
             self.init_time = time.time()
-
-    def _fail(self, reason: str) -> None:
-        self.kv_mgr.record_failure(self.bootstrap_room, f"pdlink: {reason}")
-        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
-        self.conclude_state = KVPoll.Failed
 
     def failure_exception(self) -> None:
         _raise_failure(self)
