@@ -56,7 +56,7 @@ class Arena:
         """Reserve the range, give it its first step, and start the threads.
 
         reserve_nbytes: of the system's memory, never taken. numa_node: see `Buffer`. step_nbytes: granted at a time.
-        early_nbytes: what is to have memory soon after the start, by `run_ahead`.
+        early_nbytes: what is to have memory before the first request, by `run_early`; 0 for none.
         Raises OSError if there is no memory for the first step.
         """
         self.buffer = Buffer(
@@ -166,9 +166,10 @@ class Arena:
                 self._left_s = self._clock()
                 return
             granted = self._grant(min(self._ahead(used_nbytes), self._granted_nbytes + self._step_nbytes))
-        if not used_nbytes:  # a first request may come soon
+        first = not used_nbytes  # a first request may come soon
+        if first:
             self._have_filled(granted, huge=True)
-        self.fill(granted, huge=not used_nbytes)
+        self.fill(granted, huge=first)
 
     def run_early(self, most_s: float) -> None:
         """Fill what is to have memory early, before a first request comes; `run_ahead` has what takes longer."""
