@@ -99,6 +99,14 @@ class Books:
                 return
             let_others()
 
+    def while_more(self, step: Callable[[], bool]) -> None:
+        """Call `step` under the lock until it answers False; others have the lock in between. Without the lock."""
+        more = True
+        while more:
+            with self.lock:
+                more = step()
+            let_others()
+
     def leases(self, keys: Sequence[bytes], holder: str, request: str, deadline_s: float) -> list[SlotLease]:
         """The longest readable prefix of `keys`, as `Catalog.lease`, in pieces. Without the lock."""
         leases = []

@@ -68,7 +68,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _EARLY_NBYTES, _EARLY_S = 1 << 30, 0.5
-"""What is to have memory soon after the start, where prompts come from tiers: reading them needs the cores."""
+"""What is to have memory before the first request, where prompts come from tiers: reading them needs the cores. A
+start waits for it so long at most."""
 _SESSIONS_SHARE = 4
 """Of the last place that keeps records, how small a part sessions may keep."""
 _PEERS = "peers"
@@ -453,11 +454,7 @@ class Store(AnyStore):
         with self._lock:
             written = self._catalog.written_by(holder)
         self.abandon(written)
-        more = True
-        while more:
-            with self._lock:
-                more = self._catalog.holder_gone(holder)
-            let_others()
+        self._books.while_more(partial(self._catalog.holder_gone, holder))
         self._books.tell()
 
     # --- Other nodes
@@ -520,11 +517,7 @@ class Store(AnyStore):
         with self._lock:
             ended = self._catalog.sessions.end(name, tenant, owner)
         for each in ended:
-            more = True
-            while more:
-                with self._lock:
-                    more = self._catalog.forget_ended(each)
-                let_others()
+            self._books.while_more(partial(self._catalog.forget_ended, each))
         return bool(ended)
 
     def _rank(self, keys: Sequence[bytes]) -> None:
