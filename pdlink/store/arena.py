@@ -60,7 +60,11 @@ class Arena:
         Raises OSError if there is no memory for the first step.
         """
         self.buffer = Buffer(
-            nbytes, name="pdlink-store", committed_nbytes=step_nbytes, huge=True, numa_node=numa_node
+            nbytes,
+            name="pdlink-store",
+            committed_nbytes=step_nbytes,
+            huge=early_nbytes > 0,  # else nobody reads into it soon, and the start need not wait
+            numa_node=numa_node,
         )
         """Other processes of this host map it."""
         self.array: Bytes = self.buffer.array
