@@ -77,10 +77,11 @@ def test_connections_come_and_go_without_growth(pair: tuple[Side, Side]) -> None
             side.wait_closed(peer)
         return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:")
 
-    # A closed socket may still be in the hands of UCX's own thread, so single counts are off by a few.
+    # A closed socket, and a peer's memory file, may still be in the hands of UCX's own thread, so a count is off
+    # by a few. One that a connection leaves behind adds fifteen from the first counts to the last.
     counts = [once(attempt) for attempt in range(20)]
     for what in zip(*counts, strict=True):
-        assert min(what[-5:]) <= min(what[1:6]), counts
+        assert min(what[-5:]) - min(what[:5]) < 8, counts
 
 
 @pytest.mark.usefixtures("pair")
