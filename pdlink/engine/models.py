@@ -82,7 +82,7 @@ def _digest_of(model: Any) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, weight in model.state_dict().items():
         digest.update(f"{name} {tuple(weight.shape)} ".encode())
-        digest.update(weight.flatten()[:_SAMPLED].contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(weight.flatten()[:_SAMPLED].contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
