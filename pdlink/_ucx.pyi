@@ -25,12 +25,13 @@ class Library:
     """A loaded libucp of version 1.20 or later. It stays loaded until the process ends."""
 
     @staticmethod
-    def load(chosen: str, wheel: str) -> Library:
-        """Find and load UCX.
+    def loaded() -> Library | None:
+        """What another package of this process has loaded. Raises Unavailable if it is too old."""
 
-        chosen: path of the libucp.so.0 to use, "off" for none, "" to take the one already loaded, the system's where
-        the user prefers it (RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY) or InfiniBand is there, the wheel's, the system's.
-        wheel: path of libucp.so.0 in the libucx package, "" if there is none.
+    @staticmethod
+    def load(path: str, *, hooks: bool) -> Library:
+        """hooks: let UCX patch mmap and others in libc, which its cache of RDMA registrations needs.
+
         Raises Unavailable.
         """
 

@@ -17,7 +17,7 @@ constexpr double kCloseLimit_s = 2;
 }  // namespace
 
 PutSide::PutSide(const std::string& library, const std::string& tls, std::uintptr_t base, std::uint64_t nbytes)
-    : context_(ucx::Library::load(library, ""), {tls, ""}),
+    : context_(ucx::Library::load(library, false), {tls, ""}),
       region_(context_.add_region(base, nbytes)),
       ucx_(context_.ucx()),
       worker_(context_.make_worker()) {}

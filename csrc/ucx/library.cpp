@@ -4,7 +4,6 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#include <array>
 #include <cstring>
 #include <filesystem>
 #include <optional>
@@ -15,13 +14,6 @@ namespace {
 
 constexpr const char* kSoname = "libucp.so.0";
 
-bool have_infiniband() { return ::access("/dev/infiniband", F_OK) == 0; }
-
-bool prefers_system() {
-    const char* text = ::getenv("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY");
-    return text && *text && ::strcasecmp(text, "false") != 0 && std::strcmp(text, "0") != 0;
-}
-
 // UCX reads these once, while it is being loaded. What the user has set wins, and the environment is afterwards as it
 // was, so that child processes do not inherit our choices.
 //
@@ -30,10 +22,10 @@ bool prefers_system() {
 // one of the two lists goes on reading it, so neither is ever freed.
 class LoadSettings {
   public:
-    LoadSettings() : before_(__atomic_load_n(&environ, __ATOMIC_ACQUIRE)) {
+    explicit LoadSettings(bool hooks) : before_(__atomic_load_n(&environ, __ATOMIC_ACQUIRE)) {
         // The default patches mmap, munmap, brk and others inside libc. Only a registration cache for memory it was
         // never told of needs that; our pools are registered by hand.
-        if (!have_infiniband()) set("UCX_MEM_MMAP_HOOK_MODE", "none");
+        if (!hooks) set("UCX_MEM_MMAP_HOOK_MODE", "none");
         set("UCX_HANDLE_ERRORS", "none");  // otherwise SIGSEGV handlers
         set("UCX_DEBUG_SIGNO", "0");       // otherwise SIGHUP freezes the process for a debugger
         set("UCX_WARN_UNUSED_ENV_VARS", "n");
@@ -67,8 +59,7 @@ std::string path_of(void* function) {
     return ::dladdr(function, &info) && info.dli_fname ? info.dli_fname : kSoname;
 }
 
-// The functions of an opened library. Throws Unavailable if it is too old or not UCX at all; it is closed again then,
-// so that another copy may be tried.
+// The functions of an opened library. Throws Unavailable if it is too old or not UCX at all.
 Library bind(void* handle) {
     Library library{};
     const char* missing = nullptr;
@@ -97,60 +88,30 @@ std::string last_error() {
     return text ? text : "unknown error";
 }
 
-Library open_file(const std::string& name) {
-    void* handle = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (!handle) throw Unavailable(last_error());
-    return bind(handle);
-}
+}  // namespace
 
-std::optional<Library> already_loaded() {
+std::optional<Library> Library::loaded() {
     void* handle = ::dlopen(kSoname, RTLD_NOW | RTLD_NOLOAD);
     if (!handle) return std::nullopt;
     return bind(handle);
 }
 
-Library load_chosen(const std::string& chosen) {
-    const std::string file = std::filesystem::path(chosen).filename();
+Library Library::load(const std::string& path, bool hooks) {
+    const std::string file = std::filesystem::path(path).filename();
     // A copy with mangled names (as in some wheels) can live beside another; two plain ones resolve each other's
     // symbols and break in ways that look like anything else.
     if (file.rfind("libucp.so", 0) == 0) {
-        if (std::optional<Library> loaded = already_loaded()) {
+        if (const std::optional<Library> other = loaded()) {
             std::error_code unknown;  // of a file that is not there: it is another one
-            if (chosen == kSoname || std::filesystem::equivalent(loaded->path, chosen, unknown)) return *loaded;
-            throw Unavailable("transport.ucx_library is " + chosen + ", but this process has already loaded " +
-                              loaded->path + "; two copies of UCX cannot work in one process");
+            if (path == kSoname || std::filesystem::equivalent(other->path, path, unknown)) return *other;
+            throw Unavailable("got " + path + ", but this process has already loaded " + other->path +
+                              "; two copies of UCX cannot work in one process");
         }
     }
-    try {
-        return open_file(chosen);
-    } catch (const Unavailable& error) {
-        throw Unavailable("transport.ucx_library: " + std::string(error.what()));
-    }
-}
-
-}  // namespace
-
-Library Library::load(const std::string& chosen, const std::string& wheel) {
-    if (chosen == "off") throw Unavailable("UCX is switched off by transport.ucx_library: off");
-    if (chosen.empty())
-        if (std::optional<Library> loaded = already_loaded()) return *loaded;
-    const LoadSettings settings;
-    if (!chosen.empty()) return load_chosen(chosen);
-
-    std::vector<std::string> order;
-    if (prefers_system() || have_infiniband()) order.emplace_back(kSoname);
-    if (!wheel.empty()) order.push_back(wheel);
-    if (order.empty() || order.front() != kSoname) order.emplace_back(kSoname);
-    std::string problems;
-    for (const std::string& name : order) {
-        try {
-            return open_file(name);
-        } catch (const Unavailable& error) {
-            problems += (problems.empty() ? "" : "; ") + std::string(error.what());
-        }
-    }
-    throw Unavailable("no UCX 1.20 or later found (" + problems +
-                      "); pip install 'pdlink[ucx]', or set transport.ucx_library to the path of libucp.so.0");
+    const LoadSettings settings(hooks);
+    void* handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (!handle) throw Unavailable(last_error());
+    return bind(handle);
 }
 
 std::string Library::version() const {

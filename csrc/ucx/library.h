@@ -1,13 +1,13 @@
 // UCX as a table of functions found at run time.
 //
 // pdlink is built against UCX headers but not linked with UCX: which copy is right is only known on the machine where
-// it runs (the wheel has no verbs; a host with InfiniBand brings its own; torch or another package may already have
-// loaded one, and two copies of one name cannot live in one process). One binary works with every version from 1.20
+// it runs (`pdlink/transport/ucx_copies.py`). One binary works with every version from 1.20
 // on: the structures only ever grew behind new bits of their field_mask.
 #pragma once
 
 #include <ucp/api/ucp.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -62,11 +62,11 @@ struct Library {
     unsigned minor;
     unsigned release;
 
-    // chosen: the one library to use, "off" for none, "" to look for one. wheel: libucp.so.0 of the installed
-    // libucx package, "" if there is none. The order when looking: already loaded, the system's where the user
-    // prefers it or InfiniBand is there, the wheel's, the system's.
-    // Throws Unavailable.
-    static Library load(const std::string& chosen, const std::string& wheel);
+    // The one that is loaded already, by another package for instance. Throws Unavailable if it is too old.
+    static std::optional<Library> loaded();
+    // path: the copy to use, or the name that the system knows one by. hooks: UCX may patch mmap and others inside
+    // libc, which its cache of RDMA registrations needs. Throws Unavailable.
+    static Library load(const std::string& path, bool hooks);
 
     std::string version() const;
 };

@@ -63,7 +63,8 @@ NB_MODULE(_ucx, m) {
     nb::exception<Unavailable>(m, "Unavailable", PyExc_RuntimeError);
 
     nb::class_<Library>(m, "Library")
-        .def_static("load", &Library::load, "chosen"_a, "wheel"_a)
+        .def_static("loaded", &Library::loaded)
+        .def_static("load", &Library::load, "path"_a, nb::kw_only(), "hooks"_a)
         .def_ro("path", &Library::path)
         .def_prop_ro("version", &Library::version);
 

@@ -40,6 +40,7 @@ _HOST_MAPPED: Final = 2
 _IPC_LAZY_PEER_ACCESS: Final = 1
 _SRC_ACCESS_ORDER_STREAM: Final = 1
 _ATTRIBUTE_IPC_CAPABLE: Final = 10
+_DEVICE_ATTRIBUTE_DMA_BUF: Final = 124
 
 
 class CudaUnavailable(LocalError):
@@ -102,6 +103,14 @@ class Driver:
 def load(path: str = LIBRARY) -> Driver:
     """The driver, loaded once per process. A failure is not remembered."""
     return Driver(path)
+
+
+def moves_dma_buf(index: int, library: str = LIBRARY) -> bool:
+    """Whether other devices get this GPU's memory as a dmabuf. Raises CudaUnavailable, CudaFailure."""
+    driver, ordinal, answer = load(library), c_int(), c_int()
+    driver.call("cuDeviceGet", byref(ordinal), c_int(index))
+    driver.call("cuDeviceGetAttribute", byref(answer), c_int(_DEVICE_ATTRIBUTE_DMA_BUF), ordinal)
+    return bool(answer.value)
 
 
 class Device:

@@ -42,7 +42,7 @@ def probed(config: WorkerConfig) -> Transports:
     """Try every transport."""
     kind, _, index = config.engine.device.partition(":")
     site = Site("host" if kind == "cpu" else "cuda", int(index or 0))
-    wanted = tuple(candidates(config.transport, site.memory))
+    wanted = tuple(candidates(config.transport, site))
     order = (*wanted, *(other for other in TRANSPORTS if other not in wanted))
     made = {one: one.configured(config.transport, site) for one in order}
     return Transports(wanted, made, {one: transport.probe() for one, transport in made.items()})

@@ -126,8 +126,8 @@ class Transport(ABC):
         return cls()
 
     @classmethod
-    def last_resort(cls) -> bool:
-        """Whether on this machine every other one that works is better."""
+    def last_resort(cls, config: TransportConfig, site: Site) -> bool:  # noqa: ARG003
+        """Whether every other one that works here is better."""
         return False
 
     @abstractmethod

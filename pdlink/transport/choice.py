@@ -16,7 +16,6 @@ from pdlink.transport.ucx import UcxTransport
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdlink.capabilities import MemoryKind
     from pdlink.config import TransportConfig
     from pdlink.cuda.buffers import DeviceMemory
     from pdlink.memory.buffers import AnyBuffer
@@ -43,11 +42,11 @@ def check_kinds(config: TransportConfig) -> None:
         raise ConfigError(f"transport.kind: got {config.kind!r}; must be one of {', '.join(valid)}")
 
 
-def candidates(config: TransportConfig, memory: MemoryKind) -> list[type[Transport]]:
-    """Transports that the settings allow and that move this kind of memory, the preferred one first."""
+def candidates(config: TransportConfig, site: Site) -> list[type[Transport]]:
+    """Transports that the settings allow and that move the site's memory, the preferred one first."""
     check_kinds(config)
-    able = [one for one in TRANSPORTS if config.kind in ("auto", one.kind) and memory in one.memory]
-    return sorted(able, key=lambda one: one.last_resort())
+    able = [one for one in TRANSPORTS if config.kind in ("auto", one.kind) and site.memory in one.memory]
+    return sorted(able, key=lambda one: one.last_resort(config, site))
 
 
 def open_transports(
@@ -75,7 +74,7 @@ def open_transports(
     opened: list[Transport] = []
     problems: dict[str, int] = {}
     """To the level of its line in the log."""
-    for one in candidates(config, memory):
+    for one in candidates(config, site):
         try:
             opened.append(_opened(one.configured(config, site), buffers))
         except TransportUnavailable as error:

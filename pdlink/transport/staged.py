@@ -97,8 +97,8 @@ class StagedTransport(Transport):
         return cls(below, site.device_index, host=site.host, advertise=site.advertise_host)
 
     @classmethod
-    def last_resort(cls) -> bool:
-        return cls.below_class.last_resort()
+    def last_resort(cls, config: TransportConfig, site: Site) -> bool:
+        return cls.below_class.last_resort(config, dataclasses.replace(site, memory="host"))
 
     def probe(self) -> Probe:
         """As in the contract: holds the GPU's context for a moment, and pins a page."""

@@ -10,20 +10,23 @@ invite and connect to only those peers that are trusted with the whole process.
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import platform
+import re
 import weakref
 import zlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, cast
 
 import msgspec
 
+from pdlink.cuda.driver import CudaFailure, CudaUnavailable, moves_dma_buf
 from pdlink.errors import LocalError, ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.memory.host import host_id
+from pdlink.transport import ucx_copies
 from pdlink.transport.base import NotBuilt, Probe, Site
 from pdlink.transport.edge import translated
 from pdlink.transport.native import CLOSE_GRACE_S, NativeTransport
+from pdlink.transport.ucx_copies import NEEDED_UCX
 
 try:
     from pdlink import _ucx
@@ -36,8 +39,8 @@ if TYPE_CHECKING:
     from pdlink.cuda.buffers import DeviceMemory
     from pdlink.memory.buffers import AnyBuffer
 
-NEEDED_UCX = (1, 20)
-"""Older versions neither put to ordinary memory natively over TCP nor talk to newer ones (csrc/ucx/library.h)."""
+PEERMEM = ("/sys/module/nvidia_peermem", "/sys/module/nv_peer_mem")
+"""Where the kernel shows a module that lets network cards reach a GPU's memory."""
 
 _MAGIC = b"PDUX\x04"
 """The last byte is the version of the form below."""
@@ -100,32 +103,35 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _wheel_library() -> str:
-    """libucp.so.0 of the installed libucx package, "" if there is none; the package need not be imported for that."""
-    spec = importlib.util.find_spec("libucx")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        path = Path(folder) / "lib" / "libucp.so.0"
-        if path.exists():
-            return str(path)
-    return ""
-
-
 def _load(library: str | None) -> _ucx.Library:
     """Raises TransportUnavailable."""
     if _ucx is None:
         raise NotBuilt("built without UCX headers: reinstall with libucx-cu13 present")
+    if library == "off":
+        raise TransportUnavailable("UCX is switched off by transport.ucx.library: off")
     try:
-        return _ucx.Library.load(library or "", _wheel_library())
+        loaded = None if library else _ucx.Library.loaded()
+        if loaded is not None:
+            return loaded
+        copy = ucx_copies.chosen(library)
+        if copy.problem:
+            raise TransportUnavailable(copy.problem)
+        return _ucx.Library.load(copy.path, hooks=bool(ucx_copies.rdma_devices()))
     except _ucx.Unavailable as error:
-        raise TransportUnavailable(str(error)) from None
+        raise TransportUnavailable(f"transport.ucx.library: {error}" if library else str(error)) from None
 
 
-def _rdma() -> bool:
-    """Whether this host has RDMA devices."""
+def no_gpu_direct(device_index: int) -> str:
+    """Why a network card does not reach this GPU's memory; empty if nothing speaks against it. Opens no context."""
+    if any(map(os.path.exists, PEERMEM)):
+        return ""
+    kernel = re.match(r"(\d+)\.(\d+)", platform.release())
     try:
-        return bool(os.listdir("/sys/class/infiniband"))
-    except OSError:
-        return False
+        if kernel and tuple(map(int, kernel.groups())) >= (5, 12) and moves_dma_buf(device_index):
+            return ""
+    except (CudaUnavailable, CudaFailure) as error:
+        return str(error)
+    return "nvidia_peermem is not loaded (modprobe nvidia_peermem), and driver and kernel share no memory by dmabuf"
 
 
 class UcxTransport(NativeTransport["_ucx.TransferEngine", "AnyBuffer"]):
@@ -159,9 +165,11 @@ class UcxTransport(NativeTransport["_ucx.TransferEngine", "AnyBuffer"]):
         return cls(config.ucx.tls, config.ucx.library, "" if devices == "all" else devices)
 
     @classmethod
-    def last_resort(cls) -> bool:
-        """Without RDMA: over sockets it is slower than tcp, and checks nothing."""
-        return not _rdma()
+    def last_resort(cls, config: TransportConfig, site: Site) -> bool:
+        """Over sockets it is slower than tcp, and checks nothing; a card must reach the memory, too."""
+        if config.ucx.library == "off" or ucx_copies.chosen(config.ucx.library).no_rdma:
+            return True
+        return site.memory == "cuda" and bool(no_gpu_direct(site.device_index))
 
     def probe(self) -> Probe:
         """As in the contract; loads the library. Whether it has a lane for device memory is seen in `register`."""
@@ -169,7 +177,9 @@ class UcxTransport(NativeTransport["_ucx.TransferEngine", "AnyBuffer"]):
             loaded = _load(self._library_choice)
         except TransportUnavailable as error:
             return Probe(self.name, ok=False, reason=str(error))
-        return Probe(self.name, ok=True, facts={"version": loaded.version, "library": loaded.path})
+        no_rdma = ucx_copies.chosen(self._library_choice).no_rdma
+        rdma = f"no: {no_rdma}" if no_rdma else ", ".join(ucx_copies.rdma_devices())
+        return Probe(self.name, ok=True, facts={"version": loaded.version, "library": loaded.path, "RDMA": rdma})
 
     def _start(self) -> _ucx.TransferEngine:
         self._library = _load(self._library_choice)

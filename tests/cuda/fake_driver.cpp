@@ -127,6 +127,12 @@ int cuDeviceGetName(char* name, int nbytes, int) {
     std::snprintf(name, nbytes, "test double");
     return kSuccess;
 }
+// CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED, which is all that pdlink asks for
+int cuDeviceGetAttribute(int* value, int attribute, int) {
+    ENTER(false);
+    if (attribute != 124) return kInvalidValue;
+    return *value = 1, kSuccess;
+}
 int cuDeviceGetUuid_v2(char* uuid, int) {
     std::memcpy(uuid, "pdlink-test-dbl!", 16);
     return kSuccess;

@@ -69,6 +69,15 @@ def test_what_is_missing_is_said(double: Fake) -> None:
         Device(0, double.path).allocate(1)
 
 
+def test_whether_other_devices_get_the_memory_is_asked_without_a_context(double: Fake) -> None:
+    double.take_log()
+    assert driver.moves_dma_buf(0, double.path)
+    assert "cuDevicePrimaryCtxRetain" not in [call for call, _ in double.take_log()]
+    double.fail("cuDeviceGetAttribute", 101)
+    with pytest.raises(CudaFailure, match="CUDA_ERROR_INVALID_DEVICE"):
+        driver.moves_dma_buf(0, double.path)
+
+
 def test_open_and_close_may_be_repeated(double: Fake) -> None:
     device = Device(0, double.path)
     device.open()

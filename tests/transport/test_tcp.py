@@ -20,7 +20,7 @@ from pdlink import _tcp
 from pdlink.config import TransportConfig, WorkerConfig
 from pdlink.config.transport import UcxConfig
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
-from pdlink.transport import choice, tcp, ucx
+from pdlink.transport import choice, tcp
 from pdlink.transport.tcp import TcpTransport
 from tests.conformance.transports.other_process import OtherProcess
 from tests.conformance.transports.side import (
@@ -223,16 +223,6 @@ def test_settings_that_cannot_work_are_refused_with_the_reason(settings: dict[st
 def test_a_name_is_listened_on_and_told_as_an_address(make_side: Callable[..., Side]) -> None:
     side = make_side(host="0.0.0.0", advertise="localhost")
     assert tcp._decode(side.transport.invite("writer")).host in ("127.0.0.1", "::1")
-
-
-def test_auto_takes_tcp_before_ucx_unless_there_is_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
-    def order() -> list[str]:
-        return [one.name for one in choice.candidates(TransportConfig(), "host")]
-
-    monkeypatch.setattr(ucx, "_rdma", lambda: False)
-    assert order() == ["mapped", "tcp", "ucx"]
-    monkeypatch.setattr(ucx, "_rdma", lambda: True)
-    assert order() == ["mapped", "ucx", "tcp"]
 
 
 def test_auto_goes_on_without_tcp_where_it_cannot_listen() -> None:

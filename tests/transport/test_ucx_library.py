@@ -16,6 +16,7 @@ from pdlink.errors import TransportUnavailable
 from pdlink.transport import ucx
 from pdlink.transport.choice import open_transports
 from pdlink.transport.ucx import UcxTransport
+from pdlink.transport.ucx_copies import NEEDED_UCX
 
 ROOT = Path(__file__).parents[2]
 PROBE = UcxTransport().probe()
@@ -61,7 +62,7 @@ def test_a_worker_warns_of_what_does_not_work_and_not_of_what_was_left_out_of_th
 @needs_ucx
 def test_the_probe_tells_version_and_path() -> None:
     version = tuple(map(int, PROBE.facts["version"].split(".")))
-    assert version >= ucx.NEEDED_UCX
+    assert version >= NEEDED_UCX
     assert Path(PROBE.facts["library"]).exists()
 
 
@@ -113,6 +114,7 @@ def test_loading_ucx_leaves_libc_signals_and_environment_alone() -> None:
         before = heads(), caught()
         from pdlink.memory.buffers import Buffer
         from pdlink.transport.ucx import UcxTransport
+from pdlink.transport.ucx_copies import NEEDED_UCX
         transport, buffer = UcxTransport(), Buffer(4096)
         transport.open()
         transport.register(buffer)
@@ -139,6 +141,7 @@ def test_a_process_may_end_without_closing(tls: str) -> None:
         from pdlink.kv.layout import RunList
         from pdlink.memory.buffers import Buffer
         from pdlink.transport.ucx import UcxTransport
+from pdlink.transport.ucx_copies import NEEDED_UCX
         sides = [UcxTransport({tls!r}), UcxTransport({tls!r})]
         buffers = [Buffer(64 << 20), Buffer(64 << 20)]
         for side, buffer in zip(sides, buffers):
@@ -166,6 +169,7 @@ def test_loading_ucx_changes_nothing_of_the_environment_that_a_thread_may_be_rea
                 found.append((environ[len(found)], ctypes.string_at(environ[len(found)])))
             return ctypes.addressof(environ.contents), found
         from pdlink.transport.ucx import UcxTransport
+from pdlink.transport.ucx_copies import NEEDED_UCX
         before = strings()
         assert UcxTransport().probe().ok
         UcxTransport().open()
