@@ -8,11 +8,13 @@ the engine's stream. The forward pass never waits; it pays for one hop between t
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from concurrent.futures import ThreadPoolExecutor
+import queue
 from functools import partial
 from typing import TYPE_CHECKING
 
+from pdlink import threads
 from pdlink.endpoint.data_path import Outgoing
 from pdlink.endpoint.receiver import Incoming
 from pdlink.reasons import Code, Reason
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from pdlink.memory.buffers import StreamEvent
     from pdlink.protocol.messages import Verify
 
+    Act = Callable[[], None]
+    Failed = Callable[[Reason], None]
+
 log = logging.getLogger(__name__)
 
 
@@ -35,9 +40,13 @@ class LayerOrder:
     def __init__(self, make_event: Callable[[], StreamEvent]) -> None:
         self._make_event = make_event
         self._spare: list[StreamEvent] = []
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pdlink-layer-order")
+        self._launched: queue.SimpleQueue[tuple[StreamEvent, Act, Failed] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._died = ""
+        self._thread = threads.guarded("pdlink-layer-order", self._run, self._fail)
+        self._thread.start()
 
-    def when_written(self, act: Callable[[], None], failed: Callable[[Reason], None]) -> None:
+    def when_written(self, act: Act, failed: Failed) -> None:
         """Act in the other thread as soon as all that this thread has launched by now has run; in order.
 
         failed(reason): instead, if what was launched has failed; also if `act` raises, of which nobody else hears.
@@ -47,13 +56,27 @@ class LayerOrder:
         except IndexError:
             event = self._make_event()
         event.record()
-        self._thread.submit(self._act, event, act, failed)
+        self._launched.put((event, act, failed))
+        if self._died:
+            self._fail(self._died)
 
     def close(self) -> None:
-        """End the thread; what waits by then does not happen. Safe to call twice."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End the thread; what waits by then, or comes later, does not happen. Safe to call twice."""
+        self._closed = True
+        self._launched.put(None)
 
-    def _act(self, event: StreamEvent, act: Callable[[], None], failed: Callable[[Reason], None]) -> None:
+    def _run(self) -> None:
+        while (launched := self._launched.get()) is not None and not self._closed:
+            self._act(*launched)
+
+    def _fail(self, why: str) -> None:
+        """What waits, and what will."""
+        self._died = why
+        with contextlib.suppress(queue.Empty):
+            while (launched := self._launched.get_nowait()) is not None:
+                launched[2](Reason(Code.GPU_FAILED, why))
+
+    def _act(self, event: StreamEvent, act: Act, failed: Failed) -> None:
         try:
             event.synchronize()
         except RuntimeError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -110,6 +112,34 @@ def test_events_are_used_again(held: tuple[Gpu, LayerOrder]) -> None:
         assert done.wait(WAIT_S)
     assert sum(event.num_records for event in gpu.events) == 5
     assert len(gpu.events) <= 2, "the one before may still be on its way back"
+
+
+def test_layer_reported_after_the_end_is_ignored(held: tuple[Gpu, LayerOrder]) -> None:
+    """An engine's forward pass may still run while its node is closed."""
+    gpu, order = held
+    done: list[int] = []
+    order.close()
+    order.when_written(partial(done.append, 0), never)
+    gpu.reach()
+    assert not done
+
+
+def test_process_ends_although_its_gpu_never_reaches_an_event() -> None:
+    program = """
+import threading
+from pdlink.node.layer_order import LayerOrder
+
+class Event:
+    def record(self): pass
+    def synchronize(self):
+        waits.set()
+        threading.Event().wait()
+
+waits = threading.Event()
+LayerOrder(Event).when_written(lambda: None, print)
+assert waits.wait(60)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=WAIT_S)
 
 
 @pytest.fixture
