@@ -61,6 +61,8 @@ template <class Engine>
 nb::class_<Engine> add_engine(nb::module_& m, const char* name) {
     using namespace nb::literals;
     using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+    nb::set_leak_warnings(
+        false);  // of a process that ends with its node open: a daemon thread still holds the engine
     add_errors<Engine>(m);
     return nb::class_<Engine>(m, name)
         .def(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import subprocess
+import sys
 import threading
 import weakref
 from typing import Any
@@ -397,6 +399,17 @@ def test_failed_opening_leaves_nothing_open(steady_descriptors: None) -> None:
         pdlink.Node("n", groups(4), transports=[Broken(LoopbackHub())], pool=BlockPool(32))
     gc.collect()  # the error's traceback holds views of the memory
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_process_that_ends_with_its_node_open_says_nothing() -> None:
+    """Its threads hold the native engines to the last; nanobind would call each a leak, on the user's terminal."""
+    program = """
+import pdlink
+from tests.node.conftest import groups
+node = pdlink.Node("left-open", groups(4))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_closed_node_frees_its_native_engines() -> None:
