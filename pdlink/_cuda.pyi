@@ -1,7 +1,8 @@
-"""Kernels that reshape paged KV, and what a writer on a GPU needs of the gate (`csrc/cuda`).
+"""Kernels that reshape paged KV and store into peers' memory (`csrc/cuda`).
 
-Nothing here but `KernelLauncher` calls CUDA: launches are planned, and run by loops on this CPU if asked. Addresses
-are taken on trust, as a kernel does; `pdlink.cuda.ops` and `pdlink.transport.mapped_cuda` are the checked ways in.
+Nothing here but `KernelLauncher` and `GpuCopier` calls CUDA: launches are planned, and run by loops on this CPU if
+asked. Addresses are taken on trust, as a kernel does; `pdlink.cuda.ops` and `pdlink.transport.mapped_cuda` are the
+checked ways in.
 """
 
 from collections.abc import Sequence
@@ -125,25 +126,46 @@ class KernelLauncher:
     def ring_after(self, event: int, fd: int) -> tuple[str, int]:
         """Make an eventfd readable when `event` is reached; not after a fault. Returns as `launch_runs` does."""
 
-class GateOwner:
-    """The gate in front of memory of ours that one peer may write (`csrc/common/gate.h`)."""
+class PeerUnusable(RuntimeError):
+    """The peer is unknown, failed or closed, or the GPU has failed."""
 
-    def __init__(self) -> None: ...
-    def name(self) -> _Gate: ...
-    def shut(self) -> None:
-        """No new copy begins."""
+class NameTaken(ValueError):
+    """The name stands for a connection already."""
 
-    def quiet(self) -> bool:
-        """No copy is under way either; only meaningful after `shut`."""
+class GpuCopier:
+    """Kernels that store into peers' device memory, and a native thread that sees them end (`csrc/cuda/copier.h`)."""
 
-class GateWriter:
-    def __init__(self, pid: int, name: _Gate) -> None:
-        """Raises OSError if the gate cannot be opened or has a writer, ValueError if it is another one."""
+    def __init__(
+        self, launcher: KernelLauncher, slots: Sequence[tuple[int, int, int, int]], launch_nbytes: int
+    ) -> None:
+        """slots: of each the address of its list here and for kernels, its bytes, and its event. They and `launcher`
+        stay until `close`. launch_nbytes: about the most bytes of one launch. Raises OSError.
+        """
 
-    def enter(self) -> bool:
-        """Call before anything is launched that writes there; False means it must not be."""
+    def add_region(self, ptr: int, nbytes: int) -> int:
+        """Memory that kernels read, by its address for them; returns its index. It stays until `close`."""
 
-    def leave(self) -> None:
-        """Call when nothing of it can still be written."""
+    def invite(self, peer: str) -> _Gate:
+        """Make a gate for a peer that will write into our memory. Raises NameTaken, PeerUnusable, OSError."""
 
-    def shut(self) -> bool: ...
+    def connect(self, peer: str, pid: int, regions: Sequence[tuple[int, int]], gate: _Gate) -> None:
+        """regions: address here and bytes of the peer's memory, which stays mapped until PeerClosed.
+
+        Raises OSError if the gate cannot be opened or has a writer, ValueError if it is another one, NameTaken,
+        PeerUnusable.
+        """
+
+    def submit(
+        self, peer: str, lists: Sequence[tuple[int, int, int, int, NDArray[np.int64]]], timeout_s: float
+    ) -> int:
+        """As `_copy.Copier.submit`. Launched before it returns, while a slot is free."""
+
+    def connected(self, peer: str) -> bool: ...
+    def poll(self) -> list[tuple[str, str, int, str, int, float, float, str]]: ...
+    def fileno(self) -> int: ...
+    def close_peer(self, peer: str) -> None: ...
+    def close(self, grace_s: float) -> bool:
+        """Close every peer, wait at most `grace_s` for kernels and for others, end the thread.
+
+        False if a kernel may still be running: what it uses must not be freed. False in a forked child.
+        """

@@ -14,6 +14,7 @@
 
 #include "common/gate_py.h"
 #include "common/native_py.h"
+#include "cuda/copier.h"
 #include "cuda/fatbin.h"
 #include "cuda/launcher.h"
 #include "cuda/launches.h"
@@ -52,15 +53,6 @@ std::vector<Launch> plan(const Rows& src, const Rows& dst, std::uint64_t num_tok
     return plan_reshape(request);
 }
 
-// What the owner of memory holds for one peer that writes there from its GPU's kernels.
-PyGate owned_gate(const GateOwner& gate) { return py_gate(gate.name()); }
-
-GateWriter* take_gate(std::int64_t pid, const PyGate& gate) {
-    std::unique_ptr<GateWriter> opened = open_gate(pid, gate_name(gate));
-    opened->take();
-    return opened.release();
-}
-
 using Extents = std::vector<std::tuple<std::uint64_t, std::uint64_t>>;
 
 std::vector<Extent> extents_of(const Extents& given) {
@@ -82,13 +74,50 @@ std::tuple<const char*, int> told(const Failure& failure) {
     return {failure.call ? failure.call : "", failure.number};
 }
 
+using PySlot = std::tuple<std::uintptr_t, std::uint64_t, std::uint64_t, std::uintptr_t>;
+
+SlotMemory list_memory(std::uintptr_t host, std::uint64_t device, std::uint64_t nbytes) {
+    return {reinterpret_cast<KernelRun*>(host), device, nbytes / sizeof(KernelRun)};
+}
+
+GpuCopier* make_copier(const KernelLauncher& launcher, const std::vector<PySlot>& given,
+                       std::uint64_t launch_nbytes) {
+    std::vector<Slot> slots;
+    for (const auto& [host, device, nbytes, event] : given)
+        slots.push_back({list_memory(host, device, nbytes), event});
+    return new GpuCopier(launcher, std::move(slots), launch_nbytes);
+}
+
 }  // namespace
 }  // namespace pdlink::cuda
 
 NB_MODULE(_cuda, m) {
     using namespace pdlink;
     using namespace pdlink::cuda;
-    translate_system_errors();
+
+    add_engine<GpuCopier>(m, "GpuCopier")
+        .def(nb::new_(&make_copier), "launcher"_a, "slots"_a, "launch_nbytes"_a)
+        .def("add_region", &GpuCopier::add_region, "ptr"_a, "nbytes"_a)
+        .def(
+            "invite", [](GpuCopier& copier, const std::string& peer) { return py_gate(copier.invite(peer)); },
+            "peer"_a)
+        .def(
+            "connect",
+            [](GpuCopier& copier, const std::string& peer, std::int64_t pid, const Extents& regions,
+               const PyGate& gate) {
+                const GateName name = gate_name(gate);
+                std::vector<Extent> extents = extents_of(regions);
+                const nb::gil_scoped_release release;
+                copier.connect(peer, pid, std::move(extents), name);
+            },
+            "peer"_a, "pid"_a, "regions"_a, "gate"_a)
+        .def(
+            "close",
+            [](GpuCopier& copier, double grace_s) {
+                copier.close(grace_s);
+                return copier.idle();
+            },
+            "grace_s"_a, nb::call_guard<nb::gil_scoped_release>());
 
     nb::class_<Rows>(m, "Rows").def(nb::new_(&make_rows), nb::kw_only(), "base"_a = 0, "table"_a = 0,
                                     "alignment"_a = 0, "layer_stride"_a = 0, "part_stride"_a = 0, "block_stride"_a,
@@ -110,17 +139,6 @@ NB_MODULE(_cuda, m) {
         "n"_a);
     m.attr("THREADS") = kThreads;
 
-    nb::class_<GateOwner>(m, "GateOwner")
-        .def(nb::init<>())
-        .def("name", &owned_gate)
-        .def("shut", &GateOwner::shut)
-        .def("quiet", &GateOwner::quiet);
-    nb::class_<GateWriter>(m, "GateWriter")
-        .def(nb::new_(&take_gate), "pid"_a, "name"_a)
-        .def("enter", &GateWriter::enter)
-        .def("leave", &GateWriter::leave)
-        .def("shut", &GateWriter::shut);
-
     nb::class_<RunQueue>(m, "RunQueue")
         .def(nb::new_(&make_queue), "lists"_a.noconvert(), "local"_a, "remote"_a)
         .def_prop_ro("empty", &RunQueue::empty)
@@ -132,7 +150,7 @@ NB_MODULE(_cuda, m) {
             "launch_runs",
             [](const KernelLauncher& launcher, RunQueue& runs, std::uint64_t launch_nbytes, std::uintptr_t host,
                std::uint64_t device, std::uint64_t nbytes, std::uintptr_t event) {
-                const SlotMemory slot{reinterpret_cast<KernelRun*>(host), device, nbytes / sizeof(KernelRun)};
+                const SlotMemory slot = list_memory(host, device, nbytes);
                 const nb::gil_scoped_release release;
                 return told(launcher.launch_runs(runs, launch_nbytes, slot, event));
             },

@@ -14,6 +14,8 @@ namespace {
 // A host function (CUhostFn). Runs on a thread of the driver, where no call into CUDA or Python is allowed.
 void ring(void* fd) { ::eventfd_write(static_cast<int>(reinterpret_cast<std::intptr_t>(fd)), 1); }
 
+constexpr int kNotReady = 600;  // CUDA_ERROR_NOT_READY
+
 void* handle(std::uintptr_t number) { return reinterpret_cast<void*>(number); }
 
 template <class Function>
@@ -67,8 +69,11 @@ KernelLauncher::KernelLauncher(const std::string& library, std::uintptr_t contex
         look_up(library_, "cuCtxPopCurrent_v2", calls_.pop);
         look_up(library_, "cuLaunchKernel", calls_.launch);
         look_up(library_, "cuEventRecord", calls_.record);
+        look_up(library_, "cuEventQuery", calls_.query);
         look_up(library_, "cuStreamWaitEvent", calls_.wait);
         look_up(library_, "cuLaunchHostFunc", calls_.host);
+        look_up(library_, "cuGetErrorName", calls_.name);
+        look_up(library_, "cuGetErrorString", calls_.text);
     } catch (...) {
         ::dlclose(library_);
         throw;
@@ -102,6 +107,24 @@ Failure KernelLauncher::ring_after(std::uintptr_t event, int fd) const {
     void* popped;
     calls_.pop(&popped);
     return failure.number ? failure : Failure{};
+}
+
+Failure KernelLauncher::query(std::uintptr_t event, bool& reached) const {
+    if (const int failed = calls_.push(context_)) return {"cuCtxPushCurrent_v2", failed};
+    const int number = calls_.query(handle(event));
+    void* popped;
+    calls_.pop(&popped);
+    reached = number == 0;
+    return number == 0 || number == kNotReady ? Failure{} : Failure{"cuEventQuery", number};
+}
+
+std::string KernelLauncher::words(const Failure& failure) const {
+    const auto asked = [&](int (*question)(int, const char**)) -> std::string {
+        const char* answer = nullptr;
+        return question(failure.number, &answer) == 0 && answer ? answer : "unknown error";
+    };
+    return std::string(failure.call) + " failed with " + asked(calls_.name) + " (" + std::to_string(failure.number) +
+           "): " + asked(calls_.text);
 }
 
 }  // namespace pdlink::cuda

@@ -31,6 +31,7 @@ struct RunRange {
 // The runs of a batch that are not launched yet.
 class RunQueue {
   public:
+    RunQueue() = default;
     explicit RunQueue(std::span<const Run> runs);
 
     bool empty() const { return at_ == runs_.size(); }
@@ -80,6 +81,12 @@ class KernelLauncher {
     // would wait for the host.
     Failure ring_after(std::uintptr_t event, int fd) const;
 
+    // Whether `event` is reached. Fails if the work before it has.
+    Failure query(std::uintptr_t event, bool& reached) const;
+
+    // As `CudaFailure` of pdlink/cuda/driver.py says it.
+    std::string words(const Failure& failure) const;
+
   private:
     using Handle = void*;
     struct Calls {
@@ -88,8 +95,11 @@ class KernelLauncher {
         int (*launch)(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void**,
                       void**);
         int (*record)(Handle, Handle);
+        int (*query)(Handle);
         int (*wait)(Handle, Handle, unsigned);
         int (*host)(Handle, void (*)(void*), void*);
+        int (*name)(int, const char**);
+        int (*text)(int, const char**);
     };
     void* library_;
     Calls calls_;

@@ -92,6 +92,16 @@ class Launches(Generic[Work]):
             made.pop_all()
 
     @property
+    def launcher(self) -> _cuda.KernelLauncher:
+        """For one who launches natively, with `slots`."""
+        return self._launcher
+
+    @property
+    def slots(self) -> list[tuple[int, int, int, int]]:
+        """Address of each one's list here and for kernels, its bytes, its event."""
+        return [(*slot.memory, slot.event.handle) for slot in self._all_slots]
+
+    @property
     def has_room(self) -> bool:
         return bool(self._slots)
 
