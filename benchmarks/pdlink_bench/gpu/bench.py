@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .figures import CASES, MAPPED, UCX, GpuFigure, Run, table
+from .figures import CASES, STAGED_MAPPED, UCX, GpuFigure, Run, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,9 +58,9 @@ def _cases() -> dict[str, Callable[[], list[GpuFigure]]]:
     return {
         "kernels": kernels.run,
         "host": kernels.run_to_host,
-        "mapped-cuda": partial(links.run, "mapped-cuda", MAPPED),
+        "mapped-cuda": links.run_mapped,
         "ucx": partial(links.run, "ucx", UCX),
-        "staged-mapped": partial(links.run, "staged-mapped", "two processes, through pinned slots, mapped"),
+        "staged-mapped": partial(links.run, "staged-mapped", STAGED_MAPPED),
         "staged-tcp": partial(links.run, "staged-tcp", "two processes, through pinned slots, tcp"),
         "tiers": tiers.run,
         "exposed": links.run_exposed,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 CASES: dict[str, tuple[int, str]] = {
     "kernels": (60, "reshape kernels beside the device-to-device copy of the same run"),
     "host": (40, "device to pinned host, layer by layer, beside one copy"),
-    "mapped-cuda": (50, "two processes on one GPU: a kernel stores into the peer's pages"),
+    "mapped-cuda": (60, "two processes on one GPU: a kernel stores into the peer's pages"),
     "ucx": (60, "the same pages through UCX"),
     "staged-mapped": (40, "the same pages through pinned slots that the peer maps"),
     "staged-tcp": (40, "the same pages through pinned slots and a socket"),
@@ -25,6 +25,11 @@ CASES: dict[str, tuple[int, str]] = {
 """Each in a process of its own, one after the other: the most seconds it may take, and what it is."""
 
 MAPPED, UCX = "two processes, mapped-cuda", "two processes, UCX cuda_ipc"
+STAGED_MAPPED = "two processes, through pinned slots, mapped"
+WHOLE, BY_LAYER, OTHER_LAYOUT = "mapped-cuda, one submit", "mapped-cuda, layer by layer", "mapped-cuda, NHD to HND"
+SUBMIT, ONE_LAYER = "mapped-cuda, CPU of a submit", "mapped-cuda, one layer to its report"
+TO_ARENA, FROM_ARENA = "GPU pages to arena, layer by layer", "arena to GPU pages, layer by layer"
+TO_ARENA_FIRST = "GPU pages to arena, the first time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,15 @@ BARS = (
     Threshold("NHD to HND", "kernels", 0.75, "of the device-to-device copy"),
     Threshold("device to pinned host, layer by layer", "host", 0.95, "of one large copy"),
     Threshold("mapped-cuda against UCX", "ucx", 2.0, "times UCX cuda_ipc"),
+    Threshold(WHOLE, "mapped-cuda", 0.8, "of 32 device-to-device copies"),
+    Threshold(BY_LAYER, "mapped-cuda", 0.6, "of 32 device-to-device copies"),
+    Threshold(OTHER_LAYOUT, "mapped-cuda", 0.8, "of equal layouts"),
+    Threshold(SUBMIT, "mapped-cuda", 1.0, "of 8 us", at_most=True),
+    Threshold(ONE_LAYER, "mapped-cuda", 1.0, "of 35 us", at_most=True),
+    Threshold(STAGED_MAPPED, "staged-mapped", 0.8, "of one copy to the host"),
+    Threshold(TO_ARENA, "tiers", 0.95, "of one large copy"),
+    Threshold(FROM_ARENA, "tiers", 0.95, "of one large copy"),
+    Threshold(TO_ARENA_FIRST, "tiers", 0.5, "of one large copy"),
     Threshold("exposed transfer time", "exposed", 2 / 32, "of the transfer", at_most=True),
 )
 

@@ -15,6 +15,7 @@ import select
 import statistics
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -36,7 +37,16 @@ from pdlink.transport.staged import StagedMapped, StagedTcp
 from pdlink.transport.tcp import TcpTransport
 from pdlink.transport.ucx import UcxTransport
 
-from .figures import GpuFigure
+from .figures import (
+    BY_LAYER,
+    MAPPED,
+    ONE_LAYER,
+    OTHER_LAYOUT,
+    STAGED_MAPPED,
+    SUBMIT,
+    WHOLE,
+    GpuFigure,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +58,8 @@ if TYPE_CHECKING:
 
 LAYERS, TOKENS, BLOCK_TOKENS, HEADS, HEAD_DIM = 32, 2048, 16, 8, 128
 POOL_BLOCKS = 2 * TOKENS // BLOCK_TOKENS
-PAGE_NBYTES = BLOCK_TOKENS * HEADS * HEAD_DIM * 2
+HEAD_NBYTES = HEAD_DIM * 2
+PAGE_NBYTES = BLOCK_TOKENS * HEADS * HEAD_NBYTES
 PART_NBYTES = POOL_BLOCKS * PAGE_NBYTES
 POOL_NBYTES = LAYERS * 2 * PART_NBYTES
 PUSH_NBYTES = LAYERS * 2 * TOKENS * HEADS * HEAD_DIM * 2
@@ -130,6 +141,11 @@ class GpuLink:
         )
         nbytes = np.full(len(self.src), PAGE_NBYTES, dtype=np.int64)
         self._runs = np.stack([self.src * PAGE_NBYTES, self.dst * PAGE_NBYTES, nbytes], axis=1)
+        tokens, heads = np.divmod(np.arange(BLOCK_TOKENS * HEADS), HEADS)
+        inside = np.stack([tokens * HEADS + heads, heads * BLOCK_TOKENS + tokens], axis=1) * HEAD_NBYTES
+        vectors = (self._runs[:, None, :2] + inside[None]).reshape(-1, 2)
+        self._vectors = np.column_stack([vectors, np.full(len(vectors), HEAD_NBYTES)]).astype(np.int64)
+        """The same pages, tokens before heads here and heads before tokens there."""
         self.open_batches: set[int] = set()
         try:
             self.transport.open()
@@ -147,9 +163,11 @@ class GpuLink:
             self.close()
             raise
 
-    def submit(self, layer: int) -> None:
-        bases = (layer * 2 * PART_NBYTES, (layer * 2 + 1) * PART_NBYTES)
-        lists = [RunList(0, base, 0, base, self._runs) for base in bases]
+    def submit(self, first: int, num_layers: int = 1, *, other_layout: bool = False) -> None:
+        """These layers, in one batch."""
+        runs = self._vectors if other_layout else self._runs
+        bases = range(first * 2 * PART_NBYTES, (first + num_layers) * 2 * PART_NBYTES, PART_NBYTES)
+        lists = [RunList(0, base, 0, base, runs) for base in bases]
         self.open_batches.add(self.transport.submit("owner", lists, PATIENCE_S))
 
     def wait(self) -> None:
@@ -182,15 +200,60 @@ class GpuLink:
         self.pool.close()
 
 
-def push_s(link: GpuLink) -> float:
+def push_s(link: GpuLink, *, other_layout: bool = False) -> float:
     """Seconds from the first submission to the last report; the median of the rounds."""
+
+    def push() -> None:
+        for layer in range(LAYERS):
+            link.submit(layer, other_layout=other_layout)
+        link.wait()
+
+    return _median_s(push)
+
+
+def _median_s(work: Callable[[], object]) -> float:
+    """Of the rounds, without the first two."""
     times = []
     for _ in range(ROUNDS + 2):
         start = time.monotonic()
+        work()
+        times.append(time.monotonic() - start)
+    return statistics.median(times[2:])
+
+
+def _copies_s(link: GpuLink) -> float:
+    """As many bytes by torch's device-to-device copies, one for each layer."""
+    source = link.view.view(LAYERS, -1)[:, : PUSH_NBYTES // LAYERS]
+    there = torch.empty(source.shape, dtype=source.dtype, device="cuda")
+
+    def copy() -> None:
+        for layer in range(LAYERS):
+            there[layer].copy_(source[layer])
+        torch.cuda.synchronize()
+
+    return _median_s(copy)
+
+
+def _copy_to_host_s(link: GpuLink) -> float:
+    """As many bytes in one copy to pinned memory."""
+    there = torch.empty(PUSH_NBYTES, dtype=torch.uint8, pin_memory=True)
+
+    def copy() -> None:
+        there.copy_(link.view[:PUSH_NBYTES], non_blocking=True)
+        torch.cuda.synchronize()
+
+    return _median_s(copy)
+
+
+def _submit_s(link: GpuLink) -> float:
+    """CPU time of the thread that submits, for a layer."""
+    times = []
+    for _ in range(ROUNDS + 2):
+        start = time.thread_time()
         for layer in range(LAYERS):
             link.submit(layer)
+        times.append((time.thread_time() - start) / LAYERS)
         link.wait()
-        times.append(time.monotonic() - start)
     return statistics.median(times[2:])
 
 
@@ -253,6 +316,39 @@ class ForwardPass:
         self._order.close()
 
 
+def run_mapped() -> list[GpuFigure]:
+    """The lane between GPUs beside copies of the same bytes, in one process."""
+    figures = run("mapped-cuda", MAPPED)
+    if figures[0].seconds is None:
+        return figures
+    link = GpuLink("mapped-cuda")
+    try:
+        copies_s, by_layer_s = _copies_s(link), push_s(link)
+
+        def whole() -> None:
+            link.submit(0, LAYERS)
+            link.wait()
+
+        def one_layer() -> None:
+            link.submit(0)
+            link.wait()
+
+        whole_s, layer_s, other_s = _median_s(whole), _median_s(one_layer), push_s(link, other_layout=True)
+        submit_s = _submit_s(link)
+    finally:
+        link.close()
+    copies, speed = "32 device-to-device copies", PUSH_NBYTES / 1e9
+    return [
+        *figures,
+        GpuFigure(copies, copies_s, speed / copies_s),
+        GpuFigure(WHOLE, whole_s, speed / whole_s, copies, copies_s / whole_s),
+        GpuFigure(BY_LAYER, by_layer_s, speed / by_layer_s, copies, copies_s / by_layer_s),
+        GpuFigure(OTHER_LAYOUT, other_s, speed / other_s, "equal layouts", by_layer_s / other_s),
+        GpuFigure(SUBMIT, submit_s, against="8 us", ratio=submit_s / 8e-6),
+        GpuFigure(ONE_LAYER, layer_s, against="35 us", ratio=layer_s / 35e-6),
+    ]
+
+
 def run(transport_name: str, title: str) -> list[GpuFigure]:
     """A push over one transport, checked at the owner's. A transport that cannot work here says why."""
     try:
@@ -263,8 +359,10 @@ def run(transport_name: str, title: str) -> list[GpuFigure]:
         seconds = push_s(link)
         if not link.landed():
             raise RuntimeError(f"{transport_name}: the owner holds other bytes than were pushed")
-        note = f"lane {link.transport.lane('owner')}"
-        return [GpuFigure(title, seconds, PUSH_NBYTES / seconds / 1e9, note=note)]
+        figure = GpuFigure(title, seconds, PUSH_NBYTES / seconds / 1e9, note=f"lane {link.transport.lane('owner')}")
+        if title == STAGED_MAPPED:
+            figure = replace(figure, against="one copy to the host", ratio=_copy_to_host_s(link) / seconds)
+        return [figure]
     finally:
         link.close()
 
