@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pdlink.errors import ConfigError
-from pdlink.integrations.sglang_parts import host_pool, versions, wire
+from pdlink.integrations.sglang_parts import host_pool, sessions, versions, wire
 from pdlink.integrations.sglang_parts.arrivals import DecodeRooms
 from pdlink.integrations.sglang_parts.ends import Cut, Ends, NodeEnd, RankShare, comes_from_another, shared_heads
 from pdlink.integrations.sglang_parts.hicache import HostPages, RankScheme
@@ -482,3 +482,27 @@ def test_messages_of_sglang_are_left_to_it() -> None:
     assert wire.decode(wire.encode(ask)) == ask
     here = wire.PrefillNodes(1, "t", {-1: "tcp://a:1", 0: "tcp://a:2"}, (1, 2), (0, 1), (0, 1))
     assert wire.decode(wire.encode(here)) == here
+
+
+@pytest.mark.parametrize("missing", ["session_id", "kv", "finished", "up_to"])
+def test_a_request_whose_session_cannot_be_read_goes_on(missing: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As in a later SGLang, which is tried with `untested_sglang: accept`."""
+    hooks: list[Callable[..., Any]] = []
+    sessions.install(lambda _, around: hooks.append(around))
+    told: list[dict[str, int]] = []
+
+    def insert(_tree: object, _request: object, **named: int) -> str:
+        told.append(named)
+        return "inserted"
+
+    known: dict[str, Any] = {
+        "session_id": "agent",
+        "kv": SimpleNamespace(cache_inserted_len=0),
+        "finished": lambda: True,
+        "full_untruncated_fill_ids": [1],
+    }
+    request = SimpleNamespace(**{name: value for name, value in known.items() if name != missing})
+    named = {"upto" if missing == "up_to" else "up_to": 1}
+    assert hooks[0](insert, None, request, **named) == "inserted"
+    assert told == [named]
+    assert "the session of a request keeps nothing" in caplog.text

@@ -69,20 +69,35 @@ def install(register: Callable[[str, Callable[..., Any]], None]) -> None:
     register(INSERT, _around)
 
 
-def _around(original: Callable[..., Any], tree: Any, request: Any, *, up_to: int, **more: Any) -> Any:
-    session = request.session_id or (request.session and request.session.session_id)
-    if not session:
-        return original(tree, request, up_to=up_to, **more)
-    begins = not request.kv.cache_inserted_len
-    result = original(tree, request, up_to=up_to, **more)
-    try:
-        if request.finished():
-            TURNS.turn(session, tree, request, request.full_untruncated_fill_ids[:up_to], waits=True)
-        elif begins:
-            TURNS.turn(session, tree, request, request.origin_input_ids[:], waits=False)
-    except Exception as error:  # noqa: BLE001  SGLang's own call goes on
-        log.warning("pdlink store: the session of a request keeps nothing: %r", error)
+def _around(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    begun = _guarded(_session_of, *args, **named)
+    result = original(*args, **named)
+    if begun is not None:
+        _guarded(_told, begun, *args, **named)
     return result
+
+
+def _guarded(look: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """SGLang's own call goes on, also in a later SGLang whose requests are other ones."""
+    try:
+        return look(*args, **named)
+    except Exception as error:  # noqa: BLE001
+        log.warning("pdlink store: the session of a request keeps nothing: %r", error)
+        return None
+
+
+def _session_of(_tree: Any, request: Any, **_: Any) -> tuple[str, bool] | None:
+    """And whether nothing of the request is in the tree yet."""
+    session = request.session_id or (request.session and request.session.session_id)
+    return (session, not request.kv.cache_inserted_len) if session else None
+
+
+def _told(begun: tuple[str, bool], tree: Any, request: Any, *, up_to: int, **_: Any) -> None:
+    session, begins = begun
+    if request.finished():
+        TURNS.turn(session, tree, request, request.full_untruncated_fill_ids[:up_to], waits=True)
+    elif begins:
+        TURNS.turn(session, tree, request, request.origin_input_ids[:], waits=False)
 
 
 def _hashes(tokens: Any, extra_key: str | None, salt: str, page: int, is_bigram: bool) -> list[str]:  # noqa: FBT001

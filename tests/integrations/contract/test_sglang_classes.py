@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 
 from pdlink.integrations import sglang as ours  # noqa: E402
-from pdlink.integrations.sglang_parts import allocation, giving_up, layerwise, weights  # noqa: E402
+from pdlink.integrations.sglang_parts import allocation, giving_up, layerwise, sessions, weights  # noqa: E402
 
 pytestmark = [pytest.mark.sglang, pytest.mark.engines, pytest.mark.filterwarnings("ignore")]
 
@@ -81,7 +81,7 @@ def test_functions_that_are_wrapped_are_where_we_say() -> None:
     pools = [f"sglang.srt.mem_cache.memory_pool.{name}._create_buffers" for name in allocation._POOLS]
     changes = [f"{weights.MANAGER}.{name}" for name in (*weights._CHANGES, *weights._BEGINNINGS)]
     batches = [layerwise._RUN_BATCH, layerwise._FORWARD, giving_up._ABORTS]
-    for name in ["sglang.srt.disaggregation.utils.get_kv_class", *pools, *changes, *batches]:
+    for name in ["sglang.srt.disaggregation.utils.get_kv_class", sessions.INSERT, *pools, *changes, *batches]:
         place: Any = None
         parts = name.split(".")
         for end in range(len(parts) - 1, 0, -1):
