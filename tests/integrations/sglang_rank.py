@@ -7,6 +7,7 @@ then on, until `use` names another one. Run by `test_sglang_transfer.py` and `te
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import traceback
@@ -22,6 +23,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
+from tests.nursery import WHOLE_END
 from tests.waiting import WAIT_S
 
 PAGE, LAYERS, PAGES, HEADS, HEAD, ROWS = 4, 4, 1024, 2, 32, 8
@@ -269,6 +271,5 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stderr.flush()
-    import os
-
-    os._exit(0)  # SGLang's threads have no end
+    if not os.environ.get(WHOLE_END):
+        os._exit(0)  # SGLang's threads have no end

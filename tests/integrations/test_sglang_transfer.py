@@ -14,6 +14,7 @@ import pytest
 
 from pdlink.fleet.ports import free_ports
 
+from ..nursery import WHOLE_END
 from .sglang_process import Engine
 
 if importlib.util.find_spec("sglang") is None:
@@ -26,8 +27,8 @@ ROW, OTHER_ROW = 3, 5
 
 
 class Pair:
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.port = folder, free_ports(2)
+    def __init__(self, folder: Path, **environment: str) -> None:
+        self.folder, self.port, self._environment = folder, free_ports(2), environment
         self.address = f"127.0.0.1:{self.port}"
         self._room = 1000
         self.prefill, self.decode = self._start("prefill", 0), self._start("decode", 0)
@@ -35,7 +36,7 @@ class Pair:
             rank.answer()
 
     def _start(self, mode: str, life: int) -> Engine:
-        rank = Engine("sglang_rank", self.folder / f"{mode}{life}.log", SGLANG_PLUGINS="pdlink")
+        rank = Engine("sglang_rank", self.folder / f"{mode}{life}.log", SGLANG_PLUGINS="pdlink", **self._environment)
         rank.send("open", mode=mode, port=self.port)
         return rank
 
@@ -217,3 +218,20 @@ def test_prefill_dies_and_decode_fails_its_requests_and_uses_the_next_life(pair:
     pair.prefill.close()
     pair.again("prefill")
     test_chunks_land_in_their_pages_and_the_row_with_the_last(pair)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "ucx"])
+def test_a_process_that_ends_has_closed_its_node(tmp_path: Path, kind: str) -> None:
+    """SGLang calls nothing of a manager's then. The interpreter finds no native thread and no object of ours."""
+    pair = Pair(tmp_path, PDLINK_TRANSPORT__KIND=kind, **{WHOLE_END: "1"})
+    try:
+        room = pair.open()
+        pair.ready(room, [1, 2], num_pages=2, seed=9)
+        pair.prefill("send", room=room, pages=[3, 4], seed=9)
+        pair.wait(room, SUCCESS, SUCCESS)
+    finally:
+        pair.close()
+    for mode, rank in (("prefill", pair.prefill), ("decode", pair.decode)):
+        log = (tmp_path / f"{mode}0.log").read_text()
+        assert rank.process.returncode == 0, log
+        assert '"pdlink._' not in log, "nanobind tells what is left of ours"

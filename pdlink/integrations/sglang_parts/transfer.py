@@ -15,6 +15,7 @@ all of it has landed, so decode can see neither before the KV.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections import OrderedDict
@@ -63,7 +64,8 @@ _STOP_S = 5.0
 
 
 class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not installed where types are checked
-    """One per scheduler rank. Opens its node in the constructor; `teardown`, or the process, ends it."""
+    """One per scheduler rank. Opens its node in the constructor; `teardown` ends it, at the latest when the process
+    ends by itself."""
 
     supports_deferred_decode_kv_release = True
     supports_role_switch = True
@@ -110,10 +112,13 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         self._stopped = threading.Event()
         self._listener = threads.guarded("pdlink-sglang", self._listen, self._deaf)
         self._listener.start()
+        # SGLang calls no manager when a server ends, and native threads must not outlive the interpreter.
+        atexit.register(self.teardown)
         log.info("pdlink: %s listens on %s, KV over %s", self.node.name, self.node.address, self.node.transports)
 
     def teardown(self) -> None:
-        """The server takes the other role: end every thread, socket and node. SGLang has ended its requests."""
+        """The server takes the other role, or ends; SGLang has ended its requests. End threads, sockets and nodes."""
+        atexit.unregister(self.teardown)
         self._giving_up.remove()
         if self._layerwise is not None:
             self._layerwise.remove()
