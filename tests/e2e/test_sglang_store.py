@@ -19,13 +19,15 @@ if importlib.util.find_spec("sglang") is None:
 
 from pdlink.api.session import encode_session  # noqa: E402
 from tests.e2e.deployment import Deployment, worker_settings  # noqa: E402
-from tests.e2e.engine_servers import prompt_of, until  # noqa: E402
+from tests.e2e.engine_servers import NUM_LAYERS, body_of, post, prompt_of, until  # noqa: E402
 from tests.e2e.sglang_servers import ADMIN_KEY, SglangPair, SglangServer, cached_of, save_checkpoint, tokens_of  # noqa: E402
 from tests.store.process import Process, process  # noqa: E402
 
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PAGE = 64
+PAGE_NBYTES = PAGE * NUM_LAYERS * 2 * 4 * 32 * 4
+"""K and V of four heads of 32 in float32."""
 FLAGS = [
     *("--page-size", str(PAGE), "--enable-hierarchical-cache", "--admin-api-key", ADMIN_KEY),
     *("--hicache-mem-layout", "page_first_direct", "--hicache-io-backend", "direct"),
@@ -76,6 +78,14 @@ def sessions_of(store: Process) -> list[tuple[str, int, bool]]:
         return [(each["name"], each["records"], each["waits"]) for each in json.load(answer)["sessions"]]
 
 
+def end_session(store: Process, name: str) -> None:
+    url = f"{store.child.facts['url']}/pdlink/cache/end_session"
+    said = json.dumps({"session_id": name}).encode()
+    asked = urllib.request.Request(url, said, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        assert json.load(answer) == {"ended": True}
+
+
 def flush(server: SglangServer) -> None:
     """Empty its memory, on the device and on the host; it refuses while it works."""
     until(lambda: server.call("POST", "/flush_cache") == 200, "its memory is empty")
@@ -113,13 +123,7 @@ def test_the_turn_of_a_session_is_kept_until_the_session_ends(server: SglangServ
     prompt = prompt_of(600, 31)
     server.generate(prompt, session_id=encode_session("agent", 600.0, ""))
     until(lambda: sessions_of(store) == [("agent", len(prompt) // PAGE, True)], "its session keeps it")
-    asked = urllib.request.Request(
-        f"{store.child.facts['url']}/pdlink/cache/end_session",
-        json.dumps({"session_id": "agent"}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(asked, timeout=60) as answer:
-        assert json.load(answer) == {"ended": True}
+    end_session(store, "agent")
     assert sessions_of(store) == []
 
 
@@ -211,6 +215,35 @@ def test_a_pair_over_tcp_keeps_prompts_in_the_store_that_its_next_life_loads(
         assert pair.tokens(prompt_of(1000, 22)) == expected[0]
     finally:
         pair.stop()
+
+
+def test_a_pair_keeps_a_session_while_its_tools_run_and_others_push(place: Path, backend: dict[str, Any]) -> None:
+    """In a store of 80 pages without a tier below, on which both servers are; sessions keep a quarter of them."""
+    prompt, pages = prompt_of(600, 41), 600 // PAGE
+    others = [prompt_of(4000, seed) for seed in (51, 52)]
+    (small := place / "small").mkdir()
+    with process(small, tiers={"max_local_cpu_size": 80 * PAGE_NBYTES / 2**30}) as store:
+        extra = backend | {"name": "session", "tiers": {"store": str(store.path), "store_timeout_s": 20.0}}
+        flags = [*FLAGS, "--hicache-storage-backend", "dynamic", "--hicache-storage-prefetch-policy", WAITS]
+        flags += ["--hicache-storage-backend-extra-config", json.dumps(extra)]
+        pair = SglangPair.of(place, flags, decode=["--disaggregation-decode-enable-radix-cache"])
+        try:
+            asked = body_of(prompt, session_id="agent", session_ttl_s=600.0)
+            first = post(f"{pair.url}/v1/completions", asked)
+            until(lambda: sessions_of(store) == [("agent", pages, True)], "its session keeps it")
+            for other in others:
+                pair.tokens(other)
+            evicted = 'pdlink_store_records_total{change="evicted"}'
+            until(lambda: counted(store, evicted) >= (sum(map(len, others)) // PAGE + pages) - 80, "others push")
+            for one in pair.servers:
+                flush(one)
+            prefill, decode = pair.legs(prompt)
+            assert (cached_of(prefill), cached_of(decode)) == (pages * PAGE, pages * PAGE)
+            assert tokens_of(decode) == tokens_of(first)
+            end_session(store, "agent")
+            assert sessions_of(store) == []
+        finally:
+            pair.stop()
 
 
 def test_a_linker_keeps_prompts_without_a_pool_on_the_host_and_shares_them_with_hicache(
