@@ -104,7 +104,7 @@ def restart_s(path: Path, num_entries: int) -> tuple[float, float]:
     for number in range(num_entries):
         segment, at = divmod(number, per_segment)
         rest = pack(segment * pages + at * _PAGES_PER_ENTRY, _PAGES_PER_ENTRY * PAGE_NBYTES, at, bytes(12))
-        journal.append(segment, at, number.to_bytes(32, "big"), rest)
+        journal.append(segment, at, [(number.to_bytes(32, "big"), rest)])
     journal.close()
     os.truncate(path / "restart/records", num_segments * pages * PAGE_NBYTES)
     began_s, began_cpu_s = time.perf_counter(), time.process_time()

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import CancelledError, wait
 from contextlib import suppress
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, TypeVar
 
 from pdlink.breaker import Breaker
@@ -16,7 +17,7 @@ from pdlink.events import TierCalled, emit
 from pdlink.store.cleared import EVERYTHING
 from pdlink.store.interface import PlaceState
 from pdlink.store.line import FIRST, Line, Width
-from pdlink.store.tiers.base import DAMAGED, ListingTier, ReadOnly, RoutedTier, SettlingTier, TellingTier
+from pdlink.store.tiers.base import DAMAGED, ListingTier, ReadOnly, RoutedTier, RunTier, SettlingTier, TellingTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,6 +38,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 """After a record that a tier did not take, before it is offered another one."""
 _REFUSALS = 3
 """In a row, before operators are told."""
+_RUN_NBYTES = 4 << 20
+"""Of records that a tier reads or writes in one call, where it can."""
 _NOBODYS = bytes(16)
 """Key of no record."""
 _OF_SERVERS = "; see that it runs and that tiers.remote_url is right; it is a miss until it answers"
@@ -97,6 +100,7 @@ class GuardedTier:
         """Of the last call that failed; empty while the tier answers, and of one that only stalled."""
         self._clock = clock
         self._lock = threading.Lock()
+        self._in_runs = tier if isinstance(tier, RunTier) else None
 
     def took(self, now_s: float, *, taken: bool) -> None:
         """Whether it took a record that it was offered. Under the store's lock."""
@@ -143,8 +147,43 @@ class GuardedTier:
         with self._lock:
             return any(one.stalls(self._clock()) for one in (self._asking, self._moving, self._forgetting))
 
-    def call(self, what: str, function: Callable[[], _T], otherwise: _T, nbytes: int = 0) -> _T:
-        """What `function` gives, in this thread; `otherwise` if the tier is kept away or the call raises."""
+    def runs(self, some: Sequence[tuple[_T, int]]) -> list[list[_T]]:
+        """Records, each with its bytes, in parts that it is to read or write in one call."""
+        runs: list[list[_T]] = []
+        run_nbytes = 0
+        for one, nbytes in some:
+            run_nbytes += nbytes
+            if not runs or self._in_runs is None or run_nbytes > _RUN_NBYTES:
+                runs.append([])
+                run_nbytes = nbytes
+            runs[-1].append(one)
+        return runs
+
+    def get(self, wanted: Sequence[tuple[bytes, memoryview]]) -> list[int | None]:
+        """As `Tier.get`, of each key and the memory for its record; None for what a failure leaves out."""
+        if self._in_runs is not None:
+            nothing: list[int | None] = []
+            sizes = [len(into) for _, into in wanted]
+            got = self.call("get", partial(self._in_runs.get_run, wanted), nothing, sizes)
+            if got or len(wanted) == 1:
+                return got or [None]
+        return [self.call("get", partial(self.tier.get, *each), None, [len(each[1])]) for each in wanted]
+
+    def put(self, records: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
+        """As `Tier.put`, of each."""
+        if self._in_runs is not None:
+            nothing: list[bool] = []
+            sizes = [len(record) for _, record in records]
+            put = self.call("put", partial(self._in_runs.put_run, records), nothing, sizes)
+            if put or len(records) == 1:
+                return put or [False]
+        return [self.call("put", partial(self.tier.put, *each), False, [len(each[1])]) for each in records]
+
+    def call(self, what: str, function: Callable[[], _T], otherwise: _T, sizes: Sequence[int] = ()) -> _T:
+        """What `function` gives, in this thread; `otherwise` if the tier is kept away or the call raises.
+
+        sizes: bytes of the records that it moves, of which it may give a list.
+        """
         with self._lock:
             began_s = self._clock()
             breaker = self._asking if what == "contains" else self._forgetting if what in _FORGET else self._moving
@@ -177,8 +216,11 @@ class GuardedTier:
             log.warning("tier %s is left alone for a while", self.name)
         elif kept_away and not now_away:
             log.warning("tier %s answers again", self.name)
-        outcome = "failed" if failed else "missed" if result in (None, False, DAMAGED) else "done"
-        emit(TierCalled(tier=self.name, call=what, outcome=outcome, nbytes=nbytes, took_s=now_s - began_s))
+        each = result if sizes and isinstance(result, list) else [result]
+        came = [one not in (None, False, DAMAGED) for one in each]
+        outcome = "failed" if failed else "done" if any(came) else "missed"
+        moved_nbytes = sum(compress(sizes, came))
+        emit(TierCalled(tier=self.name, call=what, outcome=outcome, nbytes=moved_nbytes, took_s=now_s - began_s))
         return result
 
     def _allows(self, now_s: float, breaker: Breaker) -> bool:

@@ -13,19 +13,22 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from math import inf
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdlink.store.books import let_others, pieces
 from pdlink.store.line import Line
-from pdlink.store.record import Miss, expiry, is_hashed, seal, unseal
+from pdlink.store.record import Miss, header_of, seal, unseal
 from pdlink.store.slots import WHOLE
 from pdlink.store.tiers.base import DAMAGED
 from pdlink.store.write_through import SELF
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from pdlink.memory.buffers import Bytes
     from pdlink.store.arena import Arena
     from pdlink.store.below import Below, GuardedTier
     from pdlink.store.books import Books
@@ -70,6 +73,15 @@ class Arrival:
     shape: RecordShape
     waiting: list[tuple[Fetch, int]] = field(default_factory=list)
     """Who, and which of their chunks it is."""
+
+    @property
+    def end(self) -> int:
+        """Of the arena, where its slot ends."""
+        return self.slot.offset + self.slot.nbytes
+
+    def is_unchecked(self, brought: Mapping[bytes, Brought]) -> bool:
+        """Whether it came, and nobody has compared its sums."""
+        return self.slot.key in brought and not brought[self.slot.key].checked
 
     @property
     def checks(self) -> bool:
@@ -210,11 +222,14 @@ class Fetching:
                 self._books.note()
             if begun:  # tiers read the first records meanwhile
                 self._arena.begin(max(arrival.slot.offset + arrival.slot.nbytes for arrival, _ in begun))
-            for arrival, tier in begun:
-                if not self._below.tiers or not self._below.tiers[tier].readers.put(
-                    partial(self._bring, arrival, tier)
-                ):
-                    self._arrived(arrival, None)
+            if begun and not self._below.tiers:
+                self._arrived([arrival for arrival, _ in begun], {})
+                begun = []
+            for index, of_tier in groupby(begun, key=itemgetter(1)):
+                tier = self._below.tiers[index]
+                for run in tier.runs([(arrival, arrival.slot.nbytes) for arrival, _ in of_tier]):
+                    if not tier.readers.put(partial(self._bring, run, index)):
+                        self._arrived(run, {})
             if not goes_on:
                 break
         with self._books.lock:
@@ -327,70 +342,77 @@ class Fetching:
 
     # --- The tiers' threads
 
-    def _bring(self, arrival: Arrival, first_tier: int) -> None:
-        """Read a record into its slot, if anybody still waits for it."""
-        with self._books.lock:
-            wanted, checks = not all(fetch.closed for fetch, _ in arrival.waiting), arrival.checks
-        end, brought = arrival.slot.offset + arrival.slot.nbytes, None
+    def _bring(self, run: Sequence[Arrival], first_tier: int) -> None:
+        """Read records of one shape into their slots, as far as anybody still waits for them."""
+        brought: dict[bytes, Brought] = {}
         try:
-            if wanted and self._arena.commit(end) >= end:
-                brought = self._read(arrival, first_tier, checks=checks)
-                with self._books.lock:
-                    checks = arrival.checks
-                if brought is not None and checks and not brought.checked:  # somebody has come meanwhile
-                    brought = self._read(arrival, first_tier, checks=True)
-        finally:  # else its slot is lost, and nobody brings the record again
-            self._arrived(arrival, brought)
+            with self._books.lock:
+                wanted = [(one, one.checks) for one in run if not all(fetch.closed for fetch, _ in one.waiting)]
+            has_memory = self._arena.commit(max((one.end for one, _ in wanted), default=0))
+            brought = self._read([each for each in wanted if each[0].end <= has_memory], first_tier)
+            with self._books.lock:  # somebody may have come meanwhile
+                again = [(one, True) for one in run if one.checks and one.is_unchecked(brought)]
+            for one, _ in again:
+                del brought[one.slot.key]
+            brought |= self._read(again, first_tier)
+        finally:  # else their slots are lost, and nobody brings the records again
+            self._arrived(run, brought)
 
-    def _read(self, arrival: Arrival, first: int, *, checks: bool) -> Brought | None:
-        """Read it from the first tier from `first` on that has it whole.
+    def _read(self, wanted: Sequence[tuple[Arrival, bool]], first: int) -> dict[bytes, Brought]:
+        """Read each from the first tier from `first` on that has it whole.
 
-        checks: the payload, too, where the tier does not see to that.
+        wanted: and whether to check the payload, too, where the tier does not see to that.
         """
-        slot, shape = arrival.slot, arrival.shape
-        key, record = slot.key, self._arena.array[slot.offset :][: slot.nbytes]
-        for tier in self._below.tiers[first:]:
-            if tier.hides(key):
-                continue
-            nbytes = tier.call("get", partial(tier.tier.get, key, record.data), None, len(record))
-            if nbytes is None or nbytes == DAMAGED:
-                continue
-            miss = unseal(record, key, shape, nbytes, verified=tier.verifies or not checks)
-            if miss is None and not (tier.verifies or is_hashed(record)):
-                miss = Miss("payload_checksum")  # of those who need none: nobody could check it
-            if miss is None and (expires_at_s := expiry(record)) > time.time():
-                if self._below.hashed and not is_hashed(record):  # put when there were other tiers
-                    seal(record, key, shape, expires_at_s)
-                return Brought(tier, expires_at_s, summed=is_hashed(record), checked=tier.verifies or checks)
-            if miss is not None:
-                log.warning("tier %s: record %s is none: %s", tier.name, key.hex()[:16], miss.reason)
-            tier.writers.put(partial(tier.remove, key), alone=True)
+        brought: dict[bytes, Brought] = {}
+        for tier in self._below.tiers[first:] if wanted else ():
+            left = [each for each in wanted if (key := each[0].slot.key) not in brought and not tier.hides(key)]
+            records = [self._arena.array[one.slot.offset :][: one.slot.nbytes] for one, _ in left]
+            came = tier.get([(one.slot.key, record.data) for (one, _), record in zip(left, records, strict=True)])
+            for (one, checks), record, nbytes in zip(left, records, came, strict=True):
+                if nbytes is not None and nbytes != DAMAGED:
+                    found = self._opened(one, record, nbytes, tier, checks=checks)
+                    if found is not None:
+                        brought[one.slot.key] = found
+        return brought
+
+    def _opened(
+        self, arrival: Arrival, record: Bytes, nbytes: int, tier: GuardedTier, *, checks: bool
+    ) -> Brought | None:
+        """What came of a tier, if it is the record."""
+        key, shape = arrival.slot.key, arrival.shape
+        header = header_of(record, key, shape, nbytes, verified=tier.verifies or not checks)
+        if not isinstance(header, Miss) and not (tier.verifies or header.is_hashed):
+            header = Miss("payload_checksum")  # of those who need none: nobody could check it
+        if not isinstance(header, Miss) and header.expires_at_s > time.time():
+            seals = self._below.hashed and not header.is_hashed  # put when there were other tiers
+            if seals:
+                seal(record, key, shape, header.expires_at_s)
+            return Brought(tier, header.expires_at_s, header.is_hashed or seals, tier.verifies or checks)
+        if isinstance(header, Miss):
+            log.warning("tier %s: record %s is none: %s", tier.name, key.hex()[:16], header.reason)
+        tier.writers.put(partial(tier.remove, key), alone=True)
         return None
 
-    def _arrived(self, arrival: Arrival, brought: Brought | None) -> None:
-        books, key = self._books, arrival.slot.key
+    def _arrived(self, run: Sequence[Arrival], brought: Mapping[bytes, Brought]) -> None:
+        """These have come, as far as they were brought, or will not."""
+        books = self._books
         finished, further = [], []
-        whole = False
+        came: dict[Brought, list[Slot]] = {}
+        waiting: dict[Fetch, list[tuple[int, Slot]]] = {}
         with books.lock:
-            if brought is not None and (brought.checked or not arrival.checks):
-                readable = books.commit(
-                    [arrival.slot],
-                    arrival.shape,
-                    summed=brought.summed,
-                    checked=brought.checked,
-                    expires_at_s=brought.expires_at_s,
-                )
-                whole = bool(readable)
-                if whole:
-                    self._writing.brought(key, brought.tier)
-            else:
-                books.catalog.abandon([arrival.slot])
-            self._arrivals.pop(key, None)
-            for fetch, index in arrival.waiting:
-                came = whole and not fetch.closed
-                if came and key in books.unchecked:
-                    fetch.unchecked.add(key)
-                has_more = fetch.settled(index, self._lease(fetch, [key]).slots[0] if came else None)
+            for arrival in run:
+                slot = arrival.slot
+                what = brought.get(slot.key)
+                if what is not None and (what.checked or not arrival.checks):
+                    came.setdefault(what, []).append(slot)
+                else:
+                    books.catalog.abandon([slot])
+                self._arrivals.pop(slot.key, None)
+                for fetch, index in arrival.waiting:
+                    waiting.setdefault(fetch, []).append((index, slot))
+            whole = self._commit(came, run[0].shape)
+            for fetch, chunks in waiting.items():
+                has_more = self._settle(fetch, chunks, whole)
                 if fetch.is_settled:
                     finished.append(fetch)
                 elif has_more:
@@ -400,3 +422,24 @@ class Fetching:
             fetch.finish()
         for fetch in further:
             fetch.tell()
+
+    def _commit(self, came: Mapping[Brought, Sequence[Slot]], shape: RecordShape) -> set[bytes]:
+        """The keys of those that are readable now. Under the lock."""
+        whole = set[bytes]()
+        for what, slots in came.items():
+            readable = self._books.commit(
+                slots, shape, summed=what.summed, checked=what.checked, expires_at_s=what.expires_at_s
+            )
+            self._writing.brought(readable, what.tier)
+            whole.update(readable)
+        return whole
+
+    def _settle(self, fetch: Fetch, chunks: Sequence[tuple[int, Slot]], whole: Collection[bytes]) -> bool:
+        """Tell a fetch of chunks that have come, or will not; whether it has more leading ones. Under the lock."""
+        keys = [slot.key for _, slot in chunks if slot.key in whole and not fetch.closed]
+        fetch.unchecked.update(self._books.unchecked.intersection(keys))
+        leased = {slot.key: slot for slot in self._lease(fetch, keys).slots} if keys else {}
+        has_more = False
+        for index, slot in chunks:
+            has_more |= fetch.settled(index, leased.get(slot.key))
+        return has_more

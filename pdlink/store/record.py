@@ -158,17 +158,24 @@ class RecordShape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
         return len(group.layers) * group.num_parts * self._tokens(group) * group.num_heads * group.head_nbytes
 
 
-class _Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class RecordHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a record says of itself."""
+
     key: bytes
     shape: RecordShape
     payload_nbytes: int
     sums_xxh3_128: bytes
     """Of the sums at the header's end; empty without them, where only tiers that check by themselves had it."""
     expires_at_s: float
-    """Seconds since 1970."""
+    """When it is a miss, in seconds since 1970."""
+
+    @property
+    def is_hashed(self) -> bool:
+        """Whether it has sums of the payload."""
+        return bool(self.sums_xxh3_128)
 
 
-_decoder = msgspec.msgpack.Decoder(_Body)
+_decoder = msgspec.msgpack.Decoder(RecordHeader)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +290,15 @@ def pack(record: Bytes, shape: RecordShape, codec: Codec | None) -> Bytes:
 def unseal(
     record: Bytes, key: bytes, shape: RecordShape, nbytes: int | None = None, *, verified: bool = False
 ) -> Miss | None:
-    """None if these bytes, from wherever, begin with the record of `key`, whole and unchanged; else why not.
+    """As `header_of`: None, or why these bytes are not the record."""
+    found = header_of(record, key, shape, nbytes, verified=verified)
+    return found if isinstance(found, Miss) else None
+
+
+def header_of(
+    record: Bytes, key: bytes, shape: RecordShape, nbytes: int | None = None, *, verified: bool = False
+) -> RecordHeader | Miss:
+    """Its header, if these bytes, from wherever, begin with the record of `key`, whole and unchanged; else why not.
 
     A payload that is packed is unpacked in place.
     nbytes: of the record as it came, if `record` is longer.
@@ -321,12 +336,7 @@ def unseal(
         return Miss("header_checksum")
     if not verified and not (body.sums_xxh3_128 and holds(record, shape)):
         return Miss("payload_checksum")
-    return None
-
-
-def expiry(record: Bytes) -> float:
-    """Of a record that was unsealed: when it is a miss, in seconds since 1970."""
-    return _body_of(record).expires_at_s
+    return body
 
 
 def ends_at_s(record: memoryview) -> float:
@@ -343,18 +353,8 @@ def ends_at_s(record: memoryview) -> float:
         return inf
 
 
-def is_hashed(record: Bytes) -> bool:
-    """Of a record that was unsealed: whether its header has sums of the payload."""
-    return bool(_body_of(record).sums_xxh3_128)
-
-
-def _body_of(record: Bytes) -> _Body:
-    *_, body_nbytes, _ = _PREFIX.unpack(record[: _PREFIX.size].tobytes())
-    return _decoder.decode(record[_PREFIX.size : _PREFIX.size + body_nbytes].tobytes())
-
-
 def _body(shape: RecordShape, key: bytes, sums_xxh3_128: bytes, expires_at_s: float = float("inf")) -> bytes:
-    return msgspec.msgpack.encode(_Body(key, shape, shape.payload_nbytes, sums_xxh3_128, expires_at_s))
+    return msgspec.msgpack.encode(RecordHeader(key, shape, shape.payload_nbytes, sums_xxh3_128, expires_at_s))
 
 
 @lru_cache(256)

@@ -106,7 +106,7 @@ def _verify(tier: GuardedTier, key: bytes, shape: RecordShape) -> tuple[bool, bo
     if tier.hides(key) or not any(tier.contains([key])):
         return False, None
     record, failed = np.empty(shape.nbytes, np.uint8), cast("int | None", _FAILED)
-    nbytes = tier.call("get", partial(tier.tier.get, key, record.data), failed, len(record))
+    nbytes = tier.call("get", partial(tier.tier.get, key, record.data), failed, [len(record)])
     if nbytes is None or nbytes == failed:
         return nbytes is not None, None
     miss = Miss("damaged") if nbytes == DAMAGED else unseal(record, key, shape, nbytes, verified=tier.verifies)

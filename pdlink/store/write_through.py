@@ -16,20 +16,20 @@ from collections import OrderedDict
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import compress, islice
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from pdlink.errors import ConfigError
-from pdlink.store.record import expiry, pack, seal, unseal
+from pdlink.store.record import Miss, header_of, pack, seal, unseal
 from pdlink.store.tiers.base import KeepingTier, ReadOnly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdlink.memory.buffers import Buffer, Bytes
+    from pdlink.memory.buffers import Buffer
     from pdlink.store.below import Below, GuardedTier
     from pdlink.store.books import Books
     from pdlink.store.codec import Codec
@@ -114,6 +114,22 @@ class Question:
         return self._known.get(key)
 
 
+class _Sealing(NamedTuple):
+    """A record that is to be written."""
+
+    slot: Slot
+    shape: RecordShape
+    expires_at_s: float
+
+
+class _Offered(NamedTuple):
+    """What became of records. Those that are in neither were not taken."""
+
+    taken: set[Slot]
+    changed: set[Slot]
+    """In memory, since they were sealed."""
+
+
 class WriteThrough:
     """Thread-safe. `stored`, `keep`, `brought`, `hit` and `pay` are called with the lock of the books held."""
 
@@ -184,12 +200,13 @@ class WriteThrough:
                 debts.update((key, None) for key in keys if key not in tier.queued)
         self.pay()
 
-    def brought(self, key: bytes, tier: GuardedTier) -> None:
-        """A record came from that tier into memory. What sessions keep is to be in one that keeps it."""
+    def brought(self, keys: Sequence[bytes], tier: GuardedTier) -> None:
+        """Records came from that tier into memory. What sessions keep is to be in one that keeps it."""
         if tier in self._last:
-            self._books.catalog.is_below(key)
-        elif key in self._books.catalog.sessions.kept:
-            self._owe([key])
+            for key in keys:
+                self._books.catalog.is_below(key)
+        else:
+            self._owe([key for key in keys if key in self._books.catalog.sessions.kept])
 
     def hit(self, keys: Sequence[bytes]) -> None:
         """These readable records were used: a tier that lacks one gets it next."""
@@ -229,23 +246,27 @@ class WriteThrough:
             return
         if tier.forgets:
             tier.writers.put(tier.drop_again, alone=True)
-        keys: list[bytes] = []
-        question = Question(keys)
-        for key in list(islice(debts, _MOST_PAID)):
-            shape = self._books.shapes[key]
-            if tier.queued_nbytes and tier.queued_nbytes + shape.nbytes > most_nbytes:
-                return
-            lease = catalog.lease([key], SELF, "write-through", inf)
-            job = partial(self._write, index, lease, shape, self._books.expires_at_s(key), question)
-            if not tier.writers.put(job):  # the store is closing
+        next_ones, waiting_nbytes = list[tuple[bytes, int]](), tier.queued_nbytes
+        for key in islice(debts, 1 if tier.refuses else _MOST_PAID):
+            nbytes = self._books.shapes[key].nbytes
+            if waiting_nbytes and waiting_nbytes + nbytes > most_nbytes:
+                break
+            next_ones.append((key, nbytes))
+            waiting_nbytes += nbytes
+        question = Question([key for key, _ in next_ones])
+        for keys in tier.runs(next_ones):
+            lease = catalog.lease(keys, SELF, "write-through", inf)
+            run = [
+                _Sealing(slot, self._books.shapes[slot.key], self._books.expires_at_s(slot.key))
+                for slot in lease.slots
+            ]
+            if not tier.writers.put(partial(self._write, index, lease, run, question)):  # the store is closing
                 catalog.release(lease)
                 return
-            keys.append(key)
-            del debts[key]
-            tier.queued_nbytes += shape.nbytes
-            tier.queued[key] = lease.slots[0].serial
-            if tier.refuses:
-                return
+            for slot in lease.slots:
+                del debts[slot.key]
+                tier.queued_nbytes += slot.nbytes
+                tier.queued[slot.key] = slot.serial
 
     def flush(self, timeout_s: float) -> bool:
         """Pay all debts; whether every tier has what it was to have since the last flush."""
@@ -292,76 +313,85 @@ class WriteThrough:
             lease = self._books.catalog.lease([slot.key], SELF, "move", inf)
             expires_at_s = self._books.expires_at_s(slot.key)
         try:
-            offered = lease.slots == (slot,) and self._offer(index, slot, shape, expires_at_s, Question([slot.key]))
-            return bool(offered)
+            one = _Sealing(slot, shape, expires_at_s)
+            return lease.slots == (slot,) and slot in self._offer(index, [one], Question([slot.key])).taken
         finally:
             with self._books.lock:
                 self._books.catalog.release(lease)
 
-    def _write(
-        self, index: int, lease: SlotLease, shape: RecordShape, expires_at_s: float, question: Question
-    ) -> None:
-        tier, slot = self._below.tiers[index], lease.slots[0]
-        taken: bool | None = False
+    def _write(self, index: int, lease: SlotLease, run: Sequence[_Sealing], question: Question) -> None:
+        tier, offered = self._below.tiers[index], _Offered(set(), set())
         try:
             with self._books.lock:
-                is_wanted = tier.queued.get(slot.key) == slot.serial
-            taken = not is_wanted or self._offer(index, slot, shape, expires_at_s, question)
+                wanted = [one for one in run if tier.queued.get(one.slot.key) == one.slot.serial]
+            if wanted:
+                offered = self._offer(index, wanted, question)
         finally:
             with self._books.lock:
-                tier.queued_nbytes -= shape.nbytes
-                still_wanted = tier.queued.get(slot.key) == slot.serial
-                if still_wanted:
-                    del tier.queued[slot.key]
-                if still_wanted and taken is None:
-                    log.error("record %s has changed in memory, and is dropped", slot.key.hex()[:16])
-                    self._books.catalog.remove([slot.key])
-                elif still_wanted:
-                    tier.took(self._clock(), taken=bool(taken))
-                    if taken and tier in self._last:
-                        self._books.catalog.is_below(slot.key)
-                    debts = self._books.debts.get(tier)  # none of a tier that was removed meanwhile
-                    if not taken and debts is not None and slot.key in self._books.shapes:
-                        debts[slot.key] = None
+                self._settle(tier, lease.slots, offered)
                 self._books.catalog.release(lease)
                 self._pay(index)
             self._books.tell()
 
-    def _offer(
-        self, index: int, slot: Slot, shape: RecordShape, expires_at_s: float, question: Question
-    ) -> bool | None:
-        """Whether one tier has the record of a slot afterwards; None if the slot has not what was sealed.
+    def _settle(self, tier: GuardedTier, slots: Sequence[Slot], offered: _Offered) -> None:
+        """A run is over: what became of its records, as far as they are still to be there. Under the lock."""
+        debts, last_taken = self._books.debts.get(tier), None  # no debts of a tier that was removed meanwhile
+        for slot in slots:
+            tier.queued_nbytes -= slot.nbytes
+            if tier.queued.get(slot.key) != slot.serial:
+                continue
+            del tier.queued[slot.key]
+            if slot in offered.changed:
+                log.error("record %s has changed in memory, and is dropped", slot.key.hex()[:16])
+                self._books.catalog.remove([slot.key])
+                continue
+            last_taken = slot in offered.taken
+            if last_taken and tier in self._last:
+                self._books.catalog.is_below(slot.key)
+            elif not last_taken and debts is not None and slot.key in self._books.shapes:
+                debts[slot.key] = None
+        if last_taken is not None:
+            tier.took(self._clock(), taken=last_taken)
 
-        The lease of the slot has no deadline: what is sealed must not change. question: of the record's batch.
+    def _offer(self, index: int, run: Sequence[_Sealing], question: Question) -> _Offered:
+        """Have one tier write the records of these slots, as far as it has not got them.
+
+        The lease of the slots has no deadline: what is sealed must not change. question: of the records' batch.
         """
-        tier, key = self._below.tiers[index], slot.key
+        tier, offered = self._below.tiers[index], _Offered(set(), set())
         self._books.wait_told()  # a tier tells no tokens: they are known by the record in memory
         with self._books.lock:
-            summed = key in self._books.summed
-        if tier.hides(key):
-            return False
-        found = question.has(key, tier.contains)
-        if found is None or found:
-            return bool(found)
-        record = self._buffer.array[slot.offset :][: shape.nbytes]
-        if not self._sealed:
-            seal(record, key, shape, expires_at_s, hashed=self._below.hashed, summed=summed)
-        elif unseal(record, key, shape) is not None:
-            return None
-        return self._put_packed(tier, key, pack(record, shape, tier.codec))
-
-    def _put_packed(self, tier: GuardedTier, key: bytes, stored: Bytes) -> bool:
-        return tier.call("put", partial(tier.tier.put, key, stored.data), False, len(stored))
+            summed = self._books.summed.intersection([one.slot.key for one in run])
+        slots: list[Slot] = []
+        records: list[tuple[bytes, memoryview]] = []
+        for slot, shape, expires_at_s in run:
+            key = slot.key
+            if tier.hides(key):
+                continue
+            found = question.has(key, tier.contains)
+            if found:
+                offered.taken.add(slot)
+            if found is not False:  # or it does not answer
+                continue
+            record = self._buffer.array[slot.offset :][: shape.nbytes]
+            if not self._sealed:
+                seal(record, key, shape, expires_at_s, hashed=self._below.hashed, summed=key in summed)
+            elif unseal(record, key, shape) is not None:
+                offered.changed.add(slot)
+                continue
+            slots.append(slot)
+            records.append((key, pack(record, shape, tier.codec).data))
+        offered.taken.update(compress(slots, tier.put(records)))
+        return offered
 
     def _repack(self, index: int, key: bytes, shape: RecordShape, codec: Codec | None) -> bool:
         tier, record = self._below.tiers[index], np.empty(shape.nbytes, np.uint8)
-        nbytes = tier.call("get", partial(tier.tier.get, key, record.data), None, len(record))
-        if (
-            nbytes is None
-            or unseal(record, key, shape, nbytes, verified=tier.verifies) is not None
-            or tier.hides(key)
-        ):
+        (nbytes,) = tier.get([(key, record.data)])
+        if nbytes is None or tier.hides(key):
             return False
-        seal(record, key, shape, expiry(record), hashed=self._below.hashed)
+        header = header_of(record, key, shape, nbytes, verified=tier.verifies)
+        if isinstance(header, Miss):
+            return False
+        seal(record, key, shape, header.expires_at_s, hashed=self._below.hashed)
         tier.remove(key)
-        return self._put_packed(tier, key, pack(record, shape, codec))
+        return tier.put([(key, pack(record, shape, codec).data)]) == [True]

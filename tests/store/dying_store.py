@@ -15,6 +15,8 @@ from pdlink.store.tiers.files import DirectFile
 from tests import other_process
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pdlink.store.store import Store
 
 
@@ -42,34 +44,34 @@ class _Dying:
         return True
 
     def die_in_write(self, number: int) -> None:
-        """Of the disk's records, once half of the call's bytes are written."""
-        right, left = DirectFile._write, number
+        """Of the disk's records, a run of them, once half of the call's bytes are written."""
+        right, left = DirectFile.write_run, number
 
-        def write(self: DirectFile, offset: int, piece: memoryview) -> None:
+        def write(self: DirectFile, offset: int, run: Sequence[memoryview]) -> None:
             nonlocal left
             left -= 1
             if left:
-                right(self, offset, piece)
+                right(self, offset, run)
             else:
-                os.pwrite(self.fd, piece[: len(piece) // 2], offset)
+                os.pwritev(self.fd, _half(run), offset)
                 _die()
 
-        DirectFile._write = write  # type: ignore[method-assign]
+        DirectFile.write_run = write  # type: ignore[method-assign]
 
     def die_in_read(self, number: int) -> None:
-        """Of the disk's records, once the call has filled half of its memory, which is the arena's."""
-        right, left = DirectFile._read, number
+        """Of the disk's records, a run of them, once the call has filled half of its memory, which is the arena's."""
+        right, left = DirectFile.read_run, number
 
-        def read(self: DirectFile, offset: int, into: memoryview, nbytes: int) -> bool:
+        def read(self: DirectFile, offset: int, run: Sequence[memoryview]) -> bool:
             nonlocal left
             left -= 1
             if left:
-                return right(self, offset, into, nbytes)
-            os.preadv(self.fd, [into[: len(into) // 2]], offset)
+                return right(self, offset, run)
+            os.preadv(self.fd, _half(run), offset)
             _die()
             return False
 
-        DirectFile._read = read  # type: ignore[method-assign]
+        DirectFile.read_run = read  # type: ignore[method-assign]
 
     def die_before_removing(self) -> None:
         """After a clear is noted, and before the disk forgets."""
@@ -78,6 +80,11 @@ class _Dying:
             _die()
 
         GuardedTier._drop = drop  # type: ignore[assignment, method-assign]
+
+
+def _half(run: Sequence[memoryview]) -> list[memoryview]:
+    middle = run[len(run) // 2]
+    return [*run[: len(run) // 2], middle[: len(middle) // 2]]
 
 
 def _die() -> None:

@@ -87,6 +87,30 @@ class StubTier:
             assert self.going.wait(WAIT_S)
 
 
+class StubRunTier(StubTier):
+    """The same, several in a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: list[int] = []
+        """How many records each call had."""
+        self.fails = False
+        """Whether a run does, and each record alone does not."""
+
+    def get_run(self, wanted: Sequence[tuple[bytes, memoryview]]) -> list[int | None]:
+        self._run(len(wanted))
+        return [self.get(key, into) for key, into in wanted]
+
+    def put_run(self, records: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
+        self._run(len(records))
+        return [self.put(key, record) for key, record in records]
+
+    def _run(self, size: int) -> None:
+        self.runs.append(size)
+        if self.fails:
+            raise OSError("one of them fails")
+
+
 class GatedTier(StubTier):
     """Gives one record when it may."""
 

@@ -12,6 +12,8 @@ from .stubs import SHAPE, StubTier
 from .test_store import KEYS, fetch, opened, put, put_below
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import pytest
 
     from pdlink.store.fetching import Arrival, Brought, Fetch
@@ -45,10 +47,10 @@ def test_a_record_that_nobody_checked_is_not_given_to_a_reader_that_came_while_i
         found = store.lookup(KEYS[:1], WAIT_S)
         arrived, late = store._fetching._arrived, list["Fetch"]()
 
-        def after_it_was_read(arrival: Arrival, brought: Brought | None) -> None:
-            assert brought is not None
+        def after_it_was_read(run: Sequence[Arrival], brought: Mapping[bytes, Brought]) -> None:
+            assert list(brought) == KEYS[:1]
             late.append(store._fetching.fetch(Wanted(found, SHAPE, "relies on the store", "engine", USUAL, False)))
-            arrived(arrival, brought)
+            arrived(run, brought)
 
         monkeypatch.setattr(store._fetching, "_arrived", after_it_was_read)
         first = store.fetch(found, SHAPE, "checks by itself", checks=True)

@@ -71,7 +71,7 @@ def test_a_store_killed_while_it_brings_records_from_its_disk_keeps_them_there_a
     store = dying()
     with client(store.path) as mine:
         until(lambda: mine.connected, "it connects")
-        store.call("die_in_read", 4)
+        store.call("die_in_read", 1)
         begun = fetch(mine, KEYS)
         assert store.ended(), "it was not reading"
         assert begun.done.result(WAIT_S) == (), "half of a record is none"

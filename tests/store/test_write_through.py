@@ -14,7 +14,7 @@ from pdlink.store.slots import Retention
 from pdlink.store.store import Store
 from tests.waiting import WAIT_S, until
 
-from .stubs import SHAPE, StubTier
+from .stubs import SHAPE, StubRunTier, StubTier
 from .test_store import KEYS, Clock, fetch, opened, put, read
 
 NUM_SLOTS = 8
@@ -58,6 +58,37 @@ def test_a_burst_is_written_without_a_flush_too() -> None:
         put(store, KEYS[:NUM_SLOTS])
         tier.going.set()
         until(lambda: len(tier.records) == NUM_SLOTS, "the writer goes on with what is owed")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_records_go_to_a_tier_and_come_back_in_runs_and_one_by_one_where_a_run_fails(fails: bool) -> None:
+    tier = StubRunTier()
+    tier.fails = fails
+    with opened(4 * NUM_SLOTS, [tier]) as store:
+        assert put(store, KEYS) == len(KEYS)
+        assert store.flush(WAIT_S)
+        assert set(tier.records) == set(KEYS)
+        store.clear(KEYS, ["memory"])
+        assert read(store, KEYS) == len(KEYS)
+        assert tier.runs == [len(KEYS)] * 2
+        store.check()
+
+
+def test_a_record_of_a_run_that_is_damaged_or_gone_ends_the_prefix_there() -> None:
+    tier = StubRunTier()
+    with opened(4 * NUM_SLOTS, [tier]) as store:
+        put(store, KEYS)
+        assert store.flush(WAIT_S)
+        store.clear(KEYS, ["memory"])
+        tier.flip(KEYS[5])
+        assert read(store, KEYS) == 5
+        store.clear(KEYS, ["memory"])
+        begun = store.lookup(KEYS, WAIT_S)
+        del tier.records[KEYS[2]]
+        arrived = store.fetch(begun, SHAPE, "request")
+        assert len(arrived.done.result(WAIT_S)) == 2
+        assert arrived.close()
+        store.check()
 
 
 def test_what_was_used_is_written_first() -> None:

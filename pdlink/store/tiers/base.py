@@ -77,6 +77,17 @@ class Tier(Protocol):
 
 
 @runtime_checkable
+class RunTier(Protocol):
+    """What a tier has in addition that moves several records in one call, for less than one call each."""
+
+    def get_run(self, wanted: Sequence[tuple[bytes, memoryview]]) -> list[int | None]:
+        """As `Tier.get`, of each key and the memory for its record. After an OSError each can be asked for alone."""
+
+    def put_run(self, records: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
+        """As `Tier.put`, of each. No key twice. After an OSError some may be here."""
+
+
+@runtime_checkable
 class TellingTier(Protocol):
     """What a tier has in addition that knows all that comes and goes: one that this process has for itself."""
 

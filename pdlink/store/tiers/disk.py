@@ -18,7 +18,7 @@ import threading
 import time
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
@@ -66,6 +66,29 @@ class _Carry:
     records: list[tuple[bytes, bytes, int]]
     """Key, what the index says of it, and the page where it goes."""
     begun: bool = False
+
+
+class _Reading(NamedTuple):
+    """A record that is to be read."""
+
+    number: int
+    """Among those that are wanted."""
+    key: bytes
+    rest: bytes
+    """What the index says of it."""
+    place: RecordPlace
+    into: memoryview
+
+
+class _Writing(NamedTuple):
+    """A record that is to be written."""
+
+    number: int
+    """Among those that are put."""
+    key: bytes
+    record: memoryview
+    at: int
+    """Its first page, from that of the first record on."""
 
 
 class Disk:
@@ -187,33 +210,33 @@ class Disk:
 
     def get(self, key: bytes, into: memoryview) -> int | None:
         """As `Tier.get`. An OSError takes the record with it."""
+        return self.get_run([(key, into)])[0]
+
+    def get_run(self, wanted: Sequence[tuple[bytes, memoryview]]) -> list[int | None]:
+        """As `RunTier.get_run`. What raises an OSError is gone."""
+        found: list[int | None] = [None] * len(wanted)
         with self._call() as may:
-            with self._lock:
-                rest = self._index.get(key)
-                if not may or rest is None:
-                    return None
-                place = unpack(rest)
-                if place.nbytes > len(into):
-                    return None
-                self._segment_of(place).reads += 1
-            whole = was_here = False
-            try:
-                whole = self._read(place.page, key, into[: place.nbytes]) == place.digest
-            finally:
-                if not whole:
-                    was_here = self._drop(key, rest)
-            return place.nbytes if whole else DAMAGED if was_here else None
+            if may:
+                for run in self._placed(wanted):
+                    self._get(run, found)
+        return found
 
     def put(self, key: bytes, record: memoryview) -> bool:
         """As `Tier.put`. A full or read-only file system is False and no error: it keeps nobody from reading."""
+        return self.put_run([(key, record)])[0]
+
+    def put_run(self, records: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
+        """As `RunTier.put_run`, and `put` of each."""
+        kept: list[bool] = []
         with self._call() as may:
             try:
-                return may and self._put(key, record)
+                while may and len(kept) < len(records):
+                    kept += self._put(records[len(kept) :])
             except OSError as error:
                 if error.errno not in (*_NO_ROOM, errno.EROFS):
                     raise
                 self._unwritten = f"{self._directory} takes no more: {error.strerror}"
-                return False
+        return kept + [False] * (len(records) - len(kept))
 
     def remove(self, key: bytes) -> None:
         with self._call() as may, self._lock:
@@ -353,23 +376,28 @@ class Disk:
         segment.end_page = 0
         segment.epoch += 1
 
-    def _list(self, segment: Segment, key: bytes, place: RecordPlace) -> bool:
-        """The record is here from now on."""
-        if key not in self._index:
-            rest = pack(place.page, place.nbytes, segment.num_entries, place.digest, place.expires_at_s)
+    def _list(self, segment: Segment, written: Sequence[tuple[bytes, RecordPlace]]) -> None:
+        """These records are here from now on, but for those that are already."""
+        known = self._index.contains([key for key, _ in written])
+        fresh = [each for each, is_here in zip(written, known, strict=True) if not is_here]
+        entries = [
+            (key, pack(place.page, place.nbytes, at, place.digest, place.expires_at_s))
+            for at, (key, place) in enumerate(fresh, segment.num_entries)
+        ]
+        if entries:
+            self._journal.append(segment.index, segment.num_entries, entries)
+        segment.num_entries += len(entries)
+        for (key, rest), (_, place) in zip(entries, fresh, strict=True):
             self._some_expire |= place.expires_at_s > 0
-            self._journal.append(segment.index, segment.num_entries, key, rest)
-            segment.num_entries += 1
             segment.new.append(key)
             self._index[key] = rest
             self._announcer.note(RecordChange(self.name, True, key))
             self.nbytes += _num_pages(place.nbytes) * PAGE_NBYTES
-        return True
 
     def _is_over(self, key: bytes) -> bool:
-        """Whether a record is of no use any more."""
+        """Whether a record is of no use any more, or gone."""
         rest = self._index.get(key)
-        return rest is not None and 0 < unpack(rest).expires_at_s <= time.time()
+        return rest is None or 0 < unpack(rest).expires_at_s <= time.time()
 
     def _begin_writing(self, segment: Segment, pages: int) -> tuple[int, int]:
         """Where at its end, and its epoch."""
@@ -432,30 +460,80 @@ class Disk:
 
     # --- Without it
 
-    def _put(self, key: bytes, record: memoryview) -> bool:
-        pages = _num_pages(len(record))
-        expires_at_s = _expires_at_s(record)
+    def _placed(self, wanted: Sequence[tuple[bytes, memoryview]]) -> list[list[_Reading]]:
+        """Those of `wanted` that are here and fit, in runs that follow each other on the disk."""
+        reading = []
         with self._lock:
-            if pages > self._segment_pages:
-                most = self._segment_pages * PAGE_NBYTES >> 20
-                self._unwritten = f"{self._directory} takes records of {most} MiB, not of {len(record) >> 20}"
-            if not 0 < pages <= self._segment_pages:
-                return False
-            if key in self._index:
-                if not self._is_over(key):
-                    return True
-                self._strike(key)
-            while (segment := self._segment_with(pages)) is None:
-                if self._carry is None:
-                    return False
-                self._carried.wait()
+            rests = self._index.find([key for key, _ in wanted])
+            for number, ((key, into), rest) in enumerate(zip(wanted, rests, strict=True)):
+                if rest is not None and (place := unpack(rest)).nbytes <= len(into):
+                    self._segment_of(place).reads += 1
+                    reading.append(_Reading(number, key, rest, place, into[: place.nbytes]))
+        runs: list[list[_Reading]] = []
+        end_page = -1
+        for each in sorted(reading, key=lambda each: each.place.page):
+            if each.place.page != end_page:
+                runs.append([])
+            runs[-1].append(each)
+            end_page = each.place.page + _num_pages(each.place.nbytes)
+        return runs
+
+    def _get(self, run: Sequence[_Reading], found: list[int | None]) -> None:
+        """Read what follows each other, at once if that is possible. Raises OSError, for the first that cannot be
+        read, when all were tried."""
+        at_once = self._file.read_run(run[0].place.page * PAGE_NBYTES, [each.into for each in run])
+        failed: OSError | None = None
+        for number, key, rest, place, into in run:
+            digest = b""
+            try:
+                digest = _digest(key, into) if at_once else self._read(place.page, key, into)
+            except OSError as error:
+                failed = failed or error
+            if digest == place.digest:
+                found[number] = place.nbytes
+            elif self._drop(key, rest):
+                found[number] = DAMAGED
+        if failed is not None:
+            raise failed
+
+    def _put(self, records: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
+        """The first ones, as many as follow each other in one segment; whether each is here now."""
+        kept, fresh, pages = list[bool](), list[_Writing](), 0
+        with self._lock:
+            segment = None
+            known = self._index.contains([key for key, _ in records])
+            for (key, record), is_known in zip(records, known, strict=True):
+                more = _num_pages(len(record))
+                fits = 0 < more <= self._segment_pages
+                is_here = fits and is_known and not self._is_over(key)
+                if more > self._segment_pages:
+                    most = self._segment_pages * PAGE_NBYTES >> 20
+                    self._unwritten = f"{self._directory} takes records of {most} MiB, not of {len(record) >> 20}"
+                if fits and not is_here:
+                    if segment is not None and segment.end_page + pages + more > self._segment_pages:
+                        break
+                    if is_known and key in self._index:  # not gone with the segment that is filled now
+                        self._strike(key)
+                    segment = segment or self._segment_with(more)
+                    if segment is not None:
+                        fresh.append(_Writing(len(kept), key, record, pages))
+                        pages += more
+                    elif self._carry is not None:  # another thread makes room
+                        self._carried.wait()
+                        break
+                kept.append(is_here)
+            if segment is None:
+                return kept
             page, epoch = self._begin_writing(segment, pages)
         try:
-            digest = self._write(page, key, record)
+            written = self._written(page, fresh)
             with self._lock:
                 self._unwritten = ""
-                place = RecordPlace(page, len(record), 0, 0, expires_at_s, digest)
-                return segment.epoch == epoch and self._list(segment, key, place)
+                if segment.epoch == epoch:
+                    self._list(segment, written)
+                    for each in fresh:
+                        kept[each.number] = True
+            return kept
         finally:
             with self._lock:
                 segment.writers -= 1
@@ -489,11 +567,11 @@ class Disk:
         if self._read(place.page, key, record) != place.digest:
             self._drop(key, rest)
             return
-        self._write(page, key, record)
+        self._written(page, [_Writing(0, key, record, 0)])
         with self._lock:
             if carry.to.epoch == carry.to_epoch and self._index.get(key) == rest:
                 self._strike(key)
-                self._list(carry.to, key, place._replace(page=page))
+                self._list(carry.to, [(key, place._replace(page=page))])
 
     def _grow_ahead(self) -> None:
         """Take the next segment's room from the file system when this one is half full. All writers would wait for it
@@ -521,11 +599,15 @@ class Disk:
                 self._unstruck.setdefault(key, []).append(rest)
             return True
 
-    def _write(self, page: int, key: bytes, record: memoryview) -> bytes:
-        """Write a record in one call, which takes less CPU than parts; its digest."""
-        digest = _digest(key, record)  # others may seal it again meanwhile, to the same bytes
-        self._file.write(page * PAGE_NBYTES, record)
-        return digest
+    def _written(self, page: int, run: Sequence[_Writing]) -> list[tuple[bytes, RecordPlace]]:
+        """Write records one after the other from a page on, in one call, which takes less CPU than parts; where they
+        are."""
+        places = []
+        for _, key, record, at in run:
+            digest = _digest(key, record)  # others may seal it again meanwhile, to the same bytes
+            places.append((key, RecordPlace(page + at, len(record), 0, 0, _expires_at_s(record), digest)))
+        self._file.write_run(page * PAGE_NBYTES, [each.record for each in run])
+        return places
 
     def _read(self, page: int, key: bytes, into: memoryview) -> bytes:
         """Fill `into`; the digest of what came, none if the file was too short."""
@@ -534,9 +616,8 @@ class Disk:
 
 def _digest(key: bytes, record: memoryview) -> bytes:
     """Of the key, the record's length, and its first page, which has its header."""
-    digest = xxhash.xxh3_128(key + len(record).to_bytes(8, "little"))
-    digest.update(record[:PAGE_NBYTES])
-    return digest.digest()[:12]
+    hashed = b"".join((key, len(record).to_bytes(8, "little"), record[:PAGE_NBYTES]))
+    return xxhash.xxh3_128_digest(hashed)[:12]
 
 
 def _expires_at_s(record: memoryview) -> int:

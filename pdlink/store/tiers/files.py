@@ -17,6 +17,7 @@ import mmap
 import os
 import struct
 import threading
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 PAGE_NBYTES = 4096
 """Unit of offsets, and of what is read and written: every device takes it."""
 _BOUNCE_NBYTES = 1 << 20
+_MOST_AT_ONCE = 1024
+"""Pieces of memory that one system call takes (IOV_MAX)."""
 ENTRY_NBYTES = 64
 _REST = struct.Struct("<IIIII12s")
 _HEAD = struct.Struct("<8sQ")
@@ -102,6 +105,25 @@ class DirectFile:
                 bounce[:nbytes] = piece
                 self._write(offset + at, bounce[: -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES])
         return True
+
+    def write_run(self, offset: int, run: Sequence[memoryview]) -> None:
+        """Several, each from the first page on that the one before leaves; in one call if that is possible."""
+        if len(run) > 1 and self._moves_at_once(run) and os.pwritev(self.fd, run, offset) == sum(map(len, run)):
+            return
+        for data in run:
+            self.write(offset, data)
+            offset += -(-len(data) // PAGE_NBYTES) * PAGE_NBYTES
+
+    def read_run(self, offset: int, run: Sequence[memoryview]) -> bool:
+        """Fill several that lie like that in one call; False where that is not possible or fails."""
+        with contextlib.suppress(OSError):
+            if len(run) > 1 and self._moves_at_once(run):
+                return os.preadv(self.fd, run, offset) == sum(map(len, run))
+        return False
+
+    def _moves_at_once(self, run: Sequence[memoryview]) -> bool:
+        whole = all(len(each) % PAGE_NBYTES == 0 for each in run)
+        return len(run) <= _MOST_AT_ONCE and whole and (not self.direct or all(map(_on_page, run)))
 
     def read(self, offset: int, into: memoryview) -> bool:
         """Fill `into`; whether the file had so much."""
@@ -286,12 +308,13 @@ class Journal:
                 break
         return region[:nbytes]
 
-    def append(self, segment: int, at: int, key: bytes, rest: bytes) -> None:
-        os.pwrite(self._fd, key + rest, self._start(segment) + at * ENTRY_NBYTES)
+    def append(self, segment: int, at: int, entries: Sequence[tuple[bytes, bytes]]) -> None:
+        """Keys, and what `unpack` takes of each, from that place on."""
+        os.pwrite(self._fd, b"".join(chain.from_iterable(entries)), self._start(segment) + at * ENTRY_NBYTES)
 
     def strike(self, segment: int, key: bytes, place: RecordPlace) -> None:
         """The entry stays in its place and says nothing any more."""
-        self.append(segment, place.at, key, pack(place.page, 0, place.at, place.digest))
+        self.append(segment, place.at, [(key, pack(place.page, 0, place.at, place.digest))])
 
     def forget(self, segment: int) -> None:
         """The segment is written anew. From its end on: where a crash cuts that short, `load` finds what is left, and
@@ -379,18 +402,30 @@ class Entries:
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key."""
-        found = [key in self._new for key in keys]
         if not self._num_loaded:
-            return found
+            return [key in self._new for key in keys]
+        return [key in self._new or row >= 0 for key, row in zip(keys, self._rows_of(keys), strict=True)]
+
+    def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """For each key what `get` says."""
+        rows = self._rows_of(keys)
+        loaded = [self._rest(row) if row >= 0 else None for row in rows]
+        return [self._new.get(key, rest) for key, rest in zip(keys, loaded, strict=True)]
+
+    def _rows_of(self, keys: Sequence[bytes]) -> list[int]:
+        """For each key what `_row` says; for many at once."""
+        if not self._num_loaded or not keys:
+            return [-1] * len(keys)
         asked = np.frombuffer(b"".join(keys), "<u8").reshape(-1, 4)
         mixed = self._mixed(asked)
         at = np.minimum(np.searchsorted(self._sorted, mixed), len(self._sorted) - 1)
         rows = self._sorted[at] & self._row_mask
         here = (self._keys[rows] == asked).all(axis=1) & ~self._gone[rows]
         mixed_alike = self._sorted[at] & ~self._row_mask == mixed
+        found: list[int] = np.where(here, rows.astype(np.int64), -1).tolist()
         for index in np.flatnonzero(mixed_alike & ~here).tolist():  # it is another key, or gone
-            here[index] = self._row(keys[index]) >= 0
-        return [new or old for new, old in zip(found, here.tolist(), strict=True)]
+            found[index] = self._row(keys[index])
+        return found
 
     def _row(self, key: bytes) -> int:
         """-1 if there is none."""

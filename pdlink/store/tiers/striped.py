@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 class Striped:
-    """As `Tier`, `TellingTier`, `ListingTier`, `KeepingTier` and `SettlingTier` say."""
+    """As `Tier`, `RunTier`, `TellingTier`, `ListingTier`, `KeepingTier` and `SettlingTier` say."""
 
     name = Disk.name
     is_server = Disk.is_server
@@ -82,19 +82,28 @@ class Striped:
         return [any(one) for one in zip([False] * len(keys), *found, strict=True)]
 
     def get(self, key: bytes, into: memoryview) -> int | None:
-        return self._first(key, lambda disk: disk.get(key, into))
+        return self.get_run([(key, into)])[0]
+
+    def get_run(self, wanted: Sequence[tuple[bytes, memoryview]]) -> list[int | None]:
+        return self._first(wanted, lambda disk, some: disk.get_run(some))
 
     def put(self, key: bytes, record: memoryview) -> bool:
-        def written(disk: Disk) -> bool | None:
+        return self.put_run([(key, record)])[0]
+
+    def put_run(self, records: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
+        def written(disk: Disk, some: Sequence[tuple[bytes, memoryview]]) -> list[bool | None]:
             try:
-                taken = disk.put(key, record)
+                taken = disk.put_run(some)
             except OSError as error:
                 self._failed[disk] = f"{disk.medium} takes no records: {error.strerror}"
                 raise
             self._failed.pop(disk, None)
-            return taken or None
+            return [one or None for one in taken]
 
-        return any(self.contains([key])) or bool(self._first(key, written))
+        known = self.contains([key for key, _ in records])
+        fresh = [each for each, is_here in zip(records, known, strict=True) if not is_here]
+        taken = iter(self._first(fresh, written))
+        return [is_here or bool(next(taken)) for is_here in known]
 
     def remove(self, key: bytes) -> None:
         self._all(lambda disk: disk.remove(key))
@@ -127,25 +136,37 @@ class Striped:
             part.close()
             part.then(Disk.close)
 
-    def _first(self, key: bytes, call: Callable[[Disk], _T | None]) -> _T | None:
-        """What the first disk says that has something to say, from the key's own one on.
+    def _first(
+        self,
+        asked: Sequence[tuple[bytes, memoryview]],
+        call: Callable[[Disk, Sequence[tuple[bytes, memoryview]]], Sequence[_T | None]],
+    ) -> list[_T | None]:
+        """For each what the first disk says that has something to say, from the key's own one on.
 
-        Raises the OSError of one of them if none has.
+        Raises the OSError of one of them if none has, for one of those that were asked for.
         """
-        own, failed = int.from_bytes(key[:8], "little") % len(self._parts), None
-        for part in (*self._parts[own:], *self._parts[:own]):
-            if part.opened is None:
-                continue
-            try:
-                said = call(part.opened)
-            except OSError as error:
-                failed = error
-            else:
-                if said is not None:
-                    return said
-        if failed is not None:
+        said: list[_T | None] = [None] * len(asked)
+        failed = None
+        for turn in range(len(self._parts)):
+            of_part: dict[int, list[int]] = {}
+            for number, (key, _) in enumerate(asked):
+                if said[number] is None:
+                    part = (int.from_bytes(key[:8], "little") + turn) % len(self._parts)
+                    of_part.setdefault(part, []).append(number)
+            for part, numbers in of_part.items():
+                disk = self._parts[part].opened
+                if disk is None:
+                    continue
+                try:
+                    answers = call(disk, [asked[number] for number in numbers])
+                except OSError as error:
+                    failed = error
+                else:
+                    for number, answer in zip(numbers, answers, strict=True):
+                        said[number] = answer
+        if failed is not None and None in said:
             raise failed
-        return None
+        return said
 
     def _all(self, call: Callable[[Disk], None]) -> None:
         """Also behind one that fails or is not open, for which an OSError is raised afterwards."""

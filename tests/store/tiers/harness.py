@@ -122,23 +122,27 @@ class MemoryTier:
 class SealedDisk(Disk):
     """With records that are sealed and checked, as a store does: the tier itself looks at their first page only."""
 
-    def put(self, key: bytes, record: memoryview) -> bool:
-        whole = np.empty(HEADER_NBYTES + len(record), np.uint8)
-        whole[HEADER_NBYTES:] = record
-        seal(whole, key, _shape(len(record)))
-        return super().put(key, whole.data)
+    def put_run(self, records: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
+        def sealed(key: bytes, record: memoryview) -> memoryview:
+            whole = np.empty(HEADER_NBYTES + len(record), np.uint8)
+            whole[HEADER_NBYTES:] = record
+            seal(whole, key, _shape(len(record)))
+            return whole.data
 
-    def get(self, key: bytes, into: memoryview) -> int | None:
-        whole = np.empty(HEADER_NBYTES + len(into), np.uint8)
-        came = super().get(key, whole.data)
-        if came is None or came == DAMAGED:
-            return came
-        nbytes = came - HEADER_NBYTES
-        if unseal(whole, key, _shape(nbytes), came) is not None:
-            self.remove(key)
-            return DAMAGED
-        into[:nbytes] = whole[HEADER_NBYTES:came].data
-        return nbytes
+        return super().put_run([(key, sealed(key, record)) for key, record in records])
+
+    def get_run(self, wanted: Sequence[tuple[bytes, memoryview]]) -> list[int | None]:
+        wholes = [np.empty(HEADER_NBYTES + len(into), np.uint8) for _, into in wanted]
+        found = super().get_run([(key, whole.data) for (key, _), whole in zip(wanted, wholes, strict=True)])
+        for number, ((key, into), whole, came) in enumerate(zip(wanted, wholes, found, strict=True)):
+            if came is None or came == DAMAGED:
+                continue
+            nbytes = found[number] = came - HEADER_NBYTES
+            if unseal(whole, key, _shape(nbytes), came) is not None:
+                self.remove(key)
+                found[number] = DAMAGED
+            into[:nbytes] = whole[HEADER_NBYTES:came].data
+        return found
 
 
 def _shape(nbytes: int) -> RecordShape:

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from pdlink.store.tiers.base import DAMAGED, ListingTier, Tier
+from pdlink.store.tiers.base import DAMAGED, ListingTier, RunTier, Tier
 
 from .harness import ENTRIES, Entry, key, read, record
 
@@ -32,6 +32,22 @@ def test_what_was_put_is_got_byte_for_byte(tier: Tier, nbytes: int) -> None:
     assert tier.put(key(1), record(1, nbytes))
     assert tier.put(key(2), record(2, 100))
     assert read(tier, key(1), 4 << 20) == record(1, nbytes)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 65536])
+def test_a_run_is_put_and_got_as_its_records_alone(tier: Tier, nbytes: int) -> None:
+    """One of them is there already, one is not, one has too little memory."""
+    if not isinstance(tier, RunTier):
+        pytest.skip("moves one record at a time")
+    assert tier.put(key(3), record(30, nbytes))
+    assert tier.put_run([(key(number), record(number, nbytes)) for number in range(30)]) == [True] * 30
+    room = [memoryview(bytearray(nbytes - (number == 5))) for number in range(40)]
+    found = tier.get_run([(key(number), into) for number, into in enumerate(room)])
+    assert found == [*[nbytes] * 5, None, *[nbytes] * 24, *[None] * 10]
+    for number in {*range(30)} - {3, 5}:
+        assert room[number] == record(number, nbytes) == read(tier, key(number))
+    assert room[3] == record(30, nbytes)
+    assert tier.put_run([]) == tier.get_run([]) == []
 
 
 def test_an_absent_key_is_a_miss(tier: Tier) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from random import Random
 
@@ -18,6 +18,7 @@ import pytest
 
 from pdlink.errors import ConfigError
 from pdlink.store.record import Group, RecordShape, seal
+from pdlink.store.tiers.base import DAMAGED
 from pdlink.store.tiers.disk import Disk
 from pdlink.store.tiers.files import DirectFile
 from pdlink.store.tiers.segments import FullSegments, Segment
@@ -508,6 +509,87 @@ def test_a_segment_that_was_just_filled_does_not_go_first(tmp_path: Path) -> Non
         assert read(tier, key(number)) == record(number)
     assert all(tier.put(key(number), record(number)) for number in range(12, 16))
     assert here(tier, 16) == list(range(4, 16))
+
+
+def run_of(numbers: Iterable[int]) -> list[tuple[bytes, memoryview]]:
+    """Records in memory that the kernel takes as it is."""
+    run = []
+    for number in numbers:
+        memory = memoryview(mmap.mmap(-1, 65536))
+        memory[:] = record(number)
+        run.append((key(number), memory))
+    return run
+
+
+def test_a_run_goes_to_the_disk_and_comes_back_in_one_call_for_each_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, calls = disk(tmp_path), list[tuple[str, int]]()
+    pwritev, preadv, pwrite = os.pwritev, os.preadv, os.pwrite
+
+    def counted(name: str, call: Callable[..., int]) -> Callable[..., int]:
+        def count(file: int, data: Sequence[memoryview], at: int) -> int:
+            calls.append((name, len(data)))
+            return call(file, data, at)
+
+        return count
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", counted("write", pwritev))
+        patch.setattr(os, "preadv", counted("read", preadv))
+        patch.setattr(os, "pwrite", counted("entries", pwrite))
+        assert all(tier.put_run(run_of(range(6))))
+        assert [call for call in calls if call[0] != "read"] == [
+            ("write", 4),
+            ("entries", 4 * 64),
+            ("write", 2),
+            ("entries", 2 * 64),
+        ]
+        calls.clear()
+        into = run_of([9] * 6)
+        assert tier.get_run([(key(number), memory) for number, (_, memory) in enumerate(into)]) == [65536] * 6
+        assert len(calls) <= 2
+        assert all(memory == record(number) for number, (_, memory) in enumerate(into))
+    tier.close()
+    assert here(disk(tmp_path), 7) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_run_of_which_a_part_is_written_at_once_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, pwritev, preadv = disk(tmp_path), os.pwritev, os.preadv
+    monkeypatch.setattr(os, "pwritev", lambda file, run, at: pwritev(file, [run[0][:4096]], at))
+    monkeypatch.setattr(os, "preadv", lambda file, run, at: preadv(file, [run[0][:4096]], at))
+    assert all(tier.put_run(run_of(range(4))))
+    into = run_of([9] * 4)
+    assert tier.get_run([(key(number), memory) for number, (_, memory) in enumerate(into)]) == [65536] * 4
+    assert all(memory == record(number) for number, (_, memory) in enumerate(into))
+
+
+def test_one_record_of_a_run_that_cannot_be_read_takes_no_other_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, preadv = disk(tmp_path), os.preadv
+    assert all(tier.put_run(run_of(range(4))))
+
+    def bad(file: int, run: Sequence[memoryview], at: int) -> int:
+        if at <= 65536 < at + sum(map(len, run)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(file, run, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", bad)
+        with pytest.raises(OSError, match="Input/output error"):
+            tier.get_run(run_of(range(4)))
+    assert here(tier, 4) == [0, 2, 3]
+
+
+def test_one_damaged_record_of_a_run_is_damaged_alone(tmp_path: Path) -> None:
+    tier = disk(tmp_path)
+    assert all(tier.put_run(run_of(range(4))))
+    with (tmp_path / "model/records").open("r+b") as file:
+        file.seek(2 * 65536)
+        file.write(bytes(4096))
+    assert tier.get_run(run_of(range(4))) == [65536, 65536, DAMAGED, 65536]
+    assert here(tier, 4) == [0, 1, 3]
 
 
 def test_segments_go_in_the_order_they_were_filled_in_also_after_a_restart(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_what_was_loaded_and_what_came_since_is_found_as_in_a_dict(seed: int, al
             entries[key] = expected[key] = rest(1000 + number)
         asked = draw.sample(keys, min(9, len(keys)))
         assert entries.contains(asked) == [one in expected for one in asked]
-        assert [entries.get(one) for one in asked] == [expected.get(one) for one in asked]
+        assert [entries.get(one) for one in asked] == [expected.get(one) for one in asked] == entries.find(asked)
         assert [one in entries for one in asked] == [one in expected for one in asked]
     assert len(entries) == len(expected)
     assert sorted(entries) == sorted(expected)

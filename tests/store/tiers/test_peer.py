@@ -22,6 +22,7 @@ from tests.peers.store_node import key as numbered
 from . import test_conformance
 
 NOT_OF_A_PEER = {
+    "test_a_run_is_put_and_got_as_its_records_alone": "it gives one record at a time",
     "test_a_record_stays_as_it_was_put_first": "nothing is put into a peer: see test_nothing_is_put_into_a_peer",
     "test_a_removed_record_gives_its_room_back": "it has no room of its own: nbytes and capacity are 0",
     "test_a_tier_says_which_records_end_alike": "others keep what they have, so nobody asks what a peer could clear",
