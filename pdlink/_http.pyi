@@ -106,8 +106,9 @@ class Exchange(Socket):
     def pass_to(self, to: Requests, marks: int) -> None:
         """Whole events of a stream without these marks go to this client as they are, each read as a chunk, until
         something else comes, the client does not take them, or `pass_no_more`. The listener hears of some 20 of them
-        at a time, and always before it hears of anything else: `on_passed(events, when_the_last_one_passed_s)`, on
-        the monotonic clock. What the client's socket does not take gets its `send_rest`."""
+        at a time, and always before it hears of anything else: `on_passed(events, when_the_last_one_passed_s,
+        finished)`, on the monotonic clock; finished: one has a finish_reason. What the client's socket does not take
+        gets its `send_rest`."""
 
     def pass_no_more(self) -> None:
         """The listener has heard of all that passed when this returns."""

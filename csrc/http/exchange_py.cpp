@@ -83,8 +83,9 @@ class Exchange : public Socket {
 
     Socket* to_ = nullptr;  // `client_`, to which events pass
     nb::object client_;
-    unsigned marks_ = 0;  // of events that do not
-    std::string passed_;  // events of which the listener was not told
+    unsigned marks_ = 0;          // of events that do not
+    std::string passed_;          // events of which the listener was not told
+    bool passed_finish_ = false;  // one of them has a finish_reason
     double passed_s_ = 0;
     std::string chunk_;
     bool told_ = false;  // Python was told something of what came last
@@ -187,7 +188,10 @@ void Exchange::pass_to(Socket& to, unsigned marks) {
 // All or nothing of what came at once: an event before an error is a part of the answer to judge.
 bool Exchange::pass(const Part& part) {
     if (to_ == nullptr || to_->clogged || !to_->is_open()) return false;
-    if (!part.body.ends_with(kEventEnd) || marks_of(part.body, marks_) != 0) return false;
+    if (!part.body.ends_with(kEventEnd)) return false;
+    const unsigned marks = marks_of(part.body, marks_ | kFinish);
+    if ((marks & marks_) != 0) return false;
+    passed_finish_ = passed_finish_ || (marks & kFinish) != 0;
     std::array<char, 16> digits;
     const auto [stop, error] = std::to_chars(digits.data(), digits.data() + digits.size(), part.body.size(), 16);
     chunk_.assign(digits.data(), error == std::errc{} ? static_cast<std::size_t>(stop - digits.data()) : 0);
@@ -204,7 +208,8 @@ void Exchange::tell_passed() {
     if (passed_.empty()) return;
     told_ = true;
     const nb::bytes passed = bytes_of(std::exchange(passed_, {}));
-    if (listener.is_valid()) listener.attr("on_passed")(passed, passed_s_);
+    const bool finished = std::exchange(passed_finish_, false);
+    if (listener.is_valid()) listener.attr("on_passed")(passed, passed_s_, finished);
 }
 
 void Exchange::pass_no_more() {

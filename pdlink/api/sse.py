@@ -51,13 +51,14 @@ class EventBuffer:
             return b""
         return self._take(end)
 
-    def passes(self, data: bytes) -> bool:
-        """Whether these bytes are whole events, and none is held before them."""
-        return not self._held and data.endswith(b"\n\n")
+    @property
+    def is_empty(self) -> bool:
+        """No event has begun without its end."""
+        return not self._held
 
     def pass_whole_events(self, data: bytes) -> bytes:
         """`feed`, then `take_whole_events`; does not copy bytes that are whole events already."""
-        if not self._held and data.endswith(b"\n\n"):  # as `passes`, which is a call
+        if not self._held and data.endswith(b"\n\n"):
             return data
         self.feed(data)
         return self.take_whole_events()

@@ -169,7 +169,7 @@ class ClientAnswer:
     @property
     def native(self) -> Requests | None:
         """As of `ClientConnection`."""
-        return self.connection.native if self._chunked else None
+        return self.connection.native if self._chunked and not self._head else None
 
     def end(self, data: bytes) -> None:
         """Last bytes, perhaps none."""

@@ -207,29 +207,27 @@ class Flow:
         """The actions for `event`, in order."""
         return [] if self.outcome is not None else _REACTIONS[type(event)](self, event, now)
 
-    def passes(self, attempt: int, leg: Leg, data: bytes, now: float) -> bool:
-        """Whether bytes of a stream go to the client as they are, and nothing else follows: `on` of their Chunk would
-        give one Forward of them. For most events of a stream this is all there is to decide."""
+    def passes(self, attempt: int, leg: Leg) -> bool:
+        """Whether whole events of this leg without marks of `look` go to the client as they are, and nothing else
+        follows: `on` of their Chunk would give one Forward of them. For most events of a stream this is all there is
+        to decide."""
         state = self._legs.get(leg)
-        if (
-            leg is not Leg.DECODE
-            or state is None
-            or not (state.spoke and state.running)
-            or attempt != self.attempts
-            or self.outcome is not None
-            or state.buffer is None
-            or not state.buffer.passes(data)
-            or marks_of(data, self.look)
-        ):
-            return False
-        self.passed(data, now)
-        return True
+        return (
+            leg is Leg.DECODE
+            and state is not None
+            and state.spoke
+            and state.running
+            and attempt == self.attempts
+            and self.outcome is None
+            and state.buffer is not None
+            and state.buffer.is_empty
+            and not self.look & ANYTHING
+        )
 
-    def passed(self, data: bytes, now: float) -> None:
-        """Decode's events went to the client, as `passes` said they may."""
+    def passed(self, data: bytes, now: float, *, finished: bool) -> None:
+        """Such events of decode's went to the client. finished: with a finish_reason."""
         self._legs[Leg.DECODE].since_s = now
-        if not self._finished:
-            self._finished = marks_of(data, FINISH) != 0
+        self._finished = self._finished or finished
         if self._recovery is not None:
             self._recovery.sent(data)
 

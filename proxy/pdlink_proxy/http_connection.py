@@ -95,8 +95,9 @@ class AnswerListener:
     def on_data(self, data: bytes) -> None:
         """At least a byte."""
 
-    def on_passed(self, data: bytes, at_s: float) -> None:
-        """Of the body, what has passed to a client natively; the last of it at that time of `time.monotonic`."""
+    def on_passed(self, data: bytes, at_s: float, finished: bool) -> None:
+        """Of the body, what has passed to a client natively; the last of it at that time of `time.monotonic`.
+        finished: with a finish_reason."""
 
     def on_end(self) -> None:
         pass

@@ -112,8 +112,8 @@ class Hears(Protocol):
     def sent(self, leg: WorkerLeg, data: bytes) -> None:
         """Bytes of its event stream."""
 
-    def passed(self, leg: WorkerLeg, data: bytes, at_s: float) -> None:
-        """Events of its stream have gone to the client, the last of them then."""
+    def passed(self, leg: WorkerLeg, data: bytes, at_s: float, *, finished: bool) -> None:
+        """Events of its stream have gone to the client, the last of them then. finished: with a finish_reason."""
 
     def ended(self, leg: WorkerLeg) -> None:
         """Its event stream ended properly."""
@@ -263,11 +263,11 @@ class WorkerLeg(LegAccount, AnswerListener):
         except Exception as error:  # noqa: BLE001
             self._broke(error)
 
-    def on_passed(self, data: bytes, at_s: float) -> None:
+    def on_passed(self, data: bytes, at_s: float, finished: bool) -> None:
         self.nbytes += len(data)
         try:
             if self.hears is not None:
-                self.hears.passed(self, data, at_s)
+                self.hears.passed(self, data, at_s, finished=finished)
         except Exception as error:  # noqa: BLE001
             self._broke(error)
 

@@ -484,20 +484,21 @@ class Request:
 
     def sent(self, leg: WorkerLeg, data: bytes) -> None:
         """Bytes of its event stream."""
-        if self._opened_s is not None and self._flow.passes(leg.attempt, leg.leg, data, time.monotonic()):
-            self._count(data)
-            self.client.write(data)
-            if (to := self.client.native) is not None and leg.connection is not None:
-                self._passing = leg
-                leg.connection.pass_to(to, self._flow.look)
-        else:
-            self.happen(Chunk(leg.attempt, leg.leg, data))
+        self.happen(Chunk(leg.attempt, leg.leg, data))
+        if (
+            self._opened_s is not None
+            and self._flow.passes(leg.attempt, leg.leg)
+            and (to := self.client.native) is not None
+            and leg.connection is not None
+        ):
+            self._passing = leg
+            leg.connection.pass_to(to, self._flow.look)
         if self.client.connection.writing_paused:
             self._hold(leg)
 
-    def passed(self, leg: WorkerLeg, data: bytes, at_s: float) -> None:
-        """Events of its stream have gone to the client, the last of them then."""
-        self._flow.passed(data, at_s)
+    def passed(self, leg: WorkerLeg, data: bytes, at_s: float, *, finished: bool) -> None:
+        """Events of its stream have gone to the client, the last of them then. finished: with a finish_reason."""
+        self._flow.passed(data, at_s, finished=finished)
         self._count(data)
         if self.client.connection.writing_paused:
             self._hold(leg)

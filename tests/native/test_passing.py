@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdlink._http import ANYTHING, CACHED, DONE, ERROR, FINISH, PARAMS, Exchange, Headers, Requests, SocketPoller
+from pdlink._http import (
+    ANYTHING,
+    CACHED,
+    DONE,
+    ERROR,
+    FINISH,
+    PARAMS,
+    Exchange,
+    Headers,
+    Requests,
+    SocketPoller,
+    marks_of,
+)
 from tests.native.test_exchange import CHUNKED
 
 if TYPE_CHECKING:
@@ -17,6 +29,7 @@ if TYPE_CHECKING:
 MARKS = ERROR | FINISH | CACHED | DONE
 EVENT = b'data: {"choices": [{"text": "word"}]}\n\n'
 PARAMS_EVENT = b'data: {"choices": [], "kv_transfer_params":{"pdlink_kv":"transferred"}}\n\n'
+FINISH_EVENT = b'data: {"choices": [{"text": "", "finish_reason": "stop"}]}\n\n'
 TELL_NBYTES = 4096
 
 
@@ -67,8 +80,9 @@ class Stream(Exchange):
     def on_data(self, data: bytes) -> None:
         self.told.append(("data", data))
 
-    def on_passed(self, data: bytes, at_s: float) -> None:
+    def on_passed(self, data: bytes, at_s: float, finished: bool) -> None:
         assert at_s > 0
+        assert finished is (marks_of(data, FINISH) != 0)
         self.told.append(("passed", data))
 
     def on_end(self) -> None:
@@ -144,6 +158,7 @@ def test_what_needs_a_look_is_heard_after_all_that_passed(
         (MARKS | PARAMS, PARAMS_EVENT, False),
         (MARKS | PARAMS, EVENT, True),
         (MARKS | ANYTHING, EVENT, False),
+        (DONE, FINISH_EVENT, True),
         (0, b"data: [DONE]\n\n", True),
     ],
 )
@@ -154,6 +169,8 @@ def test_events_with_the_marks_that_somebody_looks_for_do_not_pass(
     stream.feed(chunk(event))
     assert stream.told == ([] if passes else [("data", event)])
     assert stream.got() == (chunk(event) if passes else b"")
+    stream.pass_no_more()
+    assert stream.told == [("passed" if passes else "data", event)]
 
 
 def test_no_cut_of_the_bytes_changes_what_the_client_gets(stream: Stream) -> None:

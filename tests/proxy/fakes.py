@@ -16,6 +16,8 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from pdlink._http import FINISH as FINISH_MARK
+from pdlink._http import marks_of
 from pdlink.config import ProxyConfig
 from pdlink_proxy.app import ROUTER, Router, build_app
 from pdlink_proxy.front import Doors, FrontRunner
@@ -24,7 +26,9 @@ from pdlink_proxy.queue import Queue
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
+    from pdlink_proxy.flow import Flow
     from pdlink_proxy.siblings import Siblings
+    from pdlink_proxy.steps import Leg
 
 DEADLINE_S = 60.0
 """Of every wait in these tests; reaching it is a failure."""
@@ -50,6 +54,14 @@ def event(text: str, **more: Any) -> bytes:
 
 
 _KV_COMMENT = re.compile(rb"(?:: Server-Timing: [^\n]*\n)?: X-Pdlink-KV: ([^\n]*)\n\n(?=data: ?\[DONE\])")
+
+
+def passed(flow: Flow, attempt: int, leg: Leg, data: bytes, now: float) -> bool:
+    """Whether these bytes of a stream pass without a look, as `Exchange.pass_to` does it."""
+    if not flow.passes(attempt, leg) or not data.endswith(b"\n\n") or marks_of(data, flow.look):
+        return False
+    flow.passed(data, now, finished=marks_of(data, FINISH_MARK) != 0)
+    return True
 
 
 def settled(data: bytes) -> tuple[bytes, str]:

@@ -43,7 +43,7 @@ from pdlink_proxy.steps import (
     Waits,
     Why,
 )
-from tests.proxy.fakes import DONE, END, FINISH, event
+from tests.proxy.fakes import DONE, END, FINISH, event, passed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -521,7 +521,7 @@ def test_what_passes_is_what_would_be_forwarded_as_it_is(pieces: list[tuple[byte
     for number, (data, leg, attempt) in enumerate(pieces):
         now = float(number)
         actions = twin.on(Chunk(attempt, leg, data), now)
-        if flow.passes(attempt, leg, data, now):
+        if passed(flow, attempt, leg, data, now):
             assert actions == [Forward(data)]
         else:
             assert flow.on(Chunk(attempt, leg, data), now) == actions

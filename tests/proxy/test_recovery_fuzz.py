@@ -29,7 +29,7 @@ from pdlink_proxy.steps import (
     StartLegs,
     Why,
 )
-from tests.proxy.fakes import DONE
+from tests.proxy.fakes import DONE, passed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -158,7 +158,7 @@ class _Client:
                     assert prefill == self._prefill
 
     def sent(self, data: bytes) -> None:
-        if self.data and self.flow.passes(self.flow.attempts, D, data, 1.0):
+        if self.data and passed(self.flow, self.flow.attempts, D, data, 1.0):
             self.passed += 1
             self.data += data
         else:
