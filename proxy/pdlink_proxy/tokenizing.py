@@ -147,8 +147,8 @@ class Tokenizing:
         return found
 
     async def _of_worker(self, worker: Worker, text: Text) -> Tokens | None:
-        async with asyncio.timeout(ASK_S):
-            reply = await answer_of(self._client, "POST", worker.url + PATH, text.body, max_nbytes=MAX_ANSWER_NBYTES)
+        url, most_nbytes = worker.url + PATH, MAX_ANSWER_NBYTES
+        reply = await answer_of(self._client, "POST", url, text.body, max_nbytes=most_nbytes, timeout_s=ASK_S)
         if reply.status in _NO_ROUTE:
             worker.lacks.add(PATH)
         if reply.status != 200:

@@ -39,7 +39,7 @@ async def watch(
 
     One that a leg has found gone is asked at once, others once in `LEAST_S` at most, however many legs poke.
     """
-    first, least_s = workers[0], min(LEAST_S, interval_s)
+    loop, first, least_s = asyncio.get_running_loop(), workers[0], min(LEAST_S, interval_s)
     for each in workers:
         each.poke = first.poke
     while True:
@@ -62,10 +62,9 @@ async def watch(
             for each in workers:
                 each.unreachable(f"GET /health: {describe(error)}")
         heard()
-        try:
-            async with asyncio.timeout(interval_s):
-                await first.poke.wait()
-                if faults == [each.faults for each in workers]:
-                    await asyncio.sleep(least_s - (time.monotonic() - asked_s))
-        except TimeoutError:
-            continue
+        due = loop.call_later(interval_s, first.poke.set)
+        await first.poke.wait()
+        due.cancel()
+        early_s = least_s - (time.monotonic() - asked_s)
+        if early_s > 0 and faults == [each.faults for each in workers]:
+            await asyncio.sleep(early_s)

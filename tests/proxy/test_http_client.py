@@ -83,7 +83,7 @@ async def client(**more: object) -> AsyncIterator[HttpClient]:
 
 async def body_of(talk: Talk, max_nbytes: int = 1 << 20) -> bytes:
     async with server(talk) as url, client() as http:
-        return (await answer_of(http, "GET", url + "/x", max_nbytes=max_nbytes)).body
+        return (await answer_of(http, "GET", url + "/x", max_nbytes=max_nbytes, timeout_s=WAIT_S)).body
 
 
 class Heard(AnswerListener):
@@ -169,6 +169,23 @@ async def test_a_request_is_lost_at_once_if_its_workers_name_is_none_that_dns_ca
     async with client() as http:
         with pytest.raises(NoConnection, match="label"):
             await ask(http, f"http://{'a' * 70}/x").ended()
+
+
+async def test_an_answer_that_is_late_is_given_up_with_its_connection() -> None:
+    closed = asyncio.Event()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")  # so the next one needs no connection
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        closed.set()
+
+    async with server(talk) as url, client() as http, asyncio.timeout(WAIT_S):
+        await answer_of(http, "GET", url + "/x", max_nbytes=1, timeout_s=WAIT_S)
+        with pytest.raises(TimeoutError):
+            await answer_of(http, "GET", url + "/y", max_nbytes=1, timeout_s=0.001)
+        await closed.wait()
 
 
 async def test_requests_that_connect_or_wait_for_a_connection_are_lost_when_the_client_ends() -> None:

@@ -86,7 +86,8 @@ async def test_the_proxys_client_reads_what_aiohttps_client_reads(seed: int) -> 
                 except aiohttp.ClientError:
                     wanted = "broken"
                 try:
-                    got: object = tuple(await answer_of(ours, "GET", f"{url}/{number}", max_nbytes=_MAX_NBYTES))
+                    asked = answer_of(ours, "GET", f"{url}/{number}", max_nbytes=_MAX_NBYTES, timeout_s=WAIT_S)
+                    got: object = tuple(await asked)
                 except HttpError:
                     got = "broken"
             assert got == wanted, f"seed {seed}, answer {number}: {script[number]}"
