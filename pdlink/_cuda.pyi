@@ -13,6 +13,10 @@ from numpy.typing import NDArray
 _Gate = tuple[int, int, int, bytes]
 """Descriptor number in its process, st_dev, st_ino, the nonce in the page (`csrc/common/gate.h`)."""
 
+_Slot = tuple[int, int, int, int, int]
+"""Pinned memory for the list of a launch: its address here and for kernels, and its bytes; as much memory of the GPU
+for a long list, or 0; an event."""
+
 THREADS: int
 """Of a block, in every kernel."""
 
@@ -114,12 +118,10 @@ class KernelLauncher:
         Raises RuntimeError if `library` has not what is needed.
         """
 
-    def launch_runs(
-        self, runs: RunQueue, launch_nbytes: int, host: int, device: int, nbytes: int, event: int
-    ) -> tuple[str, int]:
-        """Launch about `launch_nbytes` of `runs` and record `event`; the list is kept in `nbytes` of pinned memory.
+    def launch_runs(self, runs: RunQueue, launch_nbytes: int, slot: _Slot) -> tuple[str, int]:
+        """Launch about `launch_nbytes` of `runs`, keep their list in the slot, and record its event.
 
-        Returns the call that failed and its number, or "" and 0. Unless it is "cuEventRecord", nothing was launched
+        Returns the call that failed and its number, or "" and 0. Unless it is "cuEventRecord", no kernel was launched
         then.
         """
 
@@ -135,12 +137,8 @@ class NameTaken(ValueError):
 class GpuCopier:
     """Kernels that store into peers' device memory, and a native thread that sees them end (`csrc/cuda/copier.h`)."""
 
-    def __init__(
-        self, launcher: KernelLauncher, slots: Sequence[tuple[int, int, int, int]], launch_nbytes: int
-    ) -> None:
-        """slots: of each the address of its list here and for kernels, its bytes, and its event. They and `launcher`
-        stay until `close`. launch_nbytes: about the most bytes of one launch. Raises OSError.
-        """
+    def __init__(self, launcher: KernelLauncher, slots: Sequence[_Slot], launch_nbytes: int) -> None:
+        """slots, launcher: stay until `close`. launch_nbytes: about the most bytes of one launch. Raises OSError."""
 
     def add_region(self, ptr: int, nbytes: int) -> int:
         """Memory that kernels read, by its address for them; returns its index. It stays until `close`."""

@@ -74,17 +74,18 @@ std::tuple<const char*, int> told(const Failure& failure) {
     return {failure.call ? failure.call : "", failure.number};
 }
 
-using PySlot = std::tuple<std::uintptr_t, std::uint64_t, std::uint64_t, std::uintptr_t>;
+// As `Launches.slots` of pdlink/cuda/launches.py gives it.
+using PySlot = std::tuple<std::uintptr_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uintptr_t>;
 
-SlotMemory list_memory(std::uintptr_t host, std::uint64_t device, std::uint64_t nbytes) {
-    return {reinterpret_cast<KernelRun*>(host), device, nbytes / sizeof(KernelRun)};
+Slot slot_of(const PySlot& given) {
+    const auto& [host, device, nbytes, copy, event] = given;
+    return {{reinterpret_cast<KernelRun*>(host), device, nbytes / sizeof(KernelRun), copy}, event};
 }
 
 GpuCopier* make_copier(const KernelLauncher& launcher, const std::vector<PySlot>& given,
                        std::uint64_t launch_nbytes) {
     std::vector<Slot> slots;
-    for (const auto& [host, device, nbytes, event] : given)
-        slots.push_back({list_memory(host, device, nbytes), event});
+    for (const PySlot& one : given) slots.push_back(slot_of(one));
     return new GpuCopier(launcher, std::move(slots), launch_nbytes);
 }
 
@@ -148,13 +149,12 @@ NB_MODULE(_cuda, m) {
              "library"_a, "context"_a, "kernel"_a, "work"_a, "bell"_a)
         .def(
             "launch_runs",
-            [](const KernelLauncher& launcher, RunQueue& runs, std::uint64_t launch_nbytes, std::uintptr_t host,
-               std::uint64_t device, std::uint64_t nbytes, std::uintptr_t event) {
-                const SlotMemory slot = list_memory(host, device, nbytes);
+            [](const KernelLauncher& launcher, RunQueue& runs, std::uint64_t launch_nbytes, const PySlot& given) {
+                const Slot slot = slot_of(given);
                 const nb::gil_scoped_release release;
-                return told(launcher.launch_runs(runs, launch_nbytes, slot, event));
+                return told(launcher.launch_runs(runs, launch_nbytes, slot.list, slot.event));
             },
-            "runs"_a, "launch_nbytes"_a, "host"_a, "device"_a, "nbytes"_a, "event"_a)
+            "runs"_a, "launch_nbytes"_a, "slot"_a)
         .def(
             "ring_after",
             [](const KernelLauncher& launcher, std::uintptr_t event, int fd) {

@@ -68,6 +68,7 @@ KernelLauncher::KernelLauncher(const std::string& library, std::uintptr_t contex
         look_up(library_, "cuCtxPushCurrent_v2", calls_.push);
         look_up(library_, "cuCtxPopCurrent_v2", calls_.pop);
         look_up(library_, "cuLaunchKernel", calls_.launch);
+        look_up(library_, "cuMemcpyAsync", calls_.copy);
         look_up(library_, "cuEventRecord", calls_.record);
         look_up(library_, "cuEventQuery", calls_.query);
         look_up(library_, "cuStreamWaitEvent", calls_.wait);
@@ -85,11 +86,17 @@ KernelLauncher::~KernelLauncher() { ::dlclose(library_); }
 Failure KernelLauncher::launch_runs(RunQueue& runs, std::uint64_t launch_nbytes, const SlotMemory& slot,
                                     std::uintptr_t event) const {
     const RunRange range = runs.copy_next({slot.host, slot.num_runs}, launch_nbytes);
-    Launch launch = plan_runs(slot.device, range.num_runs, range.longest_nbytes);
+    const bool copied = slot.copy && range.num_runs >= kCopiedRuns;
+    Launch launch = plan_runs(copied ? slot.copy : slot.device, range.num_runs, range.longest_nbytes);
     void* arguments[] = {launch.argument.data()};
     if (const int failed = calls_.push(context_)) return {"cuCtxPushCurrent_v2", failed};
-    Failure failure{"cuLaunchKernel", calls_.launch(kernel_, launch.grid_x, launch.grid_y, 1, kThreads, 1, 1, 0,
-                                                    work_, arguments, nullptr)};
+    Failure failure;
+    if (copied)
+        failure = {"cuMemcpyAsync", calls_.copy(slot.copy, reinterpret_cast<std::uintptr_t>(slot.host),
+                                                range.num_runs * sizeof(KernelRun), work_)};
+    if (failure.number == 0)
+        failure = {"cuLaunchKernel", calls_.launch(kernel_, launch.grid_x, launch.grid_y, 1, kThreads, 1, 1, 0, work_,
+                                                   arguments, nullptr)};
     if (failure.number == 0) {
         runs.take(range);
         failure = {"cuEventRecord", calls_.record(handle(event), work_)};

@@ -1,8 +1,8 @@
 """Work of a GPU on one stream, kernels or copy engine: begun with a slot, and seen to end in the order it began.
 
-A slot is pinned memory for a kernel's list of runs, and an event. Their number bounds what is in flight, and what has
-to be waited for when a peer is closed. A host function behind the oldest launch in flight, on a stream of its own,
-makes an eventfd readable.
+A slot is pinned memory for a kernel's list of runs, as much of the GPU's for a long list (`csrc/cuda/launcher.h`),
+and an event. Their number bounds what is in flight, and what has to be waited for when a peer is closed. A host
+function behind the oldest launch in flight, on a stream of its own, makes an eventfd readable.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 import numpy as np
 
 from pdlink import _cuda
-from pdlink.cuda.buffers import PinnedBuffer
+from pdlink.cuda.buffers import DeviceBuffer, PinnedBuffer
 from pdlink.cuda.driver import CudaEvent, CudaFailure, CudaStream, CudaUnavailable
 
 if TYPE_CHECKING:
@@ -38,16 +38,18 @@ _ABANDONED: list[list[_Slot]] = []
 
 
 class _Slot:
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, copy: int) -> None:
+        """copy: address of as much memory of the GPU, or 0."""
         self._list = PinnedBuffer(device, SLOT_NBYTES)
-        self.memory = (self._list.ptr, self._list.device_ptr, self._list.nbytes)
-        """The list's address here and for kernels, and its size."""
         self.array = self._list.array
+        self.device_ptr = self._list.device_ptr
         try:
             self.event = CudaEvent(device)
         except BaseException:
             self._list.close()
             raise
+        self.native = (self._list.ptr, self.device_ptr, self._list.nbytes, copy, self.event.handle)
+        """For `_cuda`."""
 
     def close(self) -> None:
         self._list.close()
@@ -79,8 +81,12 @@ class Launches(Generic[Work]):
             made.callback(self._stream.close)
             self._bell = CudaStream(device)
             made.callback(self._bell.close)
-            for _ in range(num_slots):
-                self._all_slots.append(_Slot(device))
+            self._lists = _lists(device, num_slots) if kernels is not None else None
+            if self._lists is not None:
+                made.callback(self._lists.close)
+            for number in range(num_slots):
+                copy = 0 if self._lists is None else self._lists.ptr + number * SLOT_NBYTES
+                self._all_slots.append(_Slot(device, copy))
                 made.callback(self._all_slots[-1].close)
             self._slots = list(self._all_slots)
             kernel = 0 if kernels is None else kernels.function("pdlink_runs")
@@ -97,9 +103,8 @@ class Launches(Generic[Work]):
         return self._launcher
 
     @property
-    def slots(self) -> list[tuple[int, int, int, int]]:
-        """Address of each one's list here and for kernels, its bytes, its event."""
-        return [(*slot.memory, slot.event.handle) for slot in self._all_slots]
+    def slots(self) -> list[tuple[int, int, int, int, int]]:
+        return [slot.native for slot in self._all_slots]
 
     @property
     def has_room(self) -> bool:
@@ -120,7 +125,7 @@ class Launches(Generic[Work]):
         Raises CudaFailure: the context is dead. `work` is in flight then if the kernel was launched.
         """
         slot = self._slots.pop()
-        answer = self._launcher.launch_runs(runs, launch_nbytes, *slot.memory, slot.event.handle)
+        answer = self._launcher.launch_runs(runs, launch_nbytes, slot.native)
         if answer[0] in ("", "cuEventRecord"):
             self.in_flight.append(LaunchedWork(work, slot))
         self._check(answer)
@@ -134,8 +139,7 @@ class Launches(Generic[Work]):
         slot = self._slots.pop()
         self.in_flight.append(LaunchedWork(work, slot))  # it may be on its way when a call fails
         slot.array[: plan.slots.nbytes] = plan.slots.reshape(-1).view(np.uint8)
-        _, at, _ = slot.memory
-        for launch in plan.launches(at):
+        for launch in plan.launches(slot.device_ptr):
             self._kernels.launch(launch, self._stream.handle)
         slot.event.record(self._stream)
 
@@ -183,6 +187,8 @@ class Launches(Generic[Work]):
             self._bell.synchronize()  # the last host function may not have rung yet
             for slot in self._all_slots:
                 slot.close()
+            if self._lists is not None:
+                self._lists.close()
             self._bell.close()
             self._stream.close()
 
@@ -190,3 +196,13 @@ class Launches(Generic[Work]):
         call, number = answer
         if number:
             raise self._device.driver.failure(call, number)
+
+
+def _lists(device: Device, num_slots: int) -> DeviceBuffer | None:
+    """Memory of the GPU for the lists of these slots; None where there is none left. Raises CudaFailure."""
+    try:
+        return DeviceBuffer(device, num_slots * SLOT_NBYTES)
+    except CudaFailure as failure:
+        if failure.name != "CUDA_ERROR_OUT_OF_MEMORY":
+            raise
+        return None

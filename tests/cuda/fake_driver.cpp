@@ -66,6 +66,9 @@ int begin_copies(const char* call, void* stream, const std::vector<Run>& runs) {
     return kSuccess;
 }
 
+// Where the latest copy to an address came from.
+std::map<std::uint64_t, std::uint64_t> copied_from;
+
 // Null: there is no such event (any more).
 Event* event_of(void* handle) {
     const std::lock_guard lock(world().mutex);
@@ -197,6 +200,7 @@ int cuMemFree_v2(std::uint64_t address) {
     const auto at = world().allocations.find(address);
     if (at == world().allocations.end()) return kInvalidValue;
     world().order.forget(address, at->second.nbytes);
+    copied_from.erase(copied_from.lower_bound(address), copied_from.lower_bound(address + at->second.nbytes));
     ::munmap(reinterpret_cast<void*>(address), at->second.nbytes);
     ::close(at->second.fd);
     world().allocations.erase(at);
@@ -323,6 +327,10 @@ int cuMemcpyAsync(std::uint64_t dst, std::uint64_t src, std::size_t nbytes, void
     ENTER(true);
     STREAM(line, stream);
     if (const int failed = begin_copies(__func__, stream, {{src, dst, nbytes}})) return failed;
+    {
+        const std::lock_guard lock(world().mutex);
+        copied_from[dst] = src;
+    }
     line->put([=] {
         const std::lock_guard wait(world().gate);
         std::memcpy(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), nbytes);
@@ -491,11 +499,12 @@ int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned 
     pdlink::cuda::Launch launch{name, x, y, {}};
     const auto* bytes = static_cast<const std::byte*>(arguments[0]);
     launch.argument.assign(bytes, bytes + nbytes);  // the driver copies it before it returns, too
-    if (name == "pdlink_runs") {                    // the list is in pinned memory, and there by now
+    if (name == "pdlink_runs") {  // the list is in pinned memory, and there by now, or is copied from there
         const auto& list = *reinterpret_cast<const pdlink::cuda::CopyRuns*>(bytes);
         const std::size_t count = list.num_shares / list.segments.divisor();
-        const Run* runs = reinterpret_cast<const Run*>(list.runs);
         const std::lock_guard lock(world().mutex);
+        const auto at = copied_from.find(list.runs);
+        const Run* runs = reinterpret_cast<const Run*>(at == copied_from.end() ? list.runs : at->second);
         world().order.run("pdlink_runs", stream, {runs, runs + count});
     } else {  // so are the slots of tokens
         const auto runs = runs_of(name, *reinterpret_cast<const pdlink::cuda::Reshape*>(bytes), y);

@@ -78,6 +78,35 @@ def test_a_list_of_runs_longer_than_a_slot_takes_more_launches(pair: tuple[Side,
     assert launches >= POOL_NBYTES // 32 // (SLOT_NBYTES // 24)
 
 
+@pytest.mark.parametrize(("num_runs", "copies"), [(1023, 0), (1024, 1)])
+def test_a_long_list_is_copied_to_the_gpu_before_the_kernel_reads_it(
+    pair: tuple[Side, Side], double: Fake, num_runs: int, copies: int
+) -> None:
+    """A kernel reads host memory 32 bytes at a time."""
+    writer, owner = pair
+    expected = owner.buffers[0].array.copy()
+    runs = scattered(num_runs, 512)
+    for src, dst, nbytes in runs:
+        expected[dst : dst + nbytes] = writer.buffers[0].array[src : src + nbytes]
+    double.take_log()
+    assert writer.wait_batch(writer.submit("owner", run_list(runs))) == "ok"
+    calls = [call for call, _ in double.take_log() if call in ("cuMemcpyAsync", "cuLaunchKernel")]
+    assert calls == ["cuMemcpyAsync"] * copies + ["cuLaunchKernel"]
+    assert np.array_equal(owner.buffers[0].array, expected)
+
+
+def test_lists_stay_in_host_memory_where_the_gpu_has_none_left(double: Fake) -> None:
+    writer, owner = Side(DoubleTransport()), DoubleTransport()
+    double.fail("cuMemAlloc_v2", 2)
+    with closing(writer), closing(Side(owner)) as other:
+        writer.add_buffer(POOL_NBYTES, seed=0)
+        other.add_buffer(POOL_NBYTES, seed=1)
+        other.connect("writer", writer.invite("owner"))
+        double.take_log()
+        assert other.wait_batch(other.submit("writer", run_list(scattered(1024, 512)))) == "ok"
+        assert "cuMemcpyAsync" not in [call for call, _ in double.take_log()]
+
+
 def test_a_push_of_many_layers_is_launched_by_the_thread_that_submits_it(
     pair: tuple[Side, Side], double: Fake
 ) -> None:
