@@ -9,7 +9,8 @@
 #
 # PYTHON (python3, with its headers) must have torch, transformers, numpy, numba, pytest, pytest-timeout, hypothesis and
 # cmake or a cmake beside it; pdlink's own dependencies, nanobind and libucx-cu13 may lie as wheels in the folder
-# PDLINK_WHEELS (.whl), which benchmarks/gpu/wheels.sh fills. What is missing is said at the start, a line each.
+# PDLINK_WHEELS (.whl), which benchmarks/gpu/wheels.sh fills, and the native modules, too: then nothing is compiled, and
+# neither nvcc nor cmake is needed. What is missing is said at the start, a line each.
 # PDLINK_GPU_SECONDS (600): end before so much time is over, and leave out what no longer fits. Each stage leaves those
 # after it the time that they need at least. Nothing is written into the source tree but results.
 # Exit: 0 all done and every bar met, 1 something failed, missed its bar or was not measured, 3 no GPU (the build and the
@@ -31,7 +32,7 @@ shift || true
 (($#)) && stages=("$@")
 work=${TMPDIR:-/tmp}/pdlink-gpu-$(id -u)
 tree=$work/tree
-wheels=${PDLINK_WHEELS:-.whl}
+wheels=$(realpath -m "${PDLINK_WHEELS:-.whl}")
 seconds=${PDLINK_GPU_SECONDS:-600}
 reserved=0 # seconds that later stages need
 json=$results/$(date -u +%Y-%m-%d)-gpu.json
@@ -90,10 +91,26 @@ step() { # NAME SECONDS COMMAND...: run, write down how it ended; its status
     return "$rc"
 }
 
+sources() { # a digest of what native modules are made of
+    find csrc CMakeLists.txt -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1
+}
+
+take_modules() { # that were built elsewhere of these sources, for a Python that can use them
+    [[ -f $wheels/modules/sources && $(< "$wheels/modules/sources") == "$(sources)" ]] || return
+    cp "$wheels"/modules/*.so "$tree/pdlink/" || return
+    (cd "$tree" && "$python" -c 'from pdlink import _copy, _cuda, _http, _index, _tcp; assert _cuda.fatbin()') && return
+    rm -f "$tree"/pdlink/*.so
+    return 1
+}
+
 build() {
     rm -rf "$tree" && mkdir "$tree" || return
     cp -a pdlink proxy benchmarks tests csrc pyproject.toml CMakeLists.txt "$tree" || return
     rm -f "$tree"/pdlink/*.so "$tree"/benchmarks/pdlink_bench/*.so
+    if take_modules; then
+        echo "the native modules were carried; nothing is compiled"
+        return
+    fi
     cd "$tree" || return
     "$python" -m cmake --version > /dev/null 2>&1 && cmake=("$python" -m cmake) || cmake=(cmake)
     "${cmake[@]}" -S . -B "$work/build" -DCMAKE_BUILD_TYPE=Release \
@@ -107,8 +124,8 @@ build() {
 # Servers of the tests are forks: where torch asks the driver whether there is a GPU, forks cannot use it any more.
 export PYTORCH_NVML_BASED_CUDA_CHECK=1
 export PYTHONPATH=$tree:$tree/proxy:$tree/benchmarks:$work/site PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
-export -f build
-export python work tree
+export -f build sources take_modules
+export python work tree wheels
 rm -rf "$work/site"
 find_carried='
 import importlib.metadata, pathlib, sys
@@ -129,6 +146,8 @@ import importlib.util, pathlib, re, shutil, sys, sysconfig, tomllib
 names = {"pyyaml": "yaml", "pyzmq": "zmq", "prometheus-client": "prometheus_client"}
 ours = [re.split("[<>=!~ ]", one)[0] for one in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]]
 wanted = [*ours, "torch", "transformers", "pytest", "pytest-timeout", "hypothesis", "nanobind"]
+carried = pathlib.Path(sys.argv[1], "modules").is_dir()
+wanted = [one for one in wanted if not (carried and one == "nanobind")]
 missing = [one for one in wanted if importlib.util.find_spec(names.get(one, one.replace("-", "_"))) is None]
 for one in missing:
     print(f"== missing: {one}; install it, or carry its wheel (benchmarks/gpu/wheels.sh)")
@@ -136,12 +155,12 @@ tools = {"nvcc": shutil.which("nvcc"), "a C++ compiler": shutil.which("c++") or 
 tools["cmake"] = shutil.which("cmake") or importlib.util.find_spec("cmake")
 header = pathlib.Path(sysconfig.get_path("include"), "Python.h")
 tools[f"the headers of this python ({header})"] = header.exists()
-missing += [one for one, found in tools.items() if not found]
-for one in [one for one, found in tools.items() if not found]:
+for one in [one for one, found in tools.items() if not found and not carried]:
+    missing.append(one)
     print(f"== missing: {one}; install it on the machine")
 sys.exit(bool(missing))
 '
-"$python" -c "$find_missing" 2>&1 | tee -a "$log" || note "what is needed" "FAILED: see the lines above" 0
+"$python" -c "$find_missing" "$wheels" 2>&1 | tee -a "$log" || note "what is needed" "FAILED: see the lines above" 0
 step build 300 bash -c build || exit 1
 cd "$tree" || exit 1 # "python -c" finds modules in the working directory first
 # Warnings of versions that nobody chose here are no failures, nor are settings of pytest plugins that are not here.

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Fetch, on a machine with a network, the wheels that `make gpu` wants on one without: what a machine that has CUDA and
-# torch usually lacks. The folder PDLINK_WHEELS (.whl) then goes along with the source tree.
+# torch usually lacks. Where this machine has that Python with its headers, cmake and nvcc, the native modules are built,
+# too, so that no time there goes into compiling. The folder PDLINK_WHEELS (.whl) then goes along with the source tree.
 #
 #   benchmarks/gpu/wheels.sh [PYTHON_VERSION]     (default 3.12: of the machine with the GPU, whose torch is for CUDA)
 set -eu
@@ -29,4 +30,20 @@ LIST
 )
 fetch "${ours[@]}" nanobind
 fetch --no-deps libucx-cu13
+target=$(command -v "python$version" || true)
+if [[ -n $target ]] && command -v cmake > /dev/null && command -v nvcc > /dev/null && "$target" -c '
+import pathlib, sys, sysconfig
+sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())'; then
+    built=$(mktemp -d)
+    trap 'rm -rf "$built"' EXIT
+    for wheel in "$folder"/nanobind-*.whl "$folder"/libucx*.whl; do "$python" -m zipfile -e "$wheel" "$built/site"; done
+    PYTHONPATH=$built/site cmake -S . -B "$built/build" -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$target"
+    PYTHONPATH=$built/site cmake --build "$built/build" -j "$(nproc)"
+    mkdir "$folder/modules"
+    cp "$built"/build/*.so "$folder/modules/"
+    find csrc CMakeLists.txt -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1 \
+        > "$folder/modules/sources"
+else
+    echo "no native modules were built: that takes python$version with its headers, cmake and nvcc here"
+fi
 du -sh "$folder"

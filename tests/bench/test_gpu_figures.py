@@ -188,6 +188,24 @@ def test_a_stage_leaves_the_others_their_time_but_has_a_minute_itself(tmp_path: 
     assert "== d: not run: out of time" in said
 
 
+@pytest.mark.parametrize("kept", ["", "another digest"])
+def test_carried_modules_are_taken_if_they_are_of_these_sources(tmp_path: Path, kept: str) -> None:
+    """By the functions of the script: what takes a minute of two cores is not done on the machine with the GPU."""
+    text = (ROOT / "benchmarks" / "gpu" / "run.sh").read_text()
+    functions = re.findall(r"^(?:sources|take_modules)\(\) \{.*?^\}$", text, re.DOTALL | re.MULTILINE)
+    (tmp_path / "tree/pdlink").mkdir(parents=True)
+    carried = tmp_path / "wheels/modules"
+    carried.mkdir(parents=True)
+    (carried / "_cuda.abi3.so").write_text("a module")
+    setting = f"set -u; cd {ROOT}; tree={tmp_path}/tree wheels={tmp_path}/wheels python=true"
+    known = f"echo {kept}" if kept else "sources"
+    commands = f"{known} > {carried}/sources; take_modules && echo taken"
+    whole = "\n".join([setting, *functions, commands])
+    done = subprocess.run(["bash", "-c", whole], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.stdout, done.stderr) == (("", "") if kept else ("taken\n", ""))
+    assert [path.name for path in (tmp_path / "tree/pdlink").iterdir()] == ([] if kept else ["_cuda.abi3.so"])
+
+
 def test_the_stages_of_the_script_have_times(tmp_path: Path) -> None:
     text = (ROOT / "benchmarks" / "gpu" / "run.sh").read_text()
     [stages] = re.findall(r"^stages=\((.*)\)$", text, re.MULTILINE)

@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 CASES: dict[str, tuple[int, str]] = {
-    "kernels": (60, "reshape kernels beside the device-to-device copy of the same run"),
-    "host": (40, "device to pinned host, layer by layer, beside one copy"),
     "mapped-cuda": (60, "two processes on one GPU: a kernel stores into the peer's pages"),
-    "ucx": (60, "the same pages through UCX"),
-    "staged-mapped": (40, "the same pages through pinned slots that the peer maps"),
-    "staged-tcp": (40, "the same pages through pinned slots and a socket"),
     "tiers": (60, "KV into a store's pinned arena and back, beside one large copy; copy engine against kernel"),
     "exposed": (70, "how much of the push a real prefill does not hide"),
+    "staged-mapped": (40, "the same pages through pinned slots that the peer maps"),
+    "ucx": (60, "the same pages through UCX"),
+    "kernels": (60, "reshape kernels beside the device-to-device copy of the same run"),
+    "host": (40, "device to pinned host, layer by layer, beside one copy"),
+    "staged-tcp": (40, "the same pages through pinned slots and a socket"),
 }
-"""Each in a process of its own, one after the other: the most seconds it may take, and what it is."""
+"""Each in a process of its own, what is wanted most first: the most seconds it may take, and what it is."""
 
 MAPPED, UCX = "two processes, mapped-cuda", "two processes, UCX cuda_ipc"
 STAGED_MAPPED = "two processes, through pinned slots, mapped"
