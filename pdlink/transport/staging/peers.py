@@ -6,8 +6,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdlink.transport.gpu_lane import LaneBatch, LanePeer
-
 if TYPE_CHECKING:
     from pdlink.kv.layout import RunArray
     from pdlink.transport.staging.line import StagingLine
@@ -17,7 +15,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class StagedBatch(LaneBatch):
+class StagedBatch:
+    ticket: int
+    nbytes: int
+    submitted_s: float
+    deadline_s: float
     rest: RestOfBatch
     num_open: int = 0
     """Slots under way."""
@@ -82,9 +84,16 @@ class Owning:
 
 
 @dataclass(eq=False)
-class StagingPeer(LanePeer[StagedBatch]):
+class StagingPeer:
+    name: str
     number: int
     """Of those to whom blocks are open."""
+    open: dict[int, StagedBatch] = field(default_factory=dict)
+    """Not reported, by ticket, in order."""
+    failure: str = ""
+    closing: bool = False
+    unfinished: bool = False
+    """The GPU may be copying for it, and the end of that will not be reported."""
     writing: WritingTo | None = None
     owning: Owning | None = None
     closed_below: bool = False

@@ -19,15 +19,15 @@ import secrets
 import select
 import threading
 import time
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Final
 
 from pdlink.cuda.copies import Copies
 from pdlink.errors import ProtocolError, TransportFailure
 from pdlink.transport.base import BatchDone, BatchStatus, Occurrence, PeerClosed, PeerFailed
-from pdlink.transport.gpu_lane import GpuLane
 from pdlink.transport.staging import wire
 from pdlink.transport.staging.door import Door
 from pdlink.transport.staging.line import StagingLine
+from pdlink.transport.staging.loop import StagingLoop
 from pdlink.transport.staging.owner import Owner
 from pdlink.transport.staging.peers import ArrivedSlot, FilledSlot, Owning, StagedBatch, StagingPeer, WritingTo
 from pdlink.transport.staging.rest import RestOfBatch
@@ -53,10 +53,7 @@ PLACED_WAIT_S: Final = 0.5
 """How long `close_blocks` waits, in the endpoint's loop, for a copy of some megabytes."""
 
 
-class Stager(GpuLane[StagingPeer]):
-    title: ClassVar[str] = "staging lane"
-    thread_name: ClassVar[str] = "pdlink-staging"
-
+class Stager(StagingLoop):
     def __init__(
         self,
         device: Device,
@@ -171,9 +168,6 @@ class Stager(GpuLane[StagingPeer]):
         with self._lock:
             peer = self._peers.get(name)
             return peer is not None and peer.writing is not None and not peer.failure
-
-    def _new_peer(self, name: str) -> StagingPeer:
-        return StagingPeer(name, self._number())
 
     def _writable(self, name: str) -> WritingTo:
         writing = self._open_peer(name).writing

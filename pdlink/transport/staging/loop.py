@@ -1,4 +1,4 @@
-"""`GpuLane`: what the lanes that a GPU copies for have in common: a thread, its wakings, deadlines, reports, ends.
+"""`StagingLoop`: what the stager is beside its work: a thread, its wakings, deadlines, reports, ends.
 
 Callers of any thread put work into tables under one lock and wake the thread; only `close` waits for it. What is
 begun is in flight on a stream until the event behind it is reached; the stream rings then, so nothing polls while
@@ -18,18 +18,19 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from pdlink.cuda.driver import CudaFailure
 from pdlink.errors import TransportFailure
 from pdlink.transport.base import BatchDone, BatchStatus, PeerFailed
+from pdlink.transport.staging.peers import StagingPeer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pdlink.cuda.launches import Launches
     from pdlink.transport.base import Occurrence
+    from pdlink.transport.staging.peers import StagedBatch
 
 log = logging.getLogger(__name__)
 
@@ -37,41 +38,12 @@ _LOOK_S: Final = 0.25
 """Poll interval of work in flight: after a failure no host function runs."""
 
 
-@dataclass(eq=False)
-class LaneBatch:
-    ticket: int
-    nbytes: int
-    submitted_s: float
-    deadline_s: float
-
-
-Batch = TypeVar("Batch", bound=LaneBatch)
-
-
-@dataclass(eq=False)
-class LanePeer(Generic[Batch]):
-    name: str
-    open: dict[int, Batch] = field(default_factory=dict, init=False)
-    """Not reported, by ticket, in order."""
-    failure: str = field(default="", init=False)
-    closing: bool = field(default=False, init=False)
-    unfinished: bool = field(default=False, init=False)
-    """The GPU may be copying for it, and the end of that will not be reported."""
-
-
-AnyPeer = TypeVar("AnyPeer", bound=LanePeer[Any])
-
-
-class GpuLane(ABC, Generic[AnyPeer]):
-    title: ClassVar[str]
-    """In errors."""
-    thread_name: ClassVar[str]
-
+class StagingLoop(ABC):
     def __init__(self) -> None:
         """Raises OSError. A subclass makes the streams and calls `_start`, or `_release` if that fails."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._peers: dict[str, AnyPeer] = {}
+        self._peers: dict[str, StagingPeer] = {}
         self._reports: list[Occurrence] = []
         self._next = 1
         self._broken = ""
@@ -94,7 +66,7 @@ class GpuLane(ABC, Generic[AnyPeer]):
         weakref.finalize(self, os.close, self._told)  # what was not fetched before `close` can be fetched after it
 
     def _start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name=self.thread_name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="pdlink-staging", daemon=True)
         self._thread.start()
 
     def _release(self) -> None:
@@ -167,19 +139,16 @@ class GpuLane(ABC, Generic[AnyPeer]):
                 raise TransportFailure(f"the GPU has failed: {self._broken}")
             yield
 
-    @abstractmethod
-    def _new_peer(self, name: str) -> AnyPeer: ...
-
-    def _peer_for(self, name: str) -> AnyPeer:
+    def _peer_for(self, name: str) -> StagingPeer:
         """Raises ValueError for a name in use."""
         peer = self._peers.get(name)
         if peer is None:
-            peer = self._peers[name] = self._new_peer(name)
+            peer = self._peers[name] = StagingPeer(name, self._number())
         if peer.closing or peer.failure:
             raise ValueError(f"peer name {name} is used twice")
         return peer
 
-    def _open_peer(self, name: str) -> AnyPeer:
+    def _open_peer(self, name: str) -> StagingPeer:
         """Raises TransportFailure."""
         peer = self._peers.get(name)
         if peer is None or peer.closing:
@@ -206,11 +175,11 @@ class GpuLane(ABC, Generic[AnyPeer]):
         """A descriptor of the lane's own has something to say."""
 
     @abstractmethod
-    def _stop_writing(self, peer: AnyPeer) -> None:
+    def _stop_writing(self, peer: StagingPeer) -> None:
         """Nothing more of its batches is begun."""
 
     @abstractmethod
-    def _begin_closing(self, peer: AnyPeer) -> None:
+    def _begin_closing(self, peer: StagingPeer) -> None:
         """Safe to call twice."""
 
     @abstractmethod
@@ -225,9 +194,11 @@ class GpuLane(ABC, Generic[AnyPeer]):
         """Whether what the GPU has used may be freed, when the thread has ended."""
         return not self._is_busy() and not any(peer.unfinished for peer in self._peers.values())
 
+    @abstractmethod
     def _on_end(self) -> None:
         """The thread has been joined. Without the lock."""
 
+    @abstractmethod
     def _on_death(self) -> None:
         """The thread ends, or has died: nobody may wait for it any more. With the lock held."""
 
@@ -235,9 +206,9 @@ class GpuLane(ABC, Generic[AnyPeer]):
         try:
             self._loop()
         except Exception as error:  # noqa: BLE001  the outermost frame: `poll` raises it
-            log.exception("the thread of the %s has died", self.title)
+            log.exception("the thread of the staging lane has died")
             with self._lock:
-                self._died = f"the thread of the {self.title} has died: {type(error).__name__}: {error}"
+                self._died = f"the thread of the staging lane has died: {type(error).__name__}: {error}"
                 with contextlib.suppress(Exception):  # the same failure may come again
                     self._break(self._died)
                 self._broken = self._died
@@ -287,7 +258,7 @@ class GpuLane(ABC, Generic[AnyPeer]):
     def _is_busy(self) -> bool:
         return any(stream.in_flight for stream in self._streams)
 
-    def _copies(self, peer: AnyPeer) -> bool:
+    def _copies(self, peer: StagingPeer) -> bool:
         """Whether the GPU copies for this peer."""
         return any(launch.work.peer is peer for stream in self._streams for launch in stream.in_flight)
 
@@ -297,7 +268,7 @@ class GpuLane(ABC, Generic[AnyPeer]):
             if not peer.failure and any(batch.deadline_s <= now for batch in peer.open.values()):
                 self._fail(peer, "batch deadline passed", BatchStatus.TIMEOUT)
 
-    def _fail(self, peer: AnyPeer, reason: str, status: BatchStatus) -> None:
+    def _fail(self, peer: StagingPeer, reason: str, status: BatchStatus) -> None:
         """With TIMEOUT, only the batches that missed their own deadline are TIMEOUT."""
         if peer.failure:
             return
@@ -320,7 +291,7 @@ class GpuLane(ABC, Generic[AnyPeer]):
         for peer in self._peers.values():
             self._fail(peer, f"the GPU has failed: {reason}", BatchStatus.PEER_FAILED)
 
-    def _report_batch(self, peer: AnyPeer, batch: LaneBatch, status: BatchStatus, detail: str) -> None:
+    def _report_batch(self, peer: StagingPeer, batch: StagedBatch, status: BatchStatus, detail: str) -> None:
         del peer.open[batch.ticket]
         now = time.monotonic()
         self._report(BatchDone(batch.ticket, peer.name, status, batch.nbytes, batch.submitted_s, now, detail))
