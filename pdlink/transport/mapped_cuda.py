@@ -197,15 +197,26 @@ class MappedCudaTransport(NativeTransport[_cuda.GpuCopier, "AnyBuffer"]):
             require_this_host(peer, there.boot_id, there.pid_namespace)
             regions = self._map(peer, there, mapped)
             with self._registering:
-                copier.connect(peer, there.pid, regions, there.gate)
+                if peer in self._mapped:
+                    raise ValueError(f"peer name {peer} is used twice")
+                self._mapped[peer] = mapped  # first: what the copier may write to is never unmapped by an error here
+                try:
+                    copier.connect(peer, there.pid, regions, there.gate)
+                except BaseException:
+                    del self._mapped[peer]
+                    raise
                 self._mapped[peer] = mapped.pop_all()
 
     def poll(self) -> list[Occurrence]:
-        """As in the contract; unmaps the memory of peers that are closed."""
-        occurrences = super().poll()
-        for one in occurrences:
-            if isinstance(one, PeerClosed):
-                self._unmap(one.peer)
+        """As in the contract; unmaps the memory of peers that are closed.
+
+        Under the lock of `connect`: as soon as the copier has told of a peer's end, its name is free.
+        """
+        with self._registering:
+            occurrences = super().poll()
+            ended = [self._mapped.pop(one.peer, None) for one in occurrences if isinstance(one, PeerClosed)]
+        for mapped in ended:
+            _unmap(mapped)
         return occurrences
 
     def close(self) -> None:
@@ -218,18 +229,12 @@ class MappedCudaTransport(NativeTransport[_cuda.GpuCopier, "AnyBuffer"]):
         if not self._native.close(CLOSE_GRACE_S):
             self._launches.abandon()
             return
-        for peer in list(self._mapped):
-            self._unmap(peer)
+        for mapped in self._mapped.values():
+            _unmap(mapped)
+        self._mapped.clear()
         with contextlib.suppress(CudaFailure):
             self._opened.close()
         _OPEN_HERE.discard(self)
-
-    def _unmap(self, peer: str) -> None:
-        with self._registering:
-            mapped = self._mapped.pop(peer, None)
-        if mapped is not None:
-            with contextlib.suppress(CudaFailure):  # of a dead context: the mapping is gone with it
-                mapped.close()
 
     def holds(self, region: tuple[int, int]) -> bool:
         """Whether this is one of our device regions (address, nbytes)."""
@@ -272,6 +277,12 @@ class MappedCudaTransport(NativeTransport[_cuda.GpuCopier, "AnyBuffer"]):
                 mapped.callback(buffer.close)
                 regions.append((buffer.ptr, buffer.nbytes))
         return regions
+
+
+def _unmap(mapped: contextlib.ExitStack | None) -> None:
+    if mapped is not None:
+        with contextlib.suppress(CudaFailure):  # of a dead context: the mapping is gone with it
+            mapped.close()
 
 
 _OPEN_HERE: set[MappedCudaTransport] = set()

@@ -6,6 +6,7 @@ On a test double of the driver: its order of calls and its fences are tested, no
 from __future__ import annotations
 
 import contextlib
+import select
 import subprocess
 import sys
 import time
@@ -229,6 +230,31 @@ def test_memory_of_a_peer_is_unmapped_when_its_end_is_reported(
         writer.wait_closed("other")
         assert double.counts().mappings == 0
         assert len(list(Path("/proc/self/fd").iterdir())) <= before
+    finally:
+        other.end()
+
+
+def test_name_of_a_peer_is_taken_until_its_end_is_fetched(pair: tuple[Side, Side], double: Fake) -> None:
+    """Else the end of the first one would unmap the memory of the second, while kernels store into it."""
+    writer, _ = pair
+    other = OtherProcess("mapped-cuda-double")
+    try:
+        other.call("add_buffer", 4096, 0)
+        writer.transport.invite("other")
+        writer.close_peer("other")
+        assert select.select([writer.transport.fileno()], [], [], PATIENCE_S)[0], "its end can be fetched"
+        with pytest.raises(ProtocolError, match="peer name other is used twice"):
+            writer.connect("other", other.call("invite", "here"))
+        assert double.counts().mappings == 0
+        writer.wait_closed("other")
+        writer.connect("other", other.call("invite", "again"))
+        writer.poll()
+        assert double.counts().mappings == 1
+        assert writer.wait_batch(writer.submit_block("other", 0, 16)) == "ok"
+        writer.happened.clear()
+        writer.close_peer("other")
+        writer.wait_closed("other")
+        assert double.counts().mappings == 0
     finally:
         other.end()
 
