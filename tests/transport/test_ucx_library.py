@@ -114,7 +114,6 @@ def test_loading_ucx_leaves_libc_signals_and_environment_alone() -> None:
         before = heads(), caught()
         from pdlink.memory.buffers import Buffer
         from pdlink.transport.ucx import UcxTransport
-from pdlink.transport.ucx_copies import NEEDED_UCX
         transport, buffer = UcxTransport(), Buffer(4096)
         transport.open()
         transport.register(buffer)
@@ -141,7 +140,6 @@ def test_a_process_may_end_without_closing(tls: str) -> None:
         from pdlink.kv.layout import RunList
         from pdlink.memory.buffers import Buffer
         from pdlink.transport.ucx import UcxTransport
-from pdlink.transport.ucx_copies import NEEDED_UCX
         sides = [UcxTransport({tls!r}), UcxTransport({tls!r})]
         buffers = [Buffer(64 << 20), Buffer(64 << 20)]
         for side, buffer in zip(sides, buffers):
@@ -169,7 +167,6 @@ def test_loading_ucx_changes_nothing_of_the_environment_that_a_thread_may_be_rea
                 found.append((environ[len(found)], ctypes.string_at(environ[len(found)])))
             return ctypes.addressof(environ.contents), found
         from pdlink.transport.ucx import UcxTransport
-from pdlink.transport.ucx_copies import NEEDED_UCX
         before = strings()
         assert UcxTransport().probe().ok
         UcxTransport().open()
