@@ -88,7 +88,7 @@ class HandleDoor:
         except BaseException:
             self._listener.close()
             raise
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
         # Without it peers are refused at once, and take another lane.
         self._thread = threads.guarded("pdlink-handles", self._serve, lambda _: self._listener.close())
         self._thread.start()
@@ -97,12 +97,13 @@ class HandleDoor:
         self._ranges[region] = memory
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Safe to call twice, and in a forked child, which leaves the door to its parent."""
         if not self._closed:
             self._closed = True
-            with contextlib.suppress(OSError):  # its thread has died
-                self._listener.shutdown(socket.SHUT_RDWR)
-            self._thread.join(_ANSWER_S)
+            if os.getpid() == self._pid:
+                with contextlib.suppress(OSError):  # its thread has died
+                    self._listener.shutdown(socket.SHUT_RDWR)
+                self._thread.join(_ANSWER_S)
             self._listener.close()
 
     def _serve(self) -> None:

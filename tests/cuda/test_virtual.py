@@ -7,6 +7,8 @@ import ctypes
 import os
 import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -145,6 +147,30 @@ def test_handles_are_taken_from_the_process_that_has_invited_alone(writer: Side,
         changed_door = changed(invitation, door=[mine.place.name, mine.place.secret])
         with pytest.raises(ProtocolError, match="another process listens"):
             writer.transport.connect("owner", changed_door)
+
+
+FORK = """
+import os, time
+from pdlink.errors import TransportFailure
+from pdlink.transport.handle_door import HandleDoor, handles
+
+door = HandleDoor()
+child = os.fork()
+if child == 0:
+    door.close()
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+try:
+    list(handles(door.place, os.getpid(), 0, 1, time.monotonic() + 50))
+except TransportFailure as refusal:
+    assert "no such memory is shared with you" in str(refusal)
+door.close()
+"""
+
+
+def test_forked_child_that_closes_the_door_leaves_it_open_to_the_parent_s_peers() -> None:
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], cwd=root, check=True, timeout=55)
 
 
 @pytest.mark.parametrize("more", [PAGE, -PAGE])
