@@ -103,12 +103,6 @@ class RunQueue:
         Neighbours are joined. Raises ValueError for a run outside its region.
         """
 
-    @property
-    def empty(self) -> bool: ...
-    @property
-    def nbytes(self) -> int:
-        """Of the whole batch."""
-
 class KernelLauncher:
     """Launches into one stream, each with everything it asks of the driver in one call; any thread may call."""
 

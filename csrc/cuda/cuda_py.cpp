@@ -140,10 +140,7 @@ NB_MODULE(_cuda, m) {
         "n"_a);
     m.attr("THREADS") = kThreads;
 
-    nb::class_<RunQueue>(m, "RunQueue")
-        .def(nb::new_(&make_queue), "lists"_a.noconvert(), "local"_a, "remote"_a)
-        .def_prop_ro("empty", &RunQueue::empty)
-        .def_prop_ro("nbytes", &RunQueue::nbytes);
+    nb::class_<RunQueue>(m, "RunQueue").def(nb::new_(&make_queue), "lists"_a.noconvert(), "local"_a, "remote"_a);
     nb::class_<KernelLauncher>(m, "KernelLauncher")
         .def(nb::init<const std::string&, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t>(),
              "library"_a, "context"_a, "kernel"_a, "work"_a, "bell"_a)
