@@ -13,7 +13,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import groupby, takewhile
 from math import inf
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -262,20 +262,32 @@ class Fetching:
             to_check += self._add_here(fetch, slot, first)
         self._writing.hit([slot.key for slot in first.slots])
         kept = wanted.retention._replace(ttl_s=inf)  # a record says itself how long it is found
-        for key, place in piece[len(first.slots) :]:
+        at = len(first.slots)
+        while at < len(piece):
+            key, before = piece[at][0], at
             if catalog.lookup([key]):
                 lease = self._lease(fetch, [key])
                 to_check += self._add_here(fetch, lease.slots[0], lease)
+                at += 1
                 continue
-            arrival = self._arrivals.get(key)
-            if arrival is None:
-                slots = catalog.reserve([key], wanted.shape.nbytes, SELF, WHOLE, kept, now_s)
-                if not slots:
-                    return False
-                arrival = self._arrivals[key] = Arrival(slots[0], wanted.shape)
-                begun.append((arrival, max(0, place - 1)))
-            arrival.waiting.append((fetch, fetch.add(None)))
+            if key in self._arrivals:
+                self._arrivals[key].waiting.append((fetch, fetch.add(None)))
+                at += 1
+                continue
+            fresh = [key for key, _ in takewhile(self._is_fresh, piece[at:])]
+            for room in catalog.reserving(fresh, wanted.shape.nbytes, SELF, WHOLE, kept, now_s):
+                if room is None:  # others write it, or it is asked for twice
+                    break
+                arrival = self._arrivals[room.key] = Arrival(room, wanted.shape, [(fetch, fetch.add(None))])
+                begun.append((arrival, max(0, piece[at][1] - 1)))
+                at += 1
+            if at == before:
+                return False
         return True
+
+    def _is_fresh(self, chunk: tuple[bytes, int]) -> bool:
+        """Whether the record of a key is not here, nor on its way."""
+        return chunk[0] not in self._arrivals and not self._books.catalog.lookup(chunk[:1])
 
     def _lease(self, fetch: Fetch, keys: Sequence[bytes]) -> SlotLease:
         """Under the lock."""

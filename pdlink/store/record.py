@@ -265,9 +265,10 @@ def seal(
     hashed: with sums of the payload; without them `unseal` takes the record only as `verified`.
     summed: they are in the header already; else they cost one pass over the payload.
     """
+    said = said_sums(record, shape)
     if hashed and not summed:
-        said_sums(record, shape)[:] = sums_of(record, shape)
-    sums = said_sums(record, shape).tobytes()
+        said[:] = sums_of(record, shape)
+    sums = said.tobytes()
     body = _body(shape, key, xxhash.xxh3_128_digest(sums) if hashed else b"", expires_at_s)
     header = _PREFIX.pack(_MAGIC, SCHEMA, RAW, len(body), xxhash.xxh3_64_intdigest(body)) + body
     front_nbytes = HEADER_NBYTES - len(sums)  # others may read the sums meanwhile

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdlink import _copy
-from pdlink.store.record import HEADER_NBYTES, Group, RecordShape, said_sums
+from pdlink.store.record import HEADER_NBYTES, Group, RecordShape
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -28,14 +28,14 @@ class RecordRows:
 
     def __init__(self, memory: Bytes, row_nbytes: int) -> None:
         """memory: of all rows, one after the other; borrowed."""
-        self._memory, self._row_nbytes, self._shape = memory, row_nbytes, row_shape(row_nbytes)
+        self._memory, self._row_nbytes = memory, row_nbytes
 
     def save(self, store: AnyStore, slots: Sequence[Slot], rows: Sequence[int]) -> bool:
         """Fill reserved records, one for each row. Whether they have sums, as `AnyStore.commit` wants to know."""
         summed = store.wants_sums
-        for slot, of_it in zip(slots, self._copy(store, slots, rows, loading=False, summed=summed), strict=True):
-            if summed:
-                said_sums(store.array[slot.offset :], self._shape)[0] = of_it
+        sums = self._copy(store, slots, rows, loading=False, summed=summed)
+        if summed:
+            _pairs(store.array)[_said_at(slots)] = sums
         return summed
 
     def load(
@@ -47,11 +47,10 @@ class RecordRows:
         """
         unsure = [slot.key in unchecked for slot in slots]
         sums = self._copy(store, slots, rows, loading=True, summed=any(unsure))
-        compared = zip(slots, unsure, sums, strict=True)
-        return [slot for slot, is_unsure, of_it in compared if is_unsure and not self._says(store, slot, of_it)]
-
-    def _says(self, store: AnyStore, slot: Slot, sums: Sums) -> bool:
-        return np.array_equal(said_sums(store.array[slot.offset :], self._shape)[0], sums)
+        if not any(unsure):
+            return []
+        differ = (_pairs(store.array)[_said_at(slots)] != sums).any(axis=1)
+        return [slots[number] for number in np.flatnonzero(differ & unsure).tolist()]
 
     def _copy(
         self, store: AnyStore, slots: Sequence[Slot], rows: Sequence[int], *, loading: bool, summed: bool
@@ -71,3 +70,13 @@ class RecordRows:
         else:
             _copy.nt_runs(target, source, runs)
         return sums
+
+
+def _pairs(records: Bytes) -> Sums:
+    """The sums that a record of one layer says stand in the last pair of its header."""
+    return records[: len(records) // 16 * 16].view(np.uint64).reshape(-1, 2)
+
+
+def _said_at(slots: Sequence[Slot]) -> list[int]:
+    """Which pair that is, of each."""
+    return [(slot.offset + HEADER_NBYTES) // 16 - 1 for slot in slots]

@@ -106,12 +106,12 @@ class Question:
         self._known: dict[bytes, bool] | None = None
         self._lock = threading.Lock()
 
-    def has(self, key: bytes, ask: Callable[[Sequence[bytes]], list[bool]]) -> bool | None:
-        """Whether the tier has it; None where it does not answer."""
+    def known(self, ask: Callable[[Sequence[bytes]], list[bool]]) -> dict[bytes, bool]:
+        """Whether the tier has each; empty where it does not answer."""
         with self._lock:
             if self._known is None:
                 self._known = dict(zip(self._keys, ask(self._keys), strict=False))
-        return self._known.get(key)
+            return self._known
 
 
 class _Sealing(NamedTuple):
@@ -364,14 +364,13 @@ class WriteThrough:
             summed = self._books.summed.intersection([one.slot.key for one in run])
         slots: list[Slot] = []
         records: list[tuple[bytes, memoryview]] = []
-        for slot, shape, expires_at_s in run:
+        shown = [one for one in run if not tier.hides(one.slot.key)]
+        known = question.known(tier.contains) if shown else {}
+        for slot, shape, expires_at_s in shown:
             key = slot.key
-            if tier.hides(key):
-                continue
-            found = question.has(key, tier.contains)
-            if found:
+            if known.get(key):
                 offered.taken.add(slot)
-            if found is not False:  # or it does not answer
+            if known.get(key) is not False:  # or it does not answer
                 continue
             record = self._buffer.array[slot.offset :][: shape.nbytes]
             if not self._sealed:
