@@ -105,7 +105,7 @@ class Exchange(Socket):
 
     def pass_to(self, to: Requests, marks: int) -> None:
         """Whole events of a stream without these marks go to this client as they are, each read as a chunk, until
-        something else comes, the client does not take them, or `pass_no_more`. The listener hears of some 20 of them
+        something else comes, the client does not take them, or `pass_no_more`. The listener hears of some 35 of them
         at a time, and always before it hears of anything else: `on_passed(events, when_the_last_one_passed_s,
         finished)`, on the monotonic clock; finished: one has a finish_reason. What the client's socket does not take
         gets its `send_rest`."""

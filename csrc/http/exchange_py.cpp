@@ -23,7 +23,7 @@ namespace pdlink::http {
 namespace {
 
 constexpr std::size_t kKeptNbytes = 64 * 1024;  // of memory for answers, between two of them
-constexpr std::size_t kTellNbytes = 4 * 1024;   // of passed events, before the listener is told: some 20
+constexpr std::size_t kTellNbytes = 8 * 1024;   // of passed events, before the listener is told: some 35
 constexpr double kMaxWaitS = 24 * 3600.0;       // of one turn
 constexpr std::string_view kLineEnd = "\r\n", kEventEnd = "\n\n";
 

@@ -44,10 +44,11 @@ std::size_t Socket::send(std::string_view head, std::string_view body) const {
         {{const_cast<char*>(head.data()), head.size()}, {const_cast<char*>(body.data()), body.size()}}};
     msghdr message{};
     message.msg_iov = parts.data();
-    message.msg_iovlen = body.empty() ? 1 : 2;
+    message.msg_iovlen = parts.size();
+    constexpr int kFlags = MSG_DONTWAIT | MSG_NOSIGNAL;
     ssize_t n;
-    do {
-        n = ::sendmsg(socket_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    do {  // an event is one part, of which the kernel need not read a list
+        n = body.empty() ? ::send(socket_, head.data(), head.size(), kFlags) : ::sendmsg(socket_, &message, kFlags);
     } while (n < 0 && errno == EINTR);
     return n < 0 ? 0 : static_cast<std::size_t>(n);
 }

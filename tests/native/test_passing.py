@@ -30,7 +30,7 @@ MARKS = ERROR | FINISH | CACHED | DONE
 EVENT = b'data: {"choices": [{"text": "word"}]}\n\n'
 PARAMS_EVENT = b'data: {"choices": [], "kv_transfer_params":{"pdlink_kv":"transferred"}}\n\n'
 FINISH_EVENT = b'data: {"choices": [{"text": "", "finish_reason": "stop"}]}\n\n'
-TELL_NBYTES = 4096
+TELL_NBYTES = 8192
 
 
 def chunk(data: bytes) -> bytes:
