@@ -136,7 +136,8 @@ class ProxyConfig(Section):
     on_no_prefill: Literal["fail", "decode_only"] = "decode_only"
     """When no prefill worker is healthy: let decode compute the prompt (counted), or answer an error."""
     health_interval_s: Seconds = 0.5
-    """Time between two looks at a worker's /health."""
+    """Time between two looks at a worker's /health. vLLM and SGLang servers are not asked while they answer requests
+    well."""
     connect_timeout_s: Seconds = 2.0
     """Longest wait for a connection to a worker."""
     first_byte_timeout_s: Seconds = 600.0

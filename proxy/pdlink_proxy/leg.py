@@ -245,6 +245,7 @@ class WorkerLeg(LegAccount, AnswerListener):
         if not 200 <= status < 300:
             self.most_nbytes = self.max_nbytes
             return
+        self.worker.spoke_s = self.answered_s
         try:
             if self.hears is not None:
                 self.hears.began(self, headers)
@@ -265,6 +266,7 @@ class WorkerLeg(LegAccount, AnswerListener):
 
     def on_passed(self, data: bytes, at_s: float, finished: bool) -> None:
         self.nbytes += len(data)
+        self.worker.spoke_s = at_s
         try:
             if self.hears is not None:
                 self.hears.passed(self, data, at_s, finished=finished)
@@ -283,6 +285,8 @@ class WorkerLeg(LegAccount, AnswerListener):
         self.connection = None
         if self.answered_s is None:
             self.answered_s = time.monotonic()
+        if 200 <= status < 300:
+            self.worker.spoke_s = self.answered_s
         try:
             if self.hears is not None:
                 self.hears.answered(self, status, headers, body)

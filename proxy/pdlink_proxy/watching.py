@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -40,14 +41,17 @@ async def watch(
     One that a leg has found gone is asked at once, others once in `LEAST_S` at most, however many legs poke.
     """
     loop, first, least_s = asyncio.get_running_loop(), workers[0], min(LEAST_S, interval_s)
+    asked_s = -math.inf
     for each in workers:
         each.poke = first.poke
     while True:
         first.poke.clear()
-        faults, asked_s = [each.faults for each in workers], time.monotonic()
+        faults, before_s, asked_s = [each.faults for each in workers], asked_s, time.monotonic()
+        poked = asked_s - before_s < interval_s
         try:
             well = all(each.state is State.OK for each in workers)
-            known = KnownHealth(first.health, well)
+            spoke = not poked and all(each.spoke_s > before_s for each in workers)
+            known = KnownHealth(first.health, well, spoke)
             health = await (look_at_plain if first.plain else dialect.look)(asking, known)
             for each, count in zip(workers, faults, strict=True):
                 each.heard(health, faults_when_asked=count)

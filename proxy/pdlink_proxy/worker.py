@@ -103,6 +103,8 @@ class Worker:
     """What its dialect must know to reach its KV: of its health."""
     heard_s: float | None = None
     """time.monotonic of the last answer."""
+    spoke_s: float = -math.inf
+    """The same of its legs, where the engine has answered well."""
     legs: set[Gone] = field(default_factory=set)
     """That run, to be told that it is gone."""
     passing: int = 0

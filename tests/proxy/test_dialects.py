@@ -333,6 +333,16 @@ async def test_only_a_life_that_was_not_well_is_asked_whether_it_takes_our_key(
         assert asked == ["/health", "/v1/models"][:paths]
 
 
+@pytest.mark.parametrize("dialect", ["vllm", "vllm-nixl", "sglang"])
+async def test_a_well_engine_that_answers_its_legs_is_not_asked_whether_it_lives(dialect: str) -> None:
+    last = Health("ok", name="w", epoch="1", role=None, model="m", control=None)
+    asking, look = Asking(None, "http://w", 1.0), DIALECTS[dialect].look  # type: ignore[arg-type]
+    assert await look(asking, KnownHealth(last, well=True, spoke=True)) is last
+    for known in (KnownHealth(last, well=True), KnownHealth(last, well=False, spoke=True)):
+        with pytest.raises(AttributeError):  # there is nobody to ask
+            await look(asking, known)
+
+
 def test_an_event_of_vllm_that_is_no_json_passes_as_it_is() -> None:
     for event in (b'data: {"kv_transfer_params":{"x": }\n\n', b"[1]", b'{"kv_transfer_params":{' + b"[" * 9000):
         assert _without_params(event) == event

@@ -55,6 +55,9 @@ class KnownHealth:
     """Its last valid answer."""
     well: bool
     """Whether it has been healthy since."""
+    spoke: bool = False
+    """Its legs have been answered well since. A server whose health says no more than that it lives need not be asked
+    now."""
 
 
 class Said(msgspec.Struct, frozen=True, gc=False):

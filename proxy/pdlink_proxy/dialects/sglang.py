@@ -146,6 +146,8 @@ class _Models(msgspec.Struct):
 
 
 async def _look(asking: Asking, known: KnownHealth) -> Health | str:
+    if known.last is not None and known.well and known.spoke:
+        return known.last
     reply = await ask(replace(asking, timeout_s=max(HEALTH_S, asking.timeout_s)), "/health")
     if reply.status == 503 and known.last is not None:
         return msgspec.structs.replace(known.last, status="failed")
