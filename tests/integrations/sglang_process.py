@@ -22,7 +22,10 @@ ENVIRONMENT = {
     **os.environ,
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_PLUGINS": "none",
-    "PYTHONPATH": f"{ROOT / 'tests/sglang_cpu'}:{ROOT}",
+    # Also of the version that `make engines` tries.
+    "PYTHONPATH": os.pathsep.join(
+        [str(ROOT / "tests/sglang_cpu"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ),
 }
 
 
