@@ -46,7 +46,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -167,17 +166,10 @@ class Engine {
         wake_.ring();
     }
 
-    // What happened since the last call; also after close().
+    // What happened since the last call; also after close(). Does not take the mutex: Python's lock may be held.
     std::vector<Report> poll() {
         if (forked()) return {};
-        std::vector<Report> reports = outbox_.take_all();
-        const auto of_end = [](const Report& one) { return one.kind == Report::Kind::kPeerClosed; };
-        if (std::ranges::any_of(reports, of_end)) {
-            const std::lock_guard lock(mutex_);
-            for (const Report& one : reports)
-                if (of_end(one)) unheard_.erase(one.peer);
-        }
-        return reports;
+        return outbox_.take_all();
     }
 
     int fd() const { return outbox_.fd(); }
@@ -231,7 +223,7 @@ class Engine {
     // A peer to be given one more direction, which `has` tells of; made if there is none.
     Peer& to_open(const std::string& name, bool (Peer::*has)() const) {
         refuse_closed();
-        if (unheard_.contains(name)) throw Taken<Self>("peer name " + name + " is used twice");
+        if (outbox_.tells_end_of(name)) throw Taken<Self>("peer name " + name + " is used twice");
         std::unique_ptr<Peer>& slot = peers_[name];
         if (!slot) slot = std::make_unique<Peer>(name);
         if (!slot->usable() || (*slot.*has)()) throw Taken<Self>("peer name " + name + " is used twice");
@@ -312,8 +304,7 @@ class Engine {
     std::mutex mutex_;  // guards everything below; may be held while taking the outbox's
     std::vector<Extent> regions_;
     std::map<std::string, std::unique_ptr<Peer>> peers_;
-    std::set<std::string> unheard_;  // names of forgotten peers whose PeerClosed nobody has fetched: still taken
-    double give_up_s_ = kForever;    // finite once closing down
+    double give_up_s_ = kForever;  // finite once closing down
 
   private:
     // When a closing peer is looked at again if no event tells; then rarer.
@@ -407,7 +398,6 @@ class Engine {
                 self().stop(peer, lock);
                 self().report_open(peer, Outcome::kCancelled, "closed by this side");
                 if (self().quiet(peer, lock)) {
-                    unheard_.insert(peer.name);
                     outbox_.put({.kind = Report::Kind::kPeerClosed, .peer = peer.name});
                     at = peers_.erase(at);
                     continue;

@@ -1,6 +1,7 @@
 // Reports that are not fetched yet, with a descriptor that is readable while there are any.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <mutex>
 #include <string>
@@ -44,6 +45,13 @@ class Outbox {
         const std::lock_guard lock(mutex_);
         if (!reports_.empty()) bell_.hush();
         return std::exchange(reports_, {});
+    }
+
+    // Whether the end of this peer is not fetched yet.
+    bool tells_end_of(const std::string& peer) {
+        const std::lock_guard lock(mutex_);
+        return std::ranges::any_of(
+            reports_, [&](const Report& one) { return one.kind == Report::Kind::kPeerClosed && one.peer == peer; });
     }
 
   private:

@@ -82,6 +82,15 @@ Slot slot_of(const PySlot& given) {
     return {{reinterpret_cast<KernelRun*>(host), device, nbytes / sizeof(KernelRun), copy}, event};
 }
 
+PyGate invite(GpuCopier& copier, const std::string& peer) {
+    GateName gate;
+    {
+        const nb::gil_scoped_release release;
+        gate = copier.invite(peer);
+    }
+    return py_gate(gate);
+}
+
 GpuCopier* make_copier(const KernelLauncher& launcher, const std::vector<PySlot>& given,
                        std::uint64_t launch_nbytes) {
     std::vector<Slot> slots;
@@ -98,10 +107,8 @@ NB_MODULE(_cuda, m) {
 
     add_engine<GpuCopier>(m, "GpuCopier")
         .def(nb::new_(&make_copier), "launcher"_a, "slots"_a, "launch_nbytes"_a)
-        .def("add_region", &GpuCopier::add_region, "ptr"_a, "nbytes"_a)
-        .def(
-            "invite", [](GpuCopier& copier, const std::string& peer) { return py_gate(copier.invite(peer)); },
-            "peer"_a)
+        .def("add_region", &GpuCopier::add_region, "ptr"_a, "nbytes"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("invite", &invite, "peer"_a)
         .def(
             "connect",
             [](GpuCopier& copier, const std::string& peer, std::int64_t pid, const Extents& regions,

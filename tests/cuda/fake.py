@@ -46,6 +46,18 @@ class Fake:
         """Let one call fail, after `later` that do not."""
         self._library.fake_fail(call.encode(), number, later)
 
+    def stall(self, call: str) -> None:
+        """Let the next call of this name stand until `let_go`, or for 20 s."""
+        self._library.fake_stall(call.encode())
+
+    def wait_stalled(self) -> None:
+        """Until it stands, or has stood."""
+        self._library.fake_wait_stalled()
+
+    def let_go(self) -> bool:
+        """Whether the call still stood."""
+        return bool(self._library.fake_let_go())
+
     def break_context(self, number: int) -> None:
         """Let every call fail that needs a context, as after a fault in a kernel; 0 ends it."""
         self._library.fake_break(number)

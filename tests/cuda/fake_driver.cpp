@@ -529,6 +529,23 @@ void fake_fail(const char* call, int result, int later) {
     const std::lock_guard lock(world().mutex);
     world().failures[call] = {result, later};
 }
+// The next call of this name stands until `fake_let_go`, or for `kStall`.
+void fake_stall(const char* call) {
+    const std::lock_guard lock(world().mutex);
+    world().stalled = call;
+}
+// Until it does, or has.
+void fake_wait_stalled() {
+    std::unique_lock lock(world().mutex);
+    world().stall.wait(lock, [] { return world().stands || world().stalled.empty(); });
+}
+// Whether it still stood.
+int fake_let_go() {
+    const std::lock_guard lock(world().mutex);
+    world().stalled.clear();
+    world().stall.notify_all();
+    return world().stands;
+}
 // From now on every call in a context answers this, as after a kernel's fault; 0 ends it.
 void fake_break(int result) { world().sticky = result; }
 // Kernels and copies wait from now on (another thread must not hold it), or go on.

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -172,8 +173,11 @@ struct World {
     int modules = 0, contexts = 0;
     std::vector<std::string> log;
     std::map<std::string, std::pair<int, int>> failures;  // call: result, calls that still succeed
-    std::atomic<int> sticky = 0;                          // what every call in a context answers after a fault
-    std::mutex gate;                                      // held by a test: kernels wait
+    std::string stalled;                                  // the call that a test lets stand
+    bool stands = false;                                  // and it does
+    std::condition_variable stall;
+    std::atomic<int> sticky = 0;  // what every call in a context answers after a fault
+    std::mutex gate;              // held by a test: kernels wait
 };
 
 inline World& world() {
@@ -185,10 +189,20 @@ inline thread_local std::vector<void*> contexts;
 inline thread_local bool in_host_function = false;
 inline int primary;  // its address is the context
 
+// How long a call stands that no test lets go on: what waits for it with a lock of Python's must not stand for ever.
+inline constexpr std::chrono::seconds kStall(20);
+
 // The first line of every call: write it down, fail if a test wants that, and demand a context where CUDA does.
 inline int enter(const char* call, bool needs_context) {
     World& w = world();
-    const std::lock_guard lock(w.mutex);
+    std::unique_lock lock(w.mutex);
+    if (w.stalled == call) {
+        w.stands = true;
+        w.stall.notify_all();
+        w.stall.wait_for(lock, kStall, [&] { return w.stalled.empty(); });
+        w.stands = false;
+        w.stalled.clear();
+    }
     w.log.push_back(std::string(call) + (contexts.empty() ? " -" : " +"));
     const auto at = w.failures.find(call);
     if (at != w.failures.end() && at->second.second-- == 0) {

@@ -10,7 +10,8 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -257,6 +258,38 @@ def test_name_of_a_peer_is_taken_until_its_end_is_fetched(pair: tuple[Side, Side
         assert double.counts().mappings == 0
     finally:
         other.end()
+
+
+@pytest.mark.parametrize("call", ["poll", "invite", "register"])
+def test_a_call_of_the_driver_that_stands_stops_no_other_thread(
+    pair: tuple[Side, Side], double: Fake, device: Device, call: str
+) -> None:
+    """Who submits has the engine's lock then. Nobody may wait for it with Python's."""
+    writer, _ = pair
+    writer.transport.invite("other")
+    writer.close_peer("other")
+    assert select.select([writer.transport.fileno()], [], [], PATIENCE_S)[0], "its end can be fetched"
+
+    def let_go() -> bool:
+        double.wait_stalled()
+        time.sleep(0.05)
+        return double.let_go()
+
+    with closing(DeviceBuffer(device, 4096)) as buffer, ThreadPoolExecutor(2) as others:
+        calls: dict[str, Callable[[], object]] = {
+            "poll": writer.poll,
+            "invite": lambda: writer.transport.invite("third"),
+            "register": lambda: writer.transport.register(buffer),
+        }
+        double.stall("cuLaunchKernel")
+        went_on = others.submit(let_go)
+        ticket = others.submit(writer.submit_block, "owner", 0, 16)
+        double.wait_stalled()
+        calls[call]()
+        assert went_on.result(), f"{call} kept Python's lock until the call of the driver had returned"
+        assert writer.wait_batch(ticket.result()) == "ok"
+        writer.wait_closed("other")
+        writer.close()
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler for the test double of the driver")
