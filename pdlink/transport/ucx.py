@@ -121,6 +121,15 @@ def _load(library: str | None) -> _ucx.Library:
         raise TransportUnavailable(f"transport.ucx.library: {error}" if library else str(error)) from None
 
 
+def no_rdma(library: str | None) -> str:
+    """Why bytes do not travel by RDMA; empty if they do. It is asked of the copy that `_load` takes."""
+    try:
+        loaded = None if library or _ucx is None else _ucx.Library.loaded()
+    except _ucx.Unavailable as error:
+        return str(error)
+    return ucx_copies.chosen(library if loaded is None else loaded.path).no_rdma
+
+
 def no_gpu_direct(device_index: int) -> str:
     """Why a network card does not reach this GPU's memory; empty if nothing speaks against it. Opens no context."""
     if any(map(os.path.exists, PEERMEM)):
@@ -167,7 +176,7 @@ class UcxTransport(NativeTransport["_ucx.TransferEngine", "AnyBuffer"]):
     @classmethod
     def last_resort(cls, config: TransportConfig, site: Site) -> bool:
         """Over sockets it is slower than tcp, and checks nothing; a card must reach the memory, too."""
-        if config.ucx.library == "off" or ucx_copies.chosen(config.ucx.library).no_rdma:
+        if config.ucx.library == "off" or no_rdma(config.ucx.library):
             return True
         return site.memory == "cuda" and bool(no_gpu_direct(site.device_index))
 
@@ -177,8 +186,8 @@ class UcxTransport(NativeTransport["_ucx.TransferEngine", "AnyBuffer"]):
             loaded = _load(self._library_choice)
         except TransportUnavailable as error:
             return Probe(self.name, ok=False, reason=str(error))
-        no_rdma = ucx_copies.chosen(self._library_choice).no_rdma
-        rdma = f"no: {no_rdma}" if no_rdma else ", ".join(ucx_copies.rdma_devices())
+        missing = no_rdma(self._library_choice)
+        rdma = f"no: {missing}" if missing else ", ".join(ucx_copies.rdma_devices())
         return Probe(self.name, ok=True, facts={"version": loaded.version, "library": loaded.path, "RDMA": rdma})
 
     def _start(self) -> _ucx.TransferEngine:

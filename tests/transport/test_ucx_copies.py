@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -150,6 +151,19 @@ def test_ucx_comes_before_tcp_only_where_its_copy_does_rdma(
     assert order("host", library=with_ib) == ["mapped", "ucx", "tcp"]
     assert order("host", library=without) == ["mapped", "tcp", "ucx"]
     assert order("host", library="off") == ["mapped", "tcp", "ucx"]
+
+
+def test_copy_that_another_package_has_loaded_is_the_one_that_is_asked_for_rdma(
+    rdma: None, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the one that is used, whatever better one there is."""
+    make("system", (1, 23, 0), "ib")
+    loaded = SimpleNamespace(path=make("other", (1, 20, 0), "tcp"))
+    library = SimpleNamespace(loaded=lambda: loaded)
+    monkeypatch.setattr(ucx, "_ucx", SimpleNamespace(Library=library, Unavailable=RuntimeError))
+    assert order("host") == ["mapped", "tcp", "ucx"]
+    loaded.path = make("mine", (1, 20, 1), "ib")
+    assert order("host") == ["mapped", "ucx", "tcp"]
 
 
 def test_device_memory_goes_through_pinned_slots_where_the_card_does_not_reach_it(
