@@ -17,6 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from pdlink.config import environment_with
+
 NEEDED_UCX: Final = (1, 20)
 SYSTEM: Final = "libucp.so.0"
 RDMA_DEVICES: Final = "/sys/class/infiniband"
@@ -125,7 +127,7 @@ def look(path: str) -> UcxCopy | str:
     command = [sys.executable, "-I", "-S", "-c", _LOOK, path]
     try:
         done = subprocess.run(
-            command, env={**os.environ, **_QUIET}, capture_output=True, text=True, timeout=_LOOK_S, check=False
+            command, env=environment_with(_QUIET), capture_output=True, text=True, timeout=_LOOK_S, check=False
         )
         found, version, components = json.loads(done.stdout)
     except ValueError:
@@ -137,7 +139,7 @@ def look(path: str) -> UcxCopy | str:
 
 def _prefers_system() -> bool:
     """As libucx's own loader reads it."""
-    return os.environ.get("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "").lower() not in ("", "0", "false")
+    return environment_with({}).get("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "").lower() not in ("", "0", "false")
 
 
 def _wheel() -> str:
