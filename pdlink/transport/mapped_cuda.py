@@ -260,8 +260,8 @@ class MappedCudaTransport(NativeTransport[_cuda.GpuCopier, "AnyBuffer"]):
                 regions.append((0, 0))
             elif there.pid == os.getpid():
                 # CUDA does not open a handle in the process that made it. Whether the memory is ours is looked up: an
-                # invitation could name any address.
-                if not any(transport.holds((region.address, region.nbytes)) for transport in _OPEN_HERE):
+                # invitation could name any address. Others open and close meanwhile.
+                if not any(transport.holds((region.address, region.nbytes)) for transport in tuple(_OPEN_HERE)):
                     raise ProtocolError(f"region {index} of peer {peer} is no device memory of this process")
                 regions.append((region.address, region.nbytes))
             else:

@@ -403,6 +403,22 @@ def test_an_invitation_cannot_make_us_write_to_our_own_memory(pair: tuple[Side, 
             writer.transport.connect("evil", tampered(invitation, regions=[region]))
 
 
+def test_a_transport_may_open_while_another_one_looks_whose_memory_it_is(
+    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several nodes of one process begin at the same time."""
+    writer, owner = pair
+    third = DoubleTransport()
+
+    def holds(transport: MappedCudaTransport, region: tuple[int, int]) -> bool:
+        third.open()
+        return False
+
+    monkeypatch.setattr(MappedCudaTransport, "holds", holds)
+    with closing(third), pytest.raises(ProtocolError, match="no device memory of this process"):
+        writer.transport.connect("owner#2", owner.transport.invite("writer#2"))
+
+
 def test_an_invitation_that_promises_more_memory_than_there_is_is_refused(
     pair: tuple[Side, Side], double: Fake
 ) -> None:
