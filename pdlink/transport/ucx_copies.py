@@ -127,7 +127,13 @@ def look(path: str) -> UcxCopy | str:
     command = [sys.executable, "-I", "-S", "-c", _LOOK, path]
     try:
         done = subprocess.run(
-            command, env=environment_with(_QUIET), capture_output=True, text=True, timeout=_LOOK_S, check=False
+            command,
+            env=environment_with(_QUIET),
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_LOOK_S,
+            check=False,
         )
         found, version, components = json.loads(done.stdout)
     except ValueError:

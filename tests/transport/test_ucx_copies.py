@@ -131,6 +131,15 @@ def test_without_a_copy_that_can_be_used_each_one_found_is_named(rdma: None, mak
     assert str(ucx_copies.look(str(broken))).startswith(f"{broken} cannot be loaded")
 
 
+def test_copy_that_ends_its_process_with_other_bytes_than_text_cannot_be_loaded(tmp_path: Path) -> None:
+    source, library = tmp_path / "rude.c", tmp_path / "libucp.so.0"
+    source.write_text(
+        '#include <unistd.h>\n__attribute__((constructor)) static void end(void) { _exit(write(2, "\\xff", 1)); }'
+    )
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    assert str(ucx_copies.look(str(library))).startswith(f"{library} cannot be loaded")
+
+
 def test_chosen_copy_is_looked_at_for_rdma(rdma: None, make: Make) -> None:
     with_ib, without = make("mine", (1, 20, 0), "ib"), make("other", (1, 20, 0), "tcp")
     assert ucx_copies.chosen(with_ib) == ChosenCopy(with_ib)
