@@ -154,7 +154,7 @@ class UcxTransport(NativeTransport["_ucx.TransferEngine", "AnyBuffer"]):
     def __init__(self, tls: str = "auto", library: str | None = None, devices: str = "") -> None:
         """tls: "auto", "tcp", "shm" (cross-memory attach, one host only) or a UCX_TLS list.
 
-        library: path of libucp.so.0, "off", or None to look for one (see `_ucx.Library.load`).
+        library: path of libucp.so.0, "off", or None to look for one (`ucx_copies.chosen`).
         devices: a UCX_NET_DEVICES list; empty lets UCX listen on every interface it finds.
         """
         super().__init__()
