@@ -161,7 +161,7 @@ class GuardedTier:
 
     def get(self, wanted: Sequence[tuple[bytes, memoryview]]) -> list[int | None]:
         """As `Tier.get`, of each key and the memory for its record; None for what a failure leaves out."""
-        if self._in_runs is not None:
+        if wanted and self._in_runs is not None:
             nothing: list[int | None] = []
             sizes = [len(into) for _, into in wanted]
             got = self.call("get", partial(self._in_runs.get_run, wanted), nothing, sizes)
@@ -171,7 +171,7 @@ class GuardedTier:
 
     def put(self, records: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
         """As `Tier.put`, of each."""
-        if self._in_runs is not None:
+        if records and self._in_runs is not None:
             nothing: list[bool] = []
             sizes = [len(record) for _, record in records]
             put = self.call("put", partial(self._in_runs.put_run, records), nothing, sizes)

@@ -74,6 +74,18 @@ def test_records_go_to_a_tier_and_come_back_in_runs_and_one_by_one_where_a_run_f
         store.check()
 
 
+def test_a_tier_that_has_all_of_a_run_is_not_called_for_it() -> None:
+    """Such a call would be told as a write, and a tier that fails would seem to be back."""
+    tier = StubRunTier()
+    with opened(4 * NUM_SLOTS, [tier]) as store:
+        put(store, KEYS)
+        assert store.flush(WAIT_S)
+        store.clear(KEYS, ["memory"])
+        put(store, KEYS)
+        assert store.flush(WAIT_S)
+        assert tier.runs == [len(KEYS)]
+
+
 def test_a_record_of_a_run_that_is_damaged_or_gone_ends_the_prefix_there() -> None:
     tier = StubRunTier()
     with opened(4 * NUM_SLOTS, [tier]) as store:
