@@ -79,6 +79,11 @@ class Arrival:
         """Of the arena, where its slot ends."""
         return self.slot.offset + self.slot.nbytes
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody waits for it."""
+        return not all(fetch.closed for fetch, _ in self.waiting)
+
     def is_unchecked(self, brought: Mapping[bytes, Brought]) -> bool:
         """Whether it came, and nobody has compared its sums."""
         return self.slot.key in brought and not brought[self.slot.key].checked
@@ -222,14 +227,8 @@ class Fetching:
                 self._books.note()
             if begun:  # tiers read the first records meanwhile
                 self._arena.begin(max(arrival.slot.offset + arrival.slot.nbytes for arrival, _ in begun))
-            if begun and not self._below.tiers:
-                self._arrived([arrival for arrival, _ in begun], {})
-                begun = []
             for index, of_tier in groupby(begun, key=itemgetter(1)):
-                tier = self._below.tiers[index]
-                for run in tier.runs([(arrival, arrival.slot.nbytes) for arrival, _ in of_tier]):
-                    if not tier.readers.put(partial(self._bring, run, index)):
-                        self._arrived(run, {})
+                self._have_read([arrival for arrival, _ in of_tier], index)
             if not goes_on:
                 break
         with self._books.lock:
@@ -352,39 +351,59 @@ class Fetching:
         if settled:
             fetch.finish()
 
+    def _have_read(self, some: Sequence[Arrival], index: int) -> None:
+        """Have a tier's threads bring these, or those of the next one if this one is not used any more."""
+        if index >= len(self._below.tiers):
+            self._arrived(some, {})
+            return
+        tier = self._below.tiers[index]
+        for run in tier.runs([(one, one.slot.nbytes) for one in some]):
+            if not tier.readers.put(partial(self._bring, run, index)):
+                self._have_read(run, index + 1)
+
     # --- The tiers' threads
 
-    def _bring(self, run: Sequence[Arrival], first_tier: int) -> None:
-        """Read records of one shape into their slots, as far as anybody still waits for them."""
+    def _bring(self, run: Sequence[Arrival], index: int) -> None:
+        """Read records of one shape into their slots, as far as anybody still waits for them and this tier has them
+        whole. The next one is asked for the others, which these do not wait for."""
         brought: dict[bytes, Brought] = {}
+        missing, late = set[Arrival](), set[Arrival]()
         try:
             with self._books.lock:
-                wanted = [(one, one.checks) for one in run if not all(fetch.closed for fetch, _ in one.waiting)]
+                wanted = [(one, one.checks) for one in run if one.is_wanted]
             has_memory = self._arena.commit(max((one.end for one, _ in wanted), default=0))
-            brought = self._read([each for each in wanted if each[0].end <= has_memory], first_tier)
+            fitting = [each for each in wanted if each[0].end <= has_memory]
+            brought = self._read(fitting, index)
             with self._books.lock:  # somebody may have come meanwhile
                 again = [(one, True) for one in run if one.checks and one.is_unchecked(brought)]
+                wanted_now = {one for one in run if one.is_wanted}
             for one, _ in again:
                 del brought[one.slot.key]
-            brought |= self._read(again, first_tier)
+            brought |= self._read(again, index)
+            late = wanted_now.difference([one for one, _ in wanted])
+            if index + 1 < len(self._below.tiers):
+                missing = {one for one, _ in fitting if one.slot.key not in brought}
         finally:  # else their slots are lost, and nobody brings the records again
-            self._arrived(run, brought)
+            if ended := [one for one in run if one not in missing and one not in late]:
+                self._arrived(ended, brought)
+        for some, next_index in ((missing, index + 1), (late, index)):
+            if some:
+                self._have_read([one for one in run if one in some], next_index)
 
-    def _read(self, wanted: Sequence[tuple[Arrival, bool]], first: int) -> dict[bytes, Brought]:
-        """Read each from the first tier from `first` on that has it whole.
+    def _read(self, wanted: Sequence[tuple[Arrival, bool]], index: int) -> dict[bytes, Brought]:
+        """Read each from a tier, as far as that has it whole.
 
         wanted: and whether to check the payload, too, where the tier does not see to that.
         """
-        brought: dict[bytes, Brought] = {}
-        for tier in self._below.tiers[first:] if wanted else ():
-            left = [each for each in wanted if (key := each[0].slot.key) not in brought and not tier.hides(key)]
-            records = [self._arena.array[one.slot.offset :][: one.slot.nbytes] for one, _ in left]
-            came = tier.get([(one.slot.key, record.data) for (one, _), record in zip(left, records, strict=True)])
-            for (one, checks), record, nbytes in zip(left, records, came, strict=True):
-                if nbytes is not None and nbytes != DAMAGED:
-                    found = self._opened(one, record, nbytes, tier, checks=checks)
-                    if found is not None:
-                        brought[one.slot.key] = found
+        tier, brought = self._below.tiers[index], dict[bytes, Brought]()
+        shown = [each for each in wanted if not tier.hides(each[0].slot.key)]
+        records = [self._arena.array[one.slot.offset :][: one.slot.nbytes] for one, _ in shown]
+        came = tier.get([(one.slot.key, record.data) for (one, _), record in zip(shown, records, strict=True)])
+        for (one, checks), record, nbytes in zip(shown, records, came, strict=True):
+            if nbytes is not None and nbytes != DAMAGED:
+                found = self._opened(one, record, nbytes, tier, checks=checks)
+                if found is not None:
+                    brought[one.slot.key] = found
         return brought
 
     def _opened(

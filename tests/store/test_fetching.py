@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 from pdlink.store.fetching import Wanted
 from pdlink.store.slots import USUAL
-from tests.waiting import WAIT_S
+from tests.waiting import WAIT_S, until
 
-from .stubs import SHAPE, StubTier
+from .stubs import SHAPE, StubRunTier, StubTier
 from .test_store import KEYS, fetch, opened, put, put_below
 
 if TYPE_CHECKING:
@@ -58,6 +59,62 @@ def test_a_record_that_nobody_checked_is_not_given_to_a_reader_that_came_while_i
         assert late[0].done.result(WAIT_S) == ()
         assert late[0].close()
         first.close()
+
+
+def test_records_of_a_run_are_there_while_the_next_tier_is_asked_for_one_that_has_gone() -> None:
+    first, second = StubRunTier(), StubTier()
+    with opened(8, [first, second]) as store:
+        put_below(store, KEYS[:4], first, second)
+        store.clear(KEYS[:4], ["memory"])
+        found = store.lookup(KEYS[:4], WAIT_S)
+        del first.records[KEYS[2]]
+        second.going.clear()
+        begun = store.fetch(found, SHAPE, "request")
+        assert second.stalled.wait(WAIT_S)
+        until(lambda: len(begun.leading()) == 2, "those before it are there")
+        second.going.set()
+        assert len(begun.done.result(WAIT_S)) == 4
+        assert begun.close()
+
+
+def test_records_of_a_tier_that_was_removed_since_they_were_found_come_from_the_next_one() -> None:
+    first, second = StubRunTier(), StubTier()
+    with opened(8, [first, second]) as store:
+        put_below(store, KEYS[:4], first, second)
+        store.clear(KEYS[:4], ["memory"])
+        found = store.lookup(KEYS[:4], WAIT_S)
+        store._below.remove(0)
+        begun = store.fetch(found, SHAPE, "request")
+        assert len(begun.done.result(WAIT_S)) == 4
+        assert begun.close()
+
+
+def test_a_record_of_a_run_that_nobody_waited_for_is_read_for_who_comes_meanwhile() -> None:
+    tier = StubRunTier()
+    with opened(8, [tier]) as store:
+        put_below(store, KEYS[:2], tier)
+        store.clear(KEYS[:2], ["memory"])
+        found = store.lookup(KEYS[:2], WAIT_S)
+        begun, goes_on = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            begun.set()
+            assert goes_on.wait(WAIT_S)
+
+        assert store._below.tiers[0].readers.put(hold, alone=True)
+        assert begun.wait(WAIT_S)
+        first = store.fetch(found, SHAPE, "goes before they are read")
+        second = store.fetch(store.lookup(KEYS[:1], WAIT_S), SHAPE, "wants one of them")
+        first.close()
+        tier.going.clear()
+        goes_on.set()
+        assert tier.stalled.wait(WAIT_S)
+        third = store.fetch(found, SHAPE, "wants both")
+        tier.going.set()
+        assert len(third.done.result(WAIT_S)) == 2
+        assert len(second.done.result(WAIT_S)) == 1
+        assert second.close()
+        assert third.close()
 
 
 def test_what_an_ended_holder_has_leased_can_be_evicted_at_once() -> None:
