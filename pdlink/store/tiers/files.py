@@ -99,11 +99,11 @@ class DirectFile:
         for at, nbytes in self._pieces(data):
             piece = data[at : at + nbytes]
             if self._takes(piece):
-                self._write(offset + at, piece)
+                _write(self.fd, offset + at, piece)
             else:
                 bounce = self._bounce_memory()
                 bounce[:nbytes] = piece
-                self._write(offset + at, bounce[: -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES])
+                _write(self.fd, offset + at, bounce[: -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES])
         return True
 
     def write_run(self, offset: int, run: Sequence[memoryview]) -> None:
@@ -169,11 +169,6 @@ class DirectFile:
         """Whether the kernel moves it straight from or to this memory."""
         return not self.direct or (len(piece) % PAGE_NBYTES == 0 and _on_page(piece))
 
-    def _write(self, offset: int, piece: memoryview) -> None:
-        while piece:
-            done = os.pwrite(self.fd, piece, offset)
-            piece, offset = piece[done:], offset + done
-
     def _read(self, offset: int, into: memoryview, nbytes: int) -> bool:
         """Whether `nbytes` of `into` were filled; a file may end within its last page."""
         done = 0
@@ -190,6 +185,13 @@ class DirectFile:
             self._bounce.memory = memoryview(mmap.mmap(-1, _BOUNCE_NBYTES))
         memory: memoryview = self._bounce.memory
         return memory
+
+
+def _write(fd: int, offset: int, data: memoryview) -> None:
+    """All of it."""
+    while data:
+        done = os.pwrite(fd, data, offset)
+        data, offset = data[done:], offset + done
 
 
 def _on_page(memory: memoryview) -> bool:
@@ -310,7 +312,8 @@ class Journal:
 
     def append(self, segment: int, at: int, entries: Sequence[tuple[bytes, bytes]]) -> None:
         """Keys, and what `unpack` takes of each, from that place on."""
-        os.pwrite(self._fd, b"".join(chain.from_iterable(entries)), self._start(segment) + at * ENTRY_NBYTES)
+        joined = memoryview(b"".join(chain.from_iterable(entries)))
+        _write(self._fd, self._start(segment) + at * ENTRY_NBYTES, joined)
 
     def strike(self, segment: int, key: bytes, place: RecordPlace) -> None:
         """The entry stays in its place and says nothing any more."""

@@ -567,6 +567,17 @@ def test_a_run_of_which_a_part_is_written_at_once_is_whole(tmp_path: Path, monke
 def test_one_record_of_a_run_that_cannot_be_read_takes_no_other_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+def test_entries_of_a_run_of_which_a_part_is_written_at_once_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, pwrite = disk(tmp_path), os.pwrite
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda file, data, at: pwrite(file, data[:64], at))
+        assert all(tier.put_run(run_of(range(4))))
+    tier.close()
+    assert here(disk(tmp_path), 4) == [0, 1, 2, 3]
+
+
     tier, preadv = disk(tmp_path), os.preadv
     assert all(tier.put_run(run_of(range(4))))
 
