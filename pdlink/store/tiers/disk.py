@@ -213,7 +213,7 @@ class Disk:
         return self.get_run([(key, into)])[0]
 
     def get_run(self, wanted: Sequence[tuple[bytes, memoryview]]) -> list[int | None]:
-        """As `RunTier.get_run`. What raises an OSError is gone."""
+        """As `RunTier.get_run`. The record that raises an OSError is gone."""
         found: list[int | None] = [None] * len(wanted)
         with self._call() as may:
             if may:
@@ -479,22 +479,19 @@ class Disk:
         return runs
 
     def _get(self, run: Sequence[_Reading], found: list[int | None]) -> None:
-        """Read what follows each other, at once if that is possible. Raises OSError, for the first that cannot be
-        read, when all were tried."""
+        """Read what follows each other, at once if that is possible. The first that raises an OSError goes, and those
+        behind it are not tried: a disk that fails now may have them later."""
         at_once = self._file.read_run(run[0].place.page * PAGE_NBYTES, [each.into for each in run])
-        failed: OSError | None = None
         for number, key, rest, place, into in run:
-            digest = b""
             try:
                 digest = _digest(key, into) if at_once else self._read(place.page, key, into)
-            except OSError as error:
-                failed = failed or error
+            except OSError:
+                self._drop(key, rest)
+                raise
             if digest == place.digest:
                 found[number] = place.nbytes
             elif self._drop(key, rest):
                 found[number] = DAMAGED
-        if failed is not None:
-            raise failed
 
     def _put(self, records: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
         """The first ones, as many as follow each other in one segment; whether each is here now."""

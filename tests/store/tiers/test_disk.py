@@ -17,6 +17,9 @@ import numpy as np
 import pytest
 
 from pdlink.errors import ConfigError
+from pdlink.store.below import GuardedTier
+from pdlink.store.cleared import Cleared
+from pdlink.store.line import Line
 from pdlink.store.record import Group, RecordShape, seal
 from pdlink.store.tiers.base import DAMAGED
 from pdlink.store.tiers.disk import Disk
@@ -591,6 +594,20 @@ def test_entries_of_a_run_of_which_a_part_is_written_at_once_are_whole(
         with pytest.raises(OSError, match="Input/output error"):
             tier.get_run(run_of(range(4)))
     assert here(tier, 4) == [0, 2, 3]
+
+
+def test_a_disk_that_reads_nothing_is_left_alone_and_loses_few_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, noting = disk(tmp_path), Line("note")
+    guarded = GuardedTier(tier, "disk", cleared=Cleared(), noting=noting, deadline_s=WAIT_S, clock=lambda: 0.0)
+    assert all(tier.put_run(run_of(range(12))))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failing(errno.EIO))
+        assert guarded.get(run_of(range(12))) == [None] * 12
+    assert guarded.is_left_alone
+    assert here(tier, 12) == [4, 5, 6, 7, 8, 9, 10, 11]
+    noting.end()
 
 
 def test_one_damaged_record_of_a_run_is_damaged_alone(tmp_path: Path) -> None:
