@@ -498,19 +498,20 @@ class Disk:
         kept, fresh, pages = list[bool](), list[_Writing](), 0
         with self._lock:
             segment = None
+            for key, _ in records if self._some_expire else ():
+                if key in self._index and self._is_over(key):
+                    self._strike(key)  # it may fail, as long as nothing is taken
             known = self._index.contains([key for key, _ in records])
             for (key, record), is_known in zip(records, known, strict=True):
                 more = _num_pages(len(record))
                 fits = 0 < more <= self._segment_pages
-                is_here = fits and is_known and not self._is_over(key)
+                is_here = fits and is_known and key in self._index  # not gone with the segment that is filled now
                 if more > self._segment_pages:
                     most = self._segment_pages * PAGE_NBYTES >> 20
                     self._unwritten = f"{self._directory} takes records of {most} MiB, not of {len(record) >> 20}"
                 if fits and not is_here:
                     if segment is not None and segment.end_page + pages + more > self._segment_pages:
                         break
-                    if is_known and key in self._index:  # not gone with the segment that is filled now
-                        self._strike(key)
                     segment = segment or self._segment_with(more)
                     if segment is not None:
                         fresh.append(_Writing(len(kept), key, record, pages))

@@ -23,7 +23,7 @@ from pdlink.store.line import Line
 from pdlink.store.record import Group, RecordShape, seal
 from pdlink.store.tiers.base import DAMAGED
 from pdlink.store.tiers.disk import Disk
-from pdlink.store.tiers.files import DirectFile
+from pdlink.store.tiers.files import DirectFile, Journal
 from pdlink.store.tiers.segments import FullSegments, Segment
 from tests.waiting import WAIT_S
 
@@ -567,9 +567,6 @@ def test_a_run_of_which_a_part_is_written_at_once_is_whole(tmp_path: Path, monke
     assert all(memory == record(number) for number, (_, memory) in enumerate(into))
 
 
-def test_one_record_of_a_run_that_cannot_be_read_takes_no_other_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
 def test_entries_of_a_run_of_which_a_part_is_written_at_once_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -581,6 +578,9 @@ def test_entries_of_a_run_of_which_a_part_is_written_at_once_are_whole(
     assert here(disk(tmp_path), 4) == [0, 1, 2, 3]
 
 
+def test_one_record_of_a_run_that_cannot_be_read_takes_no_other_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tier, preadv = disk(tmp_path), os.preadv
     assert all(tier.put_run(run_of(range(4))))
 
@@ -817,6 +817,33 @@ def test_several_writers_find_room_where_every_segment_has_records_that_are_kept
         writer.join(WAIT_S)
     assert refused == []
     assert here(tier, 128) == numbers
+    tier.close()
+
+
+def test_writers_go_on_after_a_run_that_failed_when_it_had_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had planned to write again what is kept."""
+    tier, _ = full_of_kept(tmp_path)
+    over = sealed(127, time.time() - 10)
+    assert tier.put(key(128), record(128))  # the segment that is filled now has the kept ones of another
+    tier.remove(key(127))
+    assert tier.put(key(127), over)
+    numbers = iter(range(129, 256))
+    while tier._active is not None and tier._active.end_page + 16 <= 256:
+        assert tier.put(key(number := next(numbers)), record(number))
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "strike", failing(errno.EIO))
+        with pytest.raises(OSError, match="Input/output error"):
+            tier.put_run([(key(300), record(300)), (key(127), over)])
+    done = threading.Event()
+
+    def write() -> None:
+        if tier.put(key(301), record(301, 14 * 65536)):
+            done.set()
+
+    threading.Thread(target=write, daemon=True).start()
+    assert done.wait(WAIT_S)
     tier.close()
 
 
