@@ -38,8 +38,9 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 """After a record that a tier did not take, before it is offered another one."""
 _REFUSALS = 3
 """In a row, before operators are told."""
-_RUN_NBYTES = 4 << 20
-"""Of records that a tier reads or writes in one call, where it can."""
+RUN_NBYTES, FIRST_RUN_NBYTES = 4 << 20, 1 << 20
+"""Of records that a tier reads or writes in one call, where it can; and of those that somebody waits for first, who
+gets none before all of a run are there."""
 _NOBODYS = bytes(16)
 """Key of no record."""
 _OF_SERVERS = "; see that it runs and that tiers.remote_url is right; it is a miss until it answers"
@@ -147,13 +148,13 @@ class GuardedTier:
         with self._lock:
             return any(one.stalls(self._clock()) for one in (self._asking, self._moving, self._forgetting))
 
-    def runs(self, some: Sequence[tuple[_T, int]]) -> list[list[_T]]:
+    def runs(self, some: Sequence[tuple[_T, int]], most_nbytes: int = RUN_NBYTES) -> list[list[_T]]:
         """Records, each with its bytes, in parts that it is to read or write in one call."""
         runs: list[list[_T]] = []
         run_nbytes = 0
         for one, nbytes in some:
             run_nbytes += nbytes
-            if not runs or self._in_runs is None or run_nbytes > _RUN_NBYTES:
+            if not runs or self._in_runs is None or run_nbytes > most_nbytes:
                 runs.append([])
                 run_nbytes = nbytes
             runs[-1].append(one)

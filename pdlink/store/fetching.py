@@ -18,6 +18,7 @@ from math import inf
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from pdlink.store.below import FIRST_RUN_NBYTES, RUN_NBYTES
 from pdlink.store.books import let_others, pieces
 from pdlink.store.line import Line
 from pdlink.store.record import Miss, header_of, seal, unseal
@@ -220,6 +221,7 @@ class Fetching:
         now_s, shape = self._clock(), wanted.shape
         fetch = Fetch(wanted, now_s + self._tier_deadline_s, now_s + self._lease_s, self._release)
         to_check: list[tuple[int, Slot, SlotLease]] = []
+        run_nbytes = FIRST_RUN_NBYTES
         for piece in pieces(list(zip(wanted.found.keys, wanted.found.places, strict=True)), first=_FIRST_RECORDS):
             begun: list[tuple[Arrival, int]] = []
             with self._books.lock:
@@ -228,7 +230,8 @@ class Fetching:
             if begun:  # tiers read the first records meanwhile
                 self._arena.begin(max(arrival.slot.offset + arrival.slot.nbytes for arrival, _ in begun))
             for index, of_tier in groupby(begun, key=itemgetter(1)):
-                self._have_read([arrival for arrival, _ in of_tier], index)
+                self._have_read([arrival for arrival, _ in of_tier], index, run_nbytes)
+                run_nbytes = RUN_NBYTES
             if not goes_on:
                 break
         with self._books.lock:
@@ -351,15 +354,15 @@ class Fetching:
         if settled:
             fetch.finish()
 
-    def _have_read(self, some: Sequence[Arrival], index: int) -> None:
+    def _have_read(self, some: Sequence[Arrival], index: int, run_nbytes: int = FIRST_RUN_NBYTES) -> None:
         """Have a tier's threads bring these, or those of the next one if this one is not used any more."""
         if index >= len(self._below.tiers):
             self._arrived(some, {})
             return
         tier = self._below.tiers[index]
-        for run in tier.runs([(one, one.slot.nbytes) for one in some]):
+        for run in tier.runs([(one, one.slot.nbytes) for one in some], run_nbytes):
             if not tier.readers.put(partial(self._bring, run, index)):
-                self._have_read(run, index + 1)
+                self._have_read(run, index + 1, run_nbytes)
 
     # --- The tiers' threads
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from pdlink.store import fetching
 from pdlink.store.fetching import Wanted
 from pdlink.store.slots import USUAL
 from tests.waiting import WAIT_S, until
 
 from .stubs import SHAPE, StubRunTier, StubTier
-from .test_store import KEYS, fetch, opened, put, put_below
+from .test_store import KEYS, fetch, opened, put, put_below, read
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,6 +60,17 @@ def test_a_record_that_nobody_checked_is_not_given_to_a_reader_that_came_while_i
         assert late[0].done.result(WAIT_S) == ()
         assert late[0].close()
         first.close()
+
+
+def test_the_first_records_that_somebody_waits_for_come_in_short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "FIRST_RUN_NBYTES", 2 * SHAPE.nbytes)
+    keys, tier = [b"%032d" % number for number in range(24)], StubRunTier()
+    with opened(len(keys), [tier]) as store:
+        put_below(store, keys, tier)
+        store.clear(keys, ["memory"])
+        tier.runs.clear()
+        assert read(store, keys) == len(keys)
+        assert sorted(tier.runs) == [*[2] * 8, 8]
 
 
 def test_records_of_a_run_are_there_while_the_next_tier_is_asked_for_one_that_has_gone() -> None:
