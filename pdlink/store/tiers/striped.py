@@ -91,19 +91,26 @@ class Striped:
         return self.put_run([(key, record)])[0]
 
     def put_run(self, records: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
+        failed: list[OSError] = []
+
         def written(disk: Disk, some: Sequence[tuple[bytes, memoryview]]) -> list[bool | None]:
             try:
                 taken = disk.put_run(some)
             except OSError as error:
                 self._failed[disk] = f"{disk.medium} takes no records: {error.strerror}"
-                raise
-            self._failed.pop(disk, None)
+                failed.append(error)
+                taken = disk.contains([key for key, _ in some])  # before it failed
+            else:
+                self._failed.pop(disk, None)
             return [one or None for one in taken]
 
         known = self.contains([key for key, _ in records])
         fresh = [each for each, is_here in zip(records, known, strict=True) if not is_here]
-        taken = iter(self._first(fresh, written))
-        return [is_here or bool(next(taken)) for is_here in known]
+        taken = self._first(fresh, written)
+        if failed and None in taken:
+            raise failed[-1]
+        each_taken = iter(taken)
+        return [is_here or bool(next(each_taken)) for is_here in known]
 
     def remove(self, key: bytes) -> None:
         self._all(lambda disk: disk.remove(key))

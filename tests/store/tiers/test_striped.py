@@ -20,6 +20,7 @@ from tests.waiting import WAIT_S, until
 from .harness import key, read, record
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from pdlink.store.interface import RecordChange
@@ -125,6 +126,31 @@ def test_what_one_directory_does_not_take_another_one_has(
     filled(tier)
     assert min(shares(tier)) > 0
     assert tier.problem == ""
+
+
+def test_a_directory_that_fails_within_a_run_keeps_what_it_has_of_it_and_another_one_has_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = Striped([tmp_path / "a", tmp_path / "b"], "model", 2 << 23, 65536)
+    disk, calls = tier._disks[0], 0
+    of_disk = [number for number, which in enumerate(KEYS) if int.from_bytes(which[:8], "little") % 2 == 0]
+    write_run = disk._file.write_run
+
+    def fail_later(offset: int, run: Sequence[memoryview]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 1:  # the first segment has a part of the run
+            raise OSError(errno.EIO, "Input/output error")
+        write_run(offset, run)
+
+    monkeypatch.setattr(disk._file, "write_run", fail_later)
+    assert all(tier.put_run([(KEYS[number], record(number)) for number in of_disk]))
+    here = [one.contains(KEYS) for one in tier._disks]
+    assert [first + second for first, second in zip(*here, strict=True)] == [
+        int(number in of_disk) for number in range(len(KEYS))
+    ], "each in one of them"
+    assert sum(here[0]) > 0
+    assert str(tmp_path / "a") in tier.problem
 
 
 def test_all_directories_that_fail_are_a_failure_of_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
