@@ -139,6 +139,8 @@ class TierCalled(Event, frozen=True, kw_only=True, gc=False):
     """"contains", "get", "put", "remove" or "clear"."""
     outcome: str
     """"done", "missed" or "failed"."""
+    num_records: int
+    """That it moved, and their bytes; a call may be for several."""
     nbytes: int
     took_s: float
 

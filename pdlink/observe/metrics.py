@@ -302,6 +302,9 @@ class StoreMetrics:
                 tier=(),
             )
         )
+        self.tier_records = add(
+            Counter("pdlink_tier_records_total", "Records read from and written to tiers.", tier=(), call=())
+        )
         self.tier_bytes = add(
             Counter("pdlink_tier_bytes_total", "Bytes of records read from and written to tiers.", tier=(), call=())
         )
@@ -325,6 +328,7 @@ class StoreMetrics:
             self.writes_dropped.series(name)
             self.chunks.series(name)
             for call in ("get", "put"):
+                self.tier_records.series(name, call)
                 self.tier_bytes.series(name, call)
                 for outcome in ("done", "missed", "failed"):
                     self.tier.series(name, call, outcome)
@@ -346,6 +350,7 @@ class StoreMetrics:
     def _called(self, event: TierCalled) -> None:
         if event.outcome == "done":
             self.tier_bytes.add(event.nbytes, event.tier, event.call)
+            self.tier_records.add(event.num_records, event.tier, event.call)
         self.tier.observe(event.took_s, event.tier, event.call, event.outcome)
 
 

@@ -220,8 +220,17 @@ class GuardedTier:
         each = result if sizes and isinstance(result, list) else [result]
         came = [one not in (None, False, DAMAGED) for one in each]
         outcome = "failed" if failed else "done" if any(came) else "missed"
-        moved_nbytes = sum(compress(sizes, came))
-        emit(TierCalled(tier=self.name, call=what, outcome=outcome, nbytes=moved_nbytes, took_s=now_s - began_s))
+        moved = list(compress(sizes, came))
+        emit(
+            TierCalled(
+                tier=self.name,
+                call=what,
+                outcome=outcome,
+                num_records=len(moved),
+                nbytes=sum(moved),
+                took_s=now_s - began_s,
+            )
+        )
         return result
 
     def _allows(self, now_s: float, breaker: Breaker) -> bool:

@@ -80,7 +80,7 @@ READERS: dict[str, tuple[Any, Callable[[bytes], object], tuple[type[Exception], 
 ELSEWHERE = {
     "kv_index._Batch": "holds raw events alone",
     "preimages._Entry": "a file of ours",
-    "record._Body": "a file of ours, with a checksum",
+    "record.RecordHeader": "a file of ours, with a checksum",
     "edge.kind": "invitations: test_values.py",
     "ucx._Invitation": "invitations: test_values.py",
     "siblings.?": "a socket of our own user's",

@@ -85,7 +85,7 @@ def test_prompts_that_lie_in_memory_on_disk_and_at_a_peer_are_answered_as_comput
         for prompt in prompts:
             deployment.complete(prompt[: 4 * CHUNK], at="asker", max_tokens=1)
         assert [deployment.complete(prompt, at="owner").text for prompt in prompts] == expected
-        written = 'pdlink_tier_seconds_count{call="put",outcome="done",tier="disk"}'
+        written = 'pdlink_tier_records_total{call="put",tier="disk"}'
         until(lambda: deployment.metric("asker", written) == 4 * len(prompts), "their first four chunks are on disk")
         spread(prompts[0])
         before = [taken(place) for place in ("memory", "disk", peer)]

@@ -44,6 +44,7 @@ def test_a_rolling_update_loses_no_warm_prefix(tmp_path: Path) -> None:
             label = f"prefill-{name}"
             here.deployment.kill(label, signal.SIGTERM)
             here.deployment.children[label].process.wait(60)
+            here.until_left(name)
             turns()
             here.deployment.restart(label)
             here.until_known(name)

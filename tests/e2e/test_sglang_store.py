@@ -105,7 +105,7 @@ def test_a_prompt_is_loaded_after_the_server_was_killed_and_after_the_store_was(
     assert (cached_of(again), tokens_of(again)) == (pages * PAGE, tokens_of(first))
     assert counted(store, 'pdlink_store_chunks_total{place="memory"}') >= pages
 
-    written = 'pdlink_tier_seconds_count{call="put",outcome="done",tier="disk"}'
+    written = 'pdlink_tier_records_total{call="put",tier="disk"}'
     until(lambda: counted(store, written) == pages, "it is on the disk")
     store.kill()
     flush(server)

@@ -66,6 +66,17 @@ class Cell:
 
         until(heard, f"the proxy has heard {label}")
 
+    def until_left(self, name: str) -> None:
+        """The proxy has heard that a worker has ended: a request that comes before is recomputed by decode."""
+        label = f"prefill-{name}"
+        url = self.deployment.url(label)
+
+        def has_left() -> bool:
+            workers = self.deployment.health("proxy")["prefill"]
+            return [each["state"] for each in workers if each["url"] == url] != ["ok"]
+
+        until(has_left, f"the proxy knows that {label} has ended")
+
     def explained(self, answer: Answer) -> tuple[str, dict[str, Any]]:
         """Whence the proxy said that prefill should pull, and what prefill says of its prompt."""
         name = answer.headers["X-Request-Id"]

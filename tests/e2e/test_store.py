@@ -82,7 +82,7 @@ def test_a_prompt_that_one_prefill_computed_is_loaded_by_the_other(shared: tuple
     health = request(deployment.url("store") + "/health").body
     assert {client["name"] for client in health["clients"]} == {"prefill-0", "prefill-1"}
 
-    written = 'pdlink_tier_seconds_count{call="put",outcome="done",tier="disk"}'
+    written = 'pdlink_tier_records_total{call="put",tier="disk"}'
     until(lambda: deployment.metric("store", written) == 6, "it is on the disk")
     store.kill()
     assert deployment.complete(prompt).text == first, "without a store it is computed"

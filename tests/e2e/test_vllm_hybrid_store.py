@@ -194,7 +194,7 @@ def test_what_was_kept_outlives_sigkill(kept: Kept) -> None:
     length = kept.kind.lengths[-1]
     assert kept.server.complete(prompt_of(length, length)).tokens == kept.alone[length]
     until(kept.server.holds_nothing, "all of it is kept")
-    written = ("vllm:pdlink_tier_seconds_count", 'call="put"', 'outcome="done"')
+    written = ("vllm:pdlink_tier_records_total", 'call="put"')
     until(lambda: kept.server.metric(*written) >= length // kept.kind.chunk, "the disk has it")
     kept.server.kill()
     kept.server.start().wait_ready()

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.timeout(600)]
 CHUNK = 256
 ADMIN = f"127.0.0.1:{free_ports(1)}"
 """Where operators reach the server that most tests share."""
-WRITTEN = "vllm:pdlink_tier_seconds_count", 'call="put"', 'outcome="done"'
+WRITTEN = "vllm:pdlink_tier_records_total", 'call="put"'
 
 
 def tiers_of(place: Path, **more: Any) -> dict[str, Any]:
