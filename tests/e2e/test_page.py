@@ -19,7 +19,7 @@ from tests.waiting import until
 from .deployment import Deployment, prompt_of, request, worker_settings
 
 pytest.importorskip("playwright")
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, expect, sync_playwright
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 PATIENCE_MS = 60_000
@@ -59,6 +59,9 @@ class Load:
         self._thread.join()
 
 
+_CELLS = "[...document.querySelectorAll('tbody tr')].map(row => [...row.cells].map(cell => cell.textContent))"
+
+
 def looked_at(browser: Browser, url: str, scheme: Any, looks: int) -> tuple[bytes, list[list[str]]]:
     """The page down to its requests, in this scheme and while a transfer runs, and the cells of all tables.
 
@@ -79,23 +82,18 @@ def looked_at(browser: Browser, url: str, scheme: Any, looks: int) -> tuple[byte
         for _ in range(looks):
             at = page.locator("#age").text_content() or ""
             expect(page.locator("#age")).not_to_have_text(at)
-        page.wait_for_function("() => document.querySelector('#live .cells .l')")
+        # A transfer may end at any moment, so its row is read as it is found.
+        rows = page.wait_for_function(f"() => document.querySelector('#live .cells .l') && {_CELLS}")
+        cells: list[list[str]] = rows.json_value()
         below = page.evaluate(
             "() => document.querySelector('#ended').parentElement.getBoundingClientRect().top + scrollY"
         )
         clip: Any = {"x": 0, "y": 0, "width": 1160, "height": below}
-        shot, cells = page.screenshot(full_page=True, clip=clip), cells_of(page)
+        shot = page.screenshot(full_page=True, clip=clip)
         assert troubles == []
         return shot, cells
     finally:
         window.close()
-
-
-def cells_of(page: Page) -> list[list[str]]:
-    found: list[list[str]] = page.evaluate(
-        "() => [...document.querySelectorAll('tbody tr')].map(row => [...row.cells].map(cell => cell.textContent))"
-    )
-    return found
 
 
 def test_page_of_real_workers_shows_lanes_layers_on_their_way_and_who_is_gone(
