@@ -39,8 +39,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _REFUSALS = 3
 """In a row, before operators are told."""
 RUN_NBYTES, FIRST_RUN_NBYTES = 4 << 20, 1 << 20
-"""Of records that a tier reads or writes in one call, where it can; and of those that somebody waits for first, who
-gets none before all of a run are there."""
+"""Bytes of records that a tier moves in one call, where it can. The first records of a fetch come in shorter runs: it
+gets none of a run before all are there."""
 _NOBODYS = bytes(16)
 """Key of no record."""
 _OF_SERVERS = "; see that it runs and that tiers.remote_url is right; it is a miss until it answers"

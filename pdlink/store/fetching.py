@@ -228,7 +228,7 @@ class Fetching:
                 goes_on = self._begin(fetch, piece, to_check, begun, now_s)
                 self._books.note()
             if begun:  # tiers read the first records meanwhile
-                self._arena.begin(max(arrival.slot.offset + arrival.slot.nbytes for arrival, _ in begun))
+                self._arena.begin(max(arrival.end for arrival, _ in begun))
             for index, of_tier in groupby(begun, key=itemgetter(1)):
                 self._have_read([arrival for arrival, _ in of_tier], index, run_nbytes)
                 run_nbytes = RUN_NBYTES
@@ -458,7 +458,7 @@ class Fetching:
             fetch.tell()
 
     def _commit(self, came: Mapping[Brought, Sequence[Slot]], shape: RecordShape) -> set[bytes]:
-        """The keys of those that are readable now. Under the lock."""
+        """The keys that are readable now. Under the lock."""
         whole = set[bytes]()
         for what, slots in came.items():
             readable = self._books.commit(

@@ -123,7 +123,7 @@ class _Sealing(NamedTuple):
 
 
 class _Offered(NamedTuple):
-    """What became of records. Those that are in neither were not taken."""
+    """What became of records. The tier did not take a record that is in neither."""
 
     taken: set[Slot]
     changed: set[Slot]

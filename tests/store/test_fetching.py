@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     import pytest
 
     from pdlink.store.fetching import Arrival, Brought, Fetch
+    from pdlink.store.interface import Found
+    from pdlink.store.store import Store
+
+
+def found_below(store: Store, keys: Sequence[bytes], *tiers: StubTier) -> Found:
+    """Records that these tiers have, and memory has not."""
+    put_below(store, keys, *tiers)
+    store.clear(keys, ["memory"])
+    return store.lookup(keys, WAIT_S)
 
 
 def test_a_fetch_of_which_one_lease_has_ended_does_not_stand() -> None:
@@ -76,9 +85,7 @@ def test_the_first_records_that_somebody_waits_for_come_in_short_runs(monkeypatc
 def test_records_of_a_run_are_there_while_the_next_tier_is_asked_for_one_that_has_gone() -> None:
     first, second = StubRunTier(), StubTier()
     with opened(8, [first, second]) as store:
-        put_below(store, KEYS[:4], first, second)
-        store.clear(KEYS[:4], ["memory"])
-        found = store.lookup(KEYS[:4], WAIT_S)
+        found = found_below(store, KEYS[:4], first, second)
         del first.records[KEYS[2]]
         second.going.clear()
         begun = store.fetch(found, SHAPE, "request")
@@ -92,9 +99,7 @@ def test_records_of_a_run_are_there_while_the_next_tier_is_asked_for_one_that_ha
 def test_records_of_a_tier_that_was_removed_since_they_were_found_come_from_the_next_one() -> None:
     first, second = StubRunTier(), StubTier()
     with opened(8, [first, second]) as store:
-        put_below(store, KEYS[:4], first, second)
-        store.clear(KEYS[:4], ["memory"])
-        found = store.lookup(KEYS[:4], WAIT_S)
+        found = found_below(store, KEYS[:4], first, second)
         store._below.remove(0)
         begun = store.fetch(found, SHAPE, "request")
         assert len(begun.done.result(WAIT_S)) == 4
@@ -104,9 +109,7 @@ def test_records_of_a_tier_that_was_removed_since_they_were_found_come_from_the_
 def test_a_record_of_a_run_that_nobody_waited_for_is_read_for_who_comes_meanwhile() -> None:
     tier = StubRunTier()
     with opened(8, [tier]) as store:
-        put_below(store, KEYS[:2], tier)
-        store.clear(KEYS[:2], ["memory"])
-        found = store.lookup(KEYS[:2], WAIT_S)
+        found = found_below(store, KEYS[:2], tier)
         begun, goes_on = threading.Event(), threading.Event()
 
         def hold() -> None:

@@ -72,7 +72,7 @@ class _Reading(NamedTuple):
     """A record that is to be read."""
 
     number: int
-    """Among those that are wanted."""
+    """Its place in what is wanted."""
     key: bytes
     rest: bytes
     """What the index says of it."""
@@ -84,7 +84,7 @@ class _Writing(NamedTuple):
     """A record that is to be written."""
 
     number: int
-    """Among those that are put."""
+    """Its place in what is put."""
     key: bytes
     record: memoryview
     at: int
@@ -377,7 +377,7 @@ class Disk:
         segment.epoch += 1
 
     def _list(self, segment: Segment, written: Sequence[tuple[bytes, RecordPlace]]) -> None:
-        """These records are here from now on, but for those that are already."""
+        """These records are here from now on. One that is here already keeps its place."""
         known = self._index.contains([key for key, _ in written])
         fresh = [each for each, is_here in zip(written, known, strict=True) if not is_here]
         entries = [

@@ -150,7 +150,7 @@ class Striped:
     ) -> list[_T | None]:
         """For each what the first disk says that has something to say, from the key's own one on.
 
-        Raises the OSError of one of them if none has, for one of those that were asked for.
+        Raises the OSError of a disk, if no disk has something to say of a record.
         """
         said: list[_T | None] = [None] * len(asked)
         failed = None
