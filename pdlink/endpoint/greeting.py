@@ -16,6 +16,7 @@ message shows by silence: the session ends after `connect_s`.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from pdlink.endpoint.channel import ClientRefused
@@ -28,7 +29,7 @@ from pdlink.protocol import auth, handshake, messages
 from pdlink.reasons import Code, Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pdlink.capabilities import Capabilities
     from pdlink.endpoint.channel import Received
@@ -52,6 +53,7 @@ class Calls(Protocol):
     @property
     def closing(self) -> Mapping[str, Peer]: ...
     def next_number(self) -> int: ...
+    def aside(self, act: Callable[[], None], then: Callable[[Exception | None], None], peer: Peer) -> None: ...
     def answers(self, peer: Peer) -> bool: ...
     def post(self, peer: Peer, *bodies: messages.Body) -> None: ...
     def become_ready(self, peer: Peer) -> None: ...
@@ -143,7 +145,7 @@ class Greeter:
 
     def _welcome(self, peer: Peer) -> None:
         """Ask the dialer to open its pages to the next transport."""
-        peer.transport = self._transports[peer.untried.pop(0)]
+        peer.transport, peer.invited = self._transports[peer.untried.pop(0)], False
         welcome = messages.Welcome(self._local.name, self._local.identity, peer.transport.capabilities)
         self._sessions.post(peer, welcome)
 
@@ -197,23 +199,24 @@ class Greeter:
 
     def on_invite(self, peer: Peer, invite: messages.Invite) -> None:
         """Listener: connect to the dialer's pages."""
-        if peer.dialed or peer.state is not PeerState.CONNECTING or peer.transport is None:
+        transport = peer.transport
+        if peer.dialed or peer.state is not PeerState.CONNECTING or transport is None or peer.invited:
             emit(MessageDropped(reason="unexpected_invite"))
             return
+        peer.invited = True
+        connect, then = partial(self._connect, peer, transport, invite), partial(self._connected, peer, transport)
+        if transport.connects_aside:
+            self._sessions.aside(connect, then, peer)
+            return
         try:
-            self._connect(peer, peer.transport, invite)
-        except HandshakeRefused as refusal:
-            self._try_next(peer, peer.transport, refusal)
-            return
+            connect()
         except PdlinkError as error:
-            self._try_next(
-                peer, peer.transport, HandshakeRefused(handshake.CONNECTION_FACTOR, str(error), peer.transport.name)
-            )
-            return
-        self._sessions.post(peer, messages.Ready())
-        self._sessions.become_ready(peer)
+            then(error)
+        else:
+            then(None)
 
     def _connect(self, peer: Peer, transport: Transport, invite: messages.Invite) -> None:
+        """In any thread. Raises PdlinkError."""
         if invite.problem:
             raise TransportFailure(f"{peer.name} cannot invite: {printable(invite.problem, messages.MAX_TEXT)}")
         try:
@@ -221,10 +224,26 @@ class Greeter:
         except BaseException:
             transport.close_peer(peer.key)  # of what has begun to connect
             raise
+
+    def _connected(self, peer: Peer, transport: Transport, error: Exception | None) -> None:
+        """Listener: it is connected, or not because of `error`; its session may be over by now."""
+        if error is not None and not isinstance(error, PdlinkError):
+            raise error
+        if peer.state is not PeerState.CONNECTING:
+            if error is None:
+                transport.close_peer(peer.key)  # nothing was written
+            return
+        if error is not None:
+            refusal = HandshakeRefused(handshake.CONNECTION_FACTOR, str(error), transport.name)
+            self._try_next(peer, transport, refusal)
+            return
         peer.opened = True
         lane = transport.lane(peer.key)
         if self._require_lane is not None and lane and lane != self._require_lane:
-            raise HandshakeRefused("transport.require", self._require_lane, lane)
+            self._try_next(peer, transport, HandshakeRefused("transport.require", self._require_lane, lane))
+            return
+        self._sessions.post(peer, messages.Ready())
+        self._sessions.become_ready(peer)
 
     def _try_next(self, peer: Peer, failed: Transport, refusal: HandshakeRefused) -> None:
         """Go on to the next common transport, or refuse if this was the last."""

@@ -78,6 +78,8 @@ class Peer:
     """Carries the bytes of this session; None until chosen."""
     untried: list[str] = field(default_factory=list)
     """Common transports that follow if this one does not connect; on the side that was dialed."""
+    invited: bool = False
+    """Whether it has answered our last welcome; on the side that was dialed."""
     tried: set[str] = field(default_factory=set)
     """Transports that the listener asked for so far; on the dialing side."""
     shutting: list[Transport] = field(default_factory=list)

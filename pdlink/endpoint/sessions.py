@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
+from pdlink import threads
 from pdlink.endpoint.channel import QueueFull
 from pdlink.endpoint.greeting import Greeter
 from pdlink.endpoint.known import KnownPeers
@@ -32,7 +33,7 @@ from pdlink.protocol.messages import MAX_HELLO_NBYTES
 from pdlink.reasons import Code, Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from pdlink.endpoint.channel import Channel, Disconnected, Received
     from pdlink.endpoint.clock import Clock
@@ -137,6 +138,22 @@ class Sessions:
         """A number for the next session, unique in this endpoint."""
         self._num_sessions += 1
         return self._num_sessions
+
+    def aside(self, act: Callable[[], None], then: Callable[[Exception | None], None], peer: Peer) -> None:
+        """Do `act`, which may take long, in a thread of its own, then call `then` with what it raised in this one."""
+
+        def run() -> None:
+            error: Exception | None = None
+            try:
+                act()
+            except Exception as raised:  # noqa: BLE001  `then` has it
+                error = raised
+            self._work.call(lambda: then(error), lambda reason: self.lose(peer, reason))
+
+        try:
+            threads.guarded("pdlink-connect", run, lambda _: None).start()
+        except RuntimeError as error:  # no thread is left
+            then(TransportFailure(f"cannot start a thread: {error}; see ulimit -u"))
 
     def answers(self, peer: Peer) -> bool:
         """Whether the connection of an accepted session is still there; ends the session if not.

@@ -12,7 +12,8 @@ Two promises hold for every transport; the state machines rest on them and `test
 
 Every submitted batch is reported exactly once. A peer fails as a whole: after `PeerFailed` its open batches are
 reported with an error, new ones are refused, and only `close_peer` and a new invitation help.
-Every method may be called from any thread and returns without waiting for the network.
+Every method may be called from any thread and returns without waiting for the network; `connect` of a transport that
+`connects_aside` may wait for the peer.
 """
 
 from __future__ import annotations
@@ -115,6 +116,8 @@ class Transport(ABC):
     reach: Reach
     memory: tuple[MemoryKind, ...]
     trust: Trust
+    connects_aside: ClassVar[bool] = False
+    """Whether `connect` may ask the peer, or take long: the endpoint calls it in a thread of its own."""
 
     @property
     def capabilities(self) -> Capabilities:

@@ -49,7 +49,7 @@ LAUNCH_NBYTES = 256 << 20
 """Longer than a layer of any model, so that a layer is one launch. How long one takes is not measured."""
 _PROBE_NBYTES = 2 << 20
 _MAP_S = 2.0
-"""Time limit for fetching one peer's handles. This blocks the endpoint thread, so every session waits."""
+"""Time limit for fetching one peer's handles. Only its session waits."""
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Pid = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -87,6 +87,7 @@ class MappedCudaTransport(NativeTransport[_cuda.GpuCopier, "AnyBuffer"]):
     reach = "host"
     memory: tuple[MemoryKind, ...] = ("cuda",)
     trust = "pool"
+    connects_aside = True
 
     def __init__(
         self,

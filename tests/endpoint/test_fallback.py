@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ from pdlink.protocol import messages
 from pdlink.reasons import Code, Reason
 from tests.attacks.stranger import FalsePrefill, Stranger
 from tests.loopback import LOOPBACK, LoopbackHub, LoopbackTransport
-from tests.waiting import until
+from tests.waiting import WAIT_S, until
 
 from .conftest import TIMEOUTS, Handler, Node, Pair, layout
 
@@ -271,3 +272,52 @@ def test_dialer_that_can_open_nothing_is_refused(pair: Pair) -> None:
         stranger.say(messages.Invite(b"", "no\nmemory"))
         refusal = stranger.hear(messages.Refuse)
     assert (refusal.factor, refusal.local) == ("data connection", "stranger cannot invite: no?memory")
+
+
+class Slow:
+    """A peer that takes its time to hand out its memory, until it is told to go on."""
+
+    def __init__(self, near: Near) -> None:
+        self.began, self.go_on = threading.Event(), threading.Event()
+        near.connects_aside = True  # type: ignore[misc]
+        near.broken = self.wait
+
+    def wait(self, what: str) -> None:
+        if what == "connect":
+            self.began.set()
+            assert self.go_on.wait(WAIT_S)
+
+
+def test_connection_that_waits_for_its_peer_holds_up_no_other_session(near: NearPair) -> None:
+    slow = Slow(near.near["prefill"])
+    other = near.node("other")
+    log, handler = near.announce("t"), near.expect("t")
+    assert slow.began.wait(WAIT_S)
+    near.near["prefill"].broken = None
+    quick, mine = near.announce("u"), Handler()
+    other.receiver.expect("u", near.prefill.endpoint.address, mine)
+    other.receiver.offer("u", DST, 0, TOKENS)
+    near.compute("u", SRC, TOKENS)
+    assert mine.wait() == ["ready 42", "released"]
+    assert near.sender_state("waiting") == 1
+    slow.go_on.set()
+    near.decode.receiver.offer("t", DST, 0, TOKENS)
+    near.compute("t", SRC, TOKENS)
+    assert handler.wait() == ["ready 42", "released"]
+    near.check_bytes()
+    for one in (log, quick):
+        one.wait()
+    other.close()
+
+
+def test_connection_of_a_session_that_has_ended_meanwhile_is_closed(near: NearPair) -> None:
+    slow = Slow(near.near["prefill"])
+    near.announce("t")
+    near.expect("t")
+    assert slow.began.wait(WAIT_S)
+    for peer in near.prefill.endpoint.peers():
+        with near.prefill.endpoint.lock:
+            near.prefill.endpoint.sessions.lose(peer, Reason(Code.PEER_LOST, "test"))
+    assert near.near["prefill"].num_closed == 0
+    slow.go_on.set()
+    until(lambda: near.near["prefill"].num_closed == 1, "the connection is closed")
