@@ -26,6 +26,19 @@ class PeerUnusable(RuntimeError):
 class NameTaken(ValueError):
     """The name stands for a connection already."""
 
+class PeerMemory:
+    """A peer's regions, mapped here while this exists, for one who stores there himself: a GPU."""
+
+    @property
+    def regions(self) -> list[tuple[int, int]]:
+        """Address and bytes that have memory now, of each."""
+
+    def enter(self) -> bool:
+        """Before something begins to store there; False: the peer has shut us out, and nothing may."""
+
+    def leave(self) -> None:
+        """It has ended. Once for each `enter` that was True; until then the peer's end is not told to it."""
+
 class Copier:
     """A native thread that copies, or two. Usable from any thread; a forked child is refused."""
 
@@ -44,6 +57,9 @@ class Copier:
         Raises OSError if the process or a file is gone or may not be opened, ValueError if a file or the gate is not
         what it is said to be, NameTaken, PeerUnusable.
         """
+
+    def memory_of(self, peer: str) -> PeerMemory:
+        """Of a peer that this side is connected to. Raises PeerUnusable."""
 
     def submit(self, peer: str, lists: Sequence[tuple[int, int, int, int, _Runs]], timeout_s: float) -> int:
         """Queue one batch; lists are (src_region, src_base, dst_region, dst_base, runs). Returns its ticket.

@@ -75,6 +75,12 @@ void Copier::connect(const std::string& name, std::int64_t pid, const std::vecto
     wake_.ring();
 }
 
+std::shared_ptr<PeerMemory> Copier::memory_of(const std::string& name) {
+    refuse_fork();
+    const std::lock_guard lock(mutex_);
+    return to_write(name).memory;
+}
+
 // Copy a peer's only batch here and now if it is small.
 bool Copier::at_once(Peer& peer, Batch& batch) {
     if (batch.memory_grew) peer.prepared = false;

@@ -68,6 +68,10 @@ class Copier final : public Engine<Copier, Peer, Batch> {
     // Map a peer's memory. Throws as PeerMemory, and NameTaken.
     void connect(const std::string& peer, std::int64_t pid, const std::vector<PeerFile>& files, const GateName& gate);
 
+    // The memory of a peer, for one who stores there by other means, each time between its gate's `enter` and
+    // `leave`. It stays mapped while it is held. Throws PeerUnusable.
+    std::shared_ptr<PeerMemory> memory_of(const std::string& peer);
+
     // While on, the second thread takes no range. Costs one store; from any thread.
     void computing(bool on) { computing_ = on; }
     // Ranges that the first and the second thread have taken.

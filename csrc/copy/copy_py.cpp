@@ -1,5 +1,8 @@
 // Python's view of the copier and of the stores; `pdlink/_copy.pyi` is its manual.
+#include <nanobind/stl/shared_ptr.h>
+
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -34,6 +37,14 @@ void connect(Copier& copier, const std::string& peer, std::int64_t pid, const st
     const GateName name = gate_name(gate);
     const nb::gil_scoped_release release;
     copier.connect(peer, pid, files, name);
+}
+
+// Begin and length of each region of a peer's, as this process has it.
+std::vector<std::tuple<std::uintptr_t, std::size_t>> regions_of(PeerMemory& memory) {
+    bool grew = false;
+    std::vector<std::tuple<std::uintptr_t, std::size_t>> found;
+    for (const Extent& extent : memory.extents(grew)) found.emplace_back(extent.base, extent.nbytes);
+    return found;
 }
 
 PyGate invite(Copier& copier, const std::string& peer) { return py_gate(copier.invite(peer)); }
@@ -153,11 +164,17 @@ NB_MODULE(_copy, m) {
     using namespace pdlink;
     using namespace pdlink::copy;
 
+    nb::class_<PeerMemory>(m, "PeerMemory")
+        .def_prop_ro("regions", &regions_of)
+        .def("enter", [](PeerMemory& memory) { return memory.gate().enter(); })
+        .def("leave", [](PeerMemory& memory) { memory.gate().leave(); });
+
     add_engine<Copier>(m, "Copier")
         .def(nb::init<int>(), "num_threads"_a = 1)
         .def("add_region", &Copier::add_region, "ptr"_a, "nbytes"_a)
         .def("invite", &invite, "peer"_a)
         .def("connect", &connect, "peer"_a, "pid"_a, "regions"_a, "gate"_a)
+        .def("memory_of", &Copier::memory_of, "peer"_a)
         .def("computing", &Copier::computing, "on"_a)
         .def("ranges_taken",
              [](Copier& copier) {

@@ -32,6 +32,7 @@ from pdlink.kv.layout import RunList as RunList  # noqa: TC001 (exported from he
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdlink._copy import PeerMemory
     from pdlink.capabilities import MemoryKind, Reach, Trust
     from pdlink.config import TransportConfig
     from pdlink.kv.groups import KVGroups
@@ -215,6 +216,13 @@ class Transport(ABC):
     @abstractmethod
     def lane(self, peer: str) -> str:
         """How bytes to this peer really travel ("mapped", "cma", "tcp", "rc_mlx5"); "" while not yet known."""
+
+    def memory_of(self, peer: str) -> PeerMemory | None:  # noqa: ARG002  (most cannot)
+        """The regions of a peer that we are connected to, for one who stores there himself; None: only `submit` can.
+
+        Raises TransportFailure as `submit`.
+        """
+        return None
 
     def computing(self, on: bool) -> None:  # noqa: B027  (most have nothing to do)
         """This process begins (on) or ends a prefill computation; meanwhile use no other core. Cheap."""

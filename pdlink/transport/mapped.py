@@ -152,6 +152,12 @@ class MappedTransport(NativeTransport[_copy.Copier, "HostBuffer"]):
                 )
             copier.connect(peer, there.pid, [astuple(file) for file in there.regions], astuple(there.gate))
 
+    def memory_of(self, peer: str) -> _copy.PeerMemory:
+        try:
+            return self._engine.memory_of(peer)
+        except RuntimeError as error:  # `PeerUnusable` of this engine
+            raise TransportFailure(str(error)) from error
+
     def computing(self, on: bool) -> None:
         """As in the contract: while on, one thread copies."""
         if self._native is not None:

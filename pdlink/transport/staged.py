@@ -2,12 +2,13 @@
 
 For GPUs that cannot reach each other: other hosts without GPUDirect RDMA, memory that CUDA IPC does not share
 (`expandable_segments`), a build without kernels. A part of a layer is gathered into a slot, sent, and scattered by
-the receiver (`staging/stager.py`); the copies of one slot run beside the sending of another. It costs one pass over
-PCIe at each end, slots of pinned memory, and for each slot two messages each way beside the bytes.
+the receiver (`staging/stager.py`); the copies of one slot run beside the sending of another. Over `mapped` the GPU
+gathers straight into the receiver's slot. It costs one pass over PCIe at each end, slots of pinned memory, and for
+each slot two messages each way beside the bytes.
 
 What the transport below cannot refuse, a peer can do: over `mapped` write to every slot, over `ucx` anywhere. Over
-`tcp` a peer writes to slots granted to it, and the owner places only what lies in blocks offered to it. The slots are
-made with the first peer.
+`tcp` a peer writes to slots granted to it, and the owner places only what lies in blocks offered to it. Slots to
+receive in are made for the first invitation, others for the first owner that has to be put to.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pdlink.transport.base import Occurrence, Probe, Site, Transport
 from pdlink.transport.edge import decoded, listening, numeric, require_numeric, translated
 from pdlink.transport.mapped import MappedTransport
 from pdlink.transport.staging.open_blocks import OpenBlocks
-from pdlink.transport.staging.slots import Slots
+from pdlink.transport.staging.slots import OwnersSlots, Slots
 from pdlink.transport.staging.stager import Stager
 from pdlink.transport.staging.wire import Invitation
 from pdlink.transport.tcp import TcpTransport
@@ -54,6 +55,7 @@ class StagedTransport(Transport):
     """Peers that `below` reaches, to and from device memory. Lane "staged-" and the lane below."""
 
     memory: tuple[MemoryKind, ...] = ("cuda",)
+    connects_aside = True  # it pins memory
     below_class: ClassVar[type[Transport]]
 
     def __init__(
@@ -84,7 +86,8 @@ class StagedTransport(Transport):
         """Kept so that the memory stays."""
         self._to_guard: KVGroups | None = None
         self._stager: Stager | None = None
-        self._slots = Slots(self._device, slot_nbytes, num_slots)
+        self._gathered = Slots(self._device, slot_nbytes, num_slots)
+        self._received = Slots(self._device, slot_nbytes, num_slots)
         self._told: tuple[str, int] = "", 0
         """Address and port that peers are told."""
         self._opened = contextlib.ExitStack()
@@ -117,7 +120,7 @@ class StagedTransport(Transport):
                 reason = f"{error.code}: {error}" if isinstance(error, CudaUnavailable | CudaFailure) else str(error)
                 return Probe(self.name, ok=False, reason=reason)
         facts["copies by"] = "copy engine" if kernels is None else "copy engine and kernels"
-        facts["pins"] = f"{2 * self._slots.count * self._slots.nbytes >> 20} MiB"
+        facts["pins"] = f"{self._received.count * self._received.nbytes >> 20} MiB for each direction"
         return Probe(self.name, ok=True, facts={**facts, **below.facts})
 
     def open(self) -> None:
@@ -139,11 +142,13 @@ class StagedTransport(Transport):
                 listen = made.enter_context(listening(host))
                 self._told = told, listen.getsockname()[1]
                 ways = ways_of(self._device, kernels) if self._ways is None else self._ways
-                self._stager = Stager(self._device, kernels, ways, self._slots, self._below, listen, self._regions)
+                slots = self._gathered, self._received
+                self._stager = Stager(self._device, kernels, ways, *slots, self._below, listen, self._regions)
             except (CudaUnavailable, CudaFailure, OSError) as error:
                 raise TransportUnavailable(f"{self.name} does not work here: {error}") from error
             self._on_loopback = ipaddress.ip_address(host).is_loopback
-            made.callback(self._slots.close)
+            made.callback(self._gathered.close)
+            made.callback(self._received.close)
             self._opened = made.pop_all()
 
     def register(self, buffer: AnyBuffer) -> int:
@@ -167,7 +172,7 @@ class StagedTransport(Transport):
             self._stager.close_blocks(peer, blocks)
 
     def invite(self, peer: str) -> bytes:
-        stager = self._ready()
+        stager = self._inviting()
         with translated(f"cannot invite peer {peer}"):
             session, token = stager.invite(peer)
             try:
@@ -175,15 +180,15 @@ class StagedTransport(Transport):
             except BaseException:
                 stager.close_peer(peer)
                 raise
-        (host, port), slots = self._told, self._slots
+        (host, port), slots = self._told, self._received
         regions = tuple(nbytes for _, nbytes in self._regions)
-        told = (host, port, session, token, regions, slots.first_nbytes, slots.nbytes, slots.count, below)
+        told = (host, port, session, token, regions, slots.region, slots.nbytes, slots.count, below)
         return msgspec.msgpack.encode(Invitation(*told))
 
     def connect(self, peer: str, invitation: bytes) -> None:
         there = decoded(invitation, Invitation, self.name)
         require_numeric(there.host, self.name)
-        stager = self._ready()
+        stager = self._running()
         if self._on_loopback and not ipaddress.ip_address(there.host).is_loopback:
             raise TransportFailure(
                 f"peer {peer} is at {there.host}, and this side's data port is for this host only; "
@@ -191,7 +196,17 @@ class StagedTransport(Transport):
             )
         with translated(f"cannot connect to peer {peer}"):
             self._below.connect(peer, there.below)
-            stager.connect(peer, there)
+            direct = None
+            try:
+                direct = OwnersSlots.reached(self._device, self._below, peer, there)
+                if direct is None:
+                    self._make(self._gathered)
+                stager.connect(peer, there, direct)
+            except BaseException:
+                self._below.close_peer(peer)
+                if direct is not None:
+                    direct.close()
+                raise
 
     def submit(self, peer: str, lists: Sequence[RunList], timeout_s: float) -> int:
         stager = self._running()
@@ -238,19 +253,25 @@ class StagedTransport(Transport):
             raise TransportFailure(f"the {self.name} transport is {'closed' if self._closed else 'not open'}")
         return self._stager
 
-    def _ready(self) -> Stager:
-        """With slots. Raises TransportUnavailable without a buffer, TransportFailure without memory to pin."""
-        stager = self._running()
+    def _make(self, slots: Slots) -> None:
+        """Once. Raises TransportFailure without memory to pin."""
         with self._lock:
-            if not self._regions:
-                raise TransportUnavailable("register a buffer before inviting a peer to it")
-            if not self._slots.made:
-                try:
-                    self._slots.make()
-                except (CudaFailure, OSError) as error:
-                    raise TransportFailure(f"{self.name}: no slots: {error}; free pinned memory") from error
-                self._below.register(self._slots.buffer)
-                self._below.guard(self._slots.as_blocks())
+            if slots.made:
+                return
+            try:
+                slots.make(self._below)
+            except (CudaFailure, OSError) as error:
+                raise TransportFailure(f"{self.name}: no slots: {error}; free pinned memory") from error
+            if slots is self._received:
+                self._below.guard(slots.as_blocks())
+
+    def _inviting(self) -> Stager:
+        """With slots to receive in. Raises TransportUnavailable without a buffer, TransportFailure."""
+        stager = self._running()
+        if not self._regions:
+            raise TransportUnavailable("register a buffer before inviting a peer to it")
+        self._make(self._received)
+        with self._lock:
             if self._to_guard is not None:
                 stager.guard(OpenBlocks(self._to_guard))
                 self._to_guard = None

@@ -303,6 +303,80 @@ def test_a_writer_is_held_to_the_blocks_that_it_is_offered() -> None:
         side.close()
 
 
+@pytest.fixture
+def near(double: Fake) -> Iterator[tuple[Side, Side]]:
+    """Writer and owner on one host."""
+    made = [Side(DoubleStaged(BELOW["mapped"](), slot_nbytes=64 << 10)) for _ in range(2)]
+    for seed, side in enumerate(made):
+        side.add_buffer(1 << 20, seed)
+    yield made[0], made[1]
+    for side in made:
+        side.close()
+
+
+def puts_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """To whom something is put over mapped memory, from now on."""
+    puts: list[str] = []
+    put = MappedTransport.submit
+
+    def submit(self: MappedTransport, peer: str, lists: Any, timeout_s: float) -> int:
+        puts.append(peer)
+        return put(self, peer, lists, timeout_s)
+
+    monkeypatch.setattr(MappedTransport, "submit", submit)
+    return puts
+
+
+def test_on_one_host_the_gpu_gathers_into_the_owner_s_slots_and_nothing_is_copied_again(
+    near: tuple[Side, Side], double: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, owner = near
+    puts, before = puts_of(monkeypatch), double.counts().registrations
+    join(writer, owner)
+    assert double.counts().registrations == before + 2, "the owner's slots, and the same as the writer has them"
+    assert writer.wait_batch(writer.submit_block("owner", 0, 1 << 20)) == "ok"
+    assert np.array_equal(owner.buffers[0].array, writer.buffers[0].array)
+    assert not puts
+    for side, peer in ((writer, "owner"), (owner, "writer")):
+        side.close_peer(peer)
+        side.wait_closed(peer)
+    assert double.counts().registrations == before + 1
+
+
+def test_slots_of_an_owner_that_cannot_be_pinned_here_are_written_by_the_cpu(
+    near: tuple[Side, Side], double: Fake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer, owner = near
+    puts, invitation = puts_of(monkeypatch), owner.transport.invite("writer")
+    double.fail("cuMemHostRegister_v2", 2)
+    writer.transport.connect("owner", invitation)
+    assert "cannot be pinned here" in caplog.text
+    assert writer.wait_batch(writer.submit_block("owner", 0, 1 << 20)) == "ok"
+    assert np.array_equal(owner.buffers[0].array, writer.buffers[0].array)
+    assert set(puts) == {"owner"}
+
+
+def test_owner_s_fence_waits_for_the_writer_s_gpu_that_gathers_into_its_slots(
+    near: tuple[Side, Side], double: Fake
+) -> None:
+    writer, owner = near
+    join(writer, owner)
+    assert writer.wait_batch(writer.submit_block("owner", 0, 4)) == "ok"
+    double.take_log()
+    double.hold()
+    try:
+        writer.submit_block("owner", 0, 1 << 20)
+        wait_for_launch(double)
+        owner.close_peer("writer")
+        assert not owner.closed_within("writer", 0.2)
+    finally:
+        double.go_on()
+    owner.wait_closed("writer")
+    at_the_end = owner.snapshot()
+    writer.wait_failed("owner")
+    assert owner.snapshot() == at_the_end
+
+
 class Stranger:
     """A peer that the owner has invited, on a plain connection: it says what it likes."""
 
@@ -365,12 +439,15 @@ def test_connection_that_fails_leaves_no_descriptor(monkeypatch: pytest.MonkeyPa
         side.add_buffer(4096, seed)
     invitation = owner.transport.invite("writer")
     writer.transport.invite("other")
-    before = len(os.listdir("/proc/self/fd"))
 
     def dial(*_: object) -> Any:
         raise OSError("no route")
 
     monkeypatch.setattr(StagingLine, "dial", dial)
+    with pytest.raises(TransportFailure, match="no route"):
+        writer.transport.connect("first", invitation)  # its slots stay
+    writer.wait_closed("first")
+    before = len(os.listdir("/proc/self/fd"))
     for number in range(5):
         with pytest.raises(TransportFailure, match="no route"):
             writer.transport.connect(f"owner#{number}", invitation)

@@ -38,6 +38,10 @@ _LOOK_S: Final = 0.25
 """Poll interval of work in flight: after a failure no host function runs."""
 
 
+_ABANDONED: list[dict[str, StagingPeer]] = []
+"""Their memory stays mapped until the process ends: the GPU may still use it."""
+
+
 class StagingLoop(ABC):
     def __init__(self) -> None:
         """Raises OSError. A subclass makes the streams and calls `_start`, or `_release` if that fails."""
@@ -119,7 +123,11 @@ class StagingLoop(ABC):
         if not self._is_quiet():
             for stream in self._streams:
                 stream.abandon()
+            _ABANDONED.append(self._peers)
             return False
+        for peer in self._peers.values():
+            if peer.writing is not None:
+                peer.writing.unpin()
         for stream in self._streams:
             stream.close()
         self._release()

@@ -110,7 +110,7 @@ class Owner:
                 blocks.append(self.guard.require(peer.number, region, offsets, nbytes))
             found.append(np.stack([np.zeros_like(offsets), offsets + address, nbytes], axis=1).astype(np.int64))
         whole = np.concatenate(found)
-        whole[:, 0] = self._slots.device_ptr(self._slots.count + frame.slot) + starts(whole[:, 2])
+        whole[:, 0] = self._slots.device_ptr(frame.slot) + starts(whole[:, 2])
         return whole, np.concatenate(blocks) if blocks else None
 
     def _scatter(self) -> None:

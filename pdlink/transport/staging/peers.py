@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from pdlink.cuda.driver import CudaFailure
 
 if TYPE_CHECKING:
     from pdlink.kv.layout import RunArray
     from pdlink.transport.staging.line import StagingLine
     from pdlink.transport.staging.open_blocks import Ints
     from pdlink.transport.staging.rest import RestOfBatch, SlotRuns
+    from pdlink.transport.staging.slots import OwnersSlots
     from pdlink.transport.staging.wire import Invitation
 
 
@@ -33,10 +37,10 @@ class FilledSlot:
     batch: StagedBatch
     number: int
     runs: SlotRuns
-    slot: int
-    """Ours, that it is gathered into."""
     there: int
-    """The owner's."""
+    """The owner's slot."""
+    slot: int | None
+    """Ours, that it is gathered into and put from; None if it is gathered into the owner's."""
 
 
 @dataclass(eq=False)
@@ -57,6 +61,8 @@ class WritingTo:
 
     line: StagingLine
     there: Invitation
+    direct: OwnersSlots | None = None
+    """The owner's slots, where the GPU reaches them."""
     grants: deque[int] = field(default_factory=deque)
     num_asked: int = 0
     """Not granted yet."""
@@ -66,6 +72,12 @@ class WritingTo:
     """The owner knows of them, and has not said that they are placed."""
     num_slots: int = 0
     """Of ours, that it has."""
+
+    def unpin(self) -> None:
+        """The GPU gathers nothing any more."""
+        if self.direct is not None:
+            with contextlib.suppress(CudaFailure):  # of a dead context: nothing is pinned any more
+                self.direct.close()
 
 
 @dataclass(eq=False)

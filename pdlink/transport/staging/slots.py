@@ -1,22 +1,32 @@
-"""Pinned slots: as many to gather into as to receive in, one buffer that the transport below has as its region 0."""
+"""Pinned slots: ours, to gather into or to receive in, and those of an owner on this host, reached straight."""
 
 from __future__ import annotations
 
+import logging
+import mmap
 from typing import TYPE_CHECKING
 
 from pdlink.cuda.buffers import PinnedBuffer
+from pdlink.cuda.driver import CudaFailure
 from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout, LayerLayout, Part
 
 if TYPE_CHECKING:
+    from pdlink._copy import PeerMemory
     from pdlink.cuda.driver import Device
+    from pdlink.transport.base import Transport
+    from pdlink.transport.staging.wire import Invitation
+
+log = logging.getLogger(__name__)
 
 
 class Slots:
-    """Numbers 0 to count - 1 are gathered into; slot n of an owner is number count + n."""
+    """One buffer, made when it is first needed."""
 
     buffer: PinnedBuffer
     """Once made."""
+    region: int
+    """Of the transport below, once made."""
 
     def __init__(self, device: Device, nbytes: int, count: int) -> None:
         """nbytes: of a slot."""
@@ -24,20 +34,16 @@ class Slots:
         self.nbytes, self.count = nbytes, count
         self.made = False
 
-    def make(self) -> None:
-        """Pin 2 * count * nbytes of host memory. Raises OSError, CudaFailure."""
-        self.buffer = PinnedBuffer(self._device, 2 * self.count * self.nbytes)
+    def make(self, below: Transport) -> None:
+        """Pin count * nbytes of host memory. Raises OSError, CudaFailure, TransportUnavailable."""
+        self.buffer = PinnedBuffer(self._device, self.count * self.nbytes)
         self.made = True
+        self.region = below.register(self.buffer)
 
     def close(self) -> None:
         """Safe to call twice, and before `make`."""
         if self.made:
             self.buffer.close()
-
-    @property
-    def first_nbytes(self) -> int:
-        """Where those begin that writers fill."""
-        return self.count * self.nbytes
 
     def offset(self, number: int) -> int:
         return number * self.nbytes
@@ -47,6 +53,44 @@ class Slots:
         return self.buffer.device_ptr + number * self.nbytes
 
     def as_blocks(self) -> KVGroups:
-        """Slots that writers fill as blocks, for a transport that checks what each of them may write."""
-        layer = LayerLayout((Part(0, self.first_nbytes),), self.nbytes, self.nbytes, self.nbytes)
+        """For a transport that checks what each peer may write."""
+        layer = LayerLayout((Part(self.region, 0),), self.nbytes, self.nbytes, self.nbytes)
         return KVGroups((KVLayout("uint8", 1, self.count, 1, self.nbytes, (layer,)),))
+
+
+class OwnersSlots:
+    """Slots of an owner, mapped and pinned here: the GPU gathers straight into them.
+
+    Between `enter` and `leave` it may be doing so, and the owner's PeerClosed waits.
+    """
+
+    def __init__(self, device: Device, memory: PeerMemory, there: Invitation) -> None:
+        """Raises ValueError if the owner has other memory than it says, CudaFailure if it cannot be pinned."""
+        regions, nbytes = memory.regions, there.num_slots * there.slot_nbytes
+        if there.region >= len(regions) or nbytes > regions[there.region][1]:
+            raise ValueError(f"region {there.region} of the peer has no {there.num_slots} slots")
+        self._device, self._memory, self._slot_nbytes = device, memory, there.slot_nbytes
+        self._at = regions[there.region][0]
+        self._device_ptr = device.pin(self._at, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        self._pinned = True
+        self.enter, self.leave = memory.enter, memory.leave
+
+    @classmethod
+    def reached(cls, device: Device, below: Transport, peer: str, there: Invitation) -> OwnersSlots | None:
+        """None where the lane reaches no memory of the peer's, or it cannot be pinned. Raises ValueError."""
+        memory = below.memory_of(peer)
+        try:
+            return None if memory is None else cls(device, memory, there)
+        except CudaFailure as failure:
+            log.warning("slots of peer %s cannot be pinned here, so they are copied once more: %s", peer, failure)
+            return None
+
+    def device_ptr(self, number: int) -> int:
+        """The address for the GPU."""
+        return self._device_ptr + number * self._slot_nbytes
+
+    def close(self) -> None:
+        """Nothing may be in flight there. Safe to call twice."""
+        if self._pinned:
+            self._pinned = False
+            self._device.unpin(self._at)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pdlink.kv.layout import RunList
     from pdlink.transport.base import Transport
     from pdlink.transport.staging.open_blocks import OpenBlocks
-    from pdlink.transport.staging.slots import Slots
+    from pdlink.transport.staging.slots import OwnersSlots, Slots
 
 log = logging.getLogger(__name__)
 
@@ -59,13 +59,14 @@ class Stager(StagingLoop):
         device: Device,
         kernels: Kernels | None,
         ways: Ways,
-        slots: Slots,
+        gathered: Slots,
+        received: Slots,
         below: Transport,
         listen: socket.socket,
         regions: list[tuple[int, int]],
     ) -> None:
-        """Starts the thread. below: open, its region 0 are the slots. listen: is closed here. regions: address and
-        bytes of each device buffer. Raises CudaFailure, CudaUnavailable, OSError."""
+        """Starts the thread. gathered, received: made before a peer needs them. below: open. listen: is closed here.
+        regions: address and bytes of each device buffer. Raises CudaFailure, CudaUnavailable, OSError."""
         super().__init__()
         self._below = below
         self._placed = threading.Condition(self._lock)
@@ -75,9 +76,9 @@ class Stager(StagingLoop):
         self._stopped = False
         """Nothing more will be placed."""
         try:
-            gathers: Copies[FilledSlot] = Copies(device, kernels, self._wake, slots.count, ways.to_host_nbytes)
+            gathers: Copies[FilledSlot] = Copies(device, kernels, self._wake, gathered.count, ways.to_host_nbytes)
             self._streams = (gathers,)
-            scatters: Copies[ArrivedSlot] = Copies(device, kernels, self._wake, slots.count, ways.to_device_nbytes)
+            scatters: Copies[ArrivedSlot] = Copies(device, kernels, self._wake, received.count, ways.to_device_nbytes)
             self._streams = (gathers, scatters)
             self._epoll.register(below.fileno(), select.EPOLLIN)
             self._door = Door(listen, self._epoll, self._peers)
@@ -86,8 +87,8 @@ class Stager(StagingLoop):
                 stream.close()
             self._release()
             raise
-        self._writer = Writer(gathers, slots, below, regions, self._report_batch, self._fail)
-        self._owner = Owner(scatters, slots, below, regions, self._peers, self._on_placed)
+        self._writer = Writer(gathers, gathered, below, regions, self._report_batch, self._fail)
+        self._owner = Owner(scatters, received, below, regions, self._peers, self._on_placed)
         self._start()
 
     # -- Any thread --------------------------------------------------------------------------------------------------
@@ -101,8 +102,9 @@ class Stager(StagingLoop):
             peer.owning = Owning(self._number(), secrets.token_bytes(wire.TOKEN_NBYTES))
             return peer.owning.session, peer.owning.token
 
-    def connect(self, name: str, there: wire.Invitation) -> None:
-        """After `below` has begun to connect. Raises ValueError for a name in use, OSError."""
+    def connect(self, name: str, there: wire.Invitation, direct: OwnersSlots | None) -> None:
+        """After `below` has begun to connect. direct: its owner's if this raises ValueError, for a name in use, or
+        OSError."""
         with self._usable():
             peer = self._peer_for(name)
             if peer.writing is not None:
@@ -113,7 +115,7 @@ class Stager(StagingLoop):
                 self._begin_closing(peer)
                 self._kick()
                 raise
-            peer.writing = WritingTo(line, there)
+            peer.writing = WritingTo(line, there, direct)
             self._lines[line.fd] = peer
             line.send(wire.Hello(there.session, there.token))
 
@@ -315,6 +317,7 @@ class Stager(StagingLoop):
                 continue
             if writing is not None:
                 self._drop_line(writing.line)
+                writing.unpin()
             del self._peers[peer.name]
             self._owner.forget(peer)
             self._report(PeerClosed(peer.name))

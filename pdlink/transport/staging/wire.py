@@ -32,7 +32,7 @@ Word = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Nbytes = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 
 
-class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="pdlink-staging/1"):
+class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="pdlink-staging/2"):
     """The whole of an invitation. The tag carries the version: another one is refused by name."""
 
     host: Annotated[str, msgspec.Meta(max_length=64)]
@@ -43,8 +43,8 @@ class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="p
     """Good for one connection."""
     regions: Annotated[tuple[_Nbytes, ...], msgspec.Meta(min_length=1, max_length=4096)]
     """Sizes of the device buffers."""
-    first_slot_nbytes: Word
-    """Where slot 0 begins in region 0 of the transport below."""
+    region: Annotated[int, msgspec.Meta(ge=0, le=4095)]
+    """Of the transport below, that is slots, the first one at its beginning."""
     slot_nbytes: Annotated[int, msgspec.Meta(ge=4096, le=2**40)]
     num_slots: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
     below: bytes

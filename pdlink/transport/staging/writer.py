@@ -1,5 +1,7 @@
 """The writing half of the staging lane: batches cut into slots, gathered, put, and known to be placed.
 
+Where the GPU reaches the owner's slots it gathers into them, and nothing is put.
+
 Used with the lock of the `Stager` held, in any thread.
 """
 
@@ -59,7 +61,7 @@ class Writer:
     def go_on(self) -> None:
         """Send what is gathered, ask for slots, gather more. Raises CudaFailure."""
         for out in self.copies.take_ended():
-            self._put(out)
+            self._gathered(out)
         self._ask()
         self._gather()
 
@@ -81,53 +83,74 @@ class Writer:
     def _gather(self) -> None:
         """Begin to gather into a slot for each peer in turn, as long as there is room. Raises CudaFailure."""
         waiting: list[StagingPeer] = []
-        while self._turns and self._free and self.copies.has_room:
+        while self._turns and self.copies.has_room:
             peer = self._turns.popleft()
             writing = peer.writing
             if writing is None or peer.failure or peer.closing or not writing.queue:
                 continue
-            if not writing.grants or writing.num_slots >= self._most:
+            direct = writing.direct
+            if not writing.grants or (direct is None and (not self._free or writing.num_slots >= self._most)):
                 waiting.append(peer)
+                continue
+            if direct is not None and not direct.enter():
+                self._fail(peer, "peer closed", BatchStatus.PEER_FAILED)
                 continue
             batch = writing.queue[0]
             runs = batch.rest.take(self._slot_nbytes(writing), wire.MAX_RUNS)
             if not batch.rest.nbytes:
                 writing.queue.popleft()
             self._number += 1
-            out = FilledSlot(peer, batch, self._number, runs, self._free.popleft(), writing.grants.popleft())
+            there, slot = writing.grants.popleft(), None
+            if direct is None:
+                slot = self._free.popleft()
+                writing.num_slots += 1
+            out = FilledSlot(peer, batch, self._number, runs, there, slot)
             batch.num_open += 1
-            writing.num_slots += 1
             self._turns.append(peer)
-            self.copies.begin(out, self._runs_out(out))
+            self.copies.begin(out, self._runs_out(out, writing))
         self._turns.extend(waiting)
 
-    def _runs_out(self, out: FilledSlot) -> RunArray:
+    def _runs_out(self, out: FilledSlot, writing: WritingTo) -> RunArray:
         whole = np.concatenate([runs for _, _, runs in out.runs.lists])
-        whole[:, 1] = self._slots.device_ptr(out.slot) + starts(whole[:, 2])
+        if writing.direct is not None:
+            to = writing.direct.device_ptr(out.there)
+        else:
+            assert out.slot is not None
+            to = self._slots.device_ptr(out.slot)
+        whole[:, 1] = to + starts(whole[:, 2])
         first = 0
         for region, _, runs in out.runs.lists:
             whole[first : first + len(runs), 0] += self._regions[region][0]
             first += len(runs)
         return whole
 
-    def _put(self, out: FilledSlot) -> None:
-        """It is gathered: send the slot."""
+    def _gathered(self, out: FilledSlot) -> None:
+        """It is in its slot: the owner's, or ours, which is put then."""
         peer, writing = out.peer, out.peer.writing
         assert writing is not None
-        if peer.failure or peer.closing:
+        if writing.direct is not None:
+            writing.direct.leave()
+            self._tell(out, writing)
+        elif peer.failure or peer.closing:
             self._free_slot(out)
-            return
-        at = writing.there.first_slot_nbytes + out.there * writing.there.slot_nbytes
-        run = np.array([[self._slots.offset(out.slot), at, out.runs.nbytes]], np.int64)
+        else:
+            self._put(out, writing)
+
+    def _put(self, out: FilledSlot, writing: WritingTo) -> None:
+        peer, there = out.peer, writing.there
+        assert out.slot is not None
+        run = np.array([[self._slots.offset(out.slot), out.there * there.slot_nbytes, out.runs.nbytes]], np.int64)
         left_s = max(0.001, out.batch.deadline_s - time.monotonic())
         try:
-            self._puts[self._below.submit(peer.name, [RunList(0, 0, 0, 0, run)], left_s)] = out
+            one = RunList(self._slots.region, 0, there.region, 0, run)
+            self._puts[self._below.submit(peer.name, [one], left_s)] = out
         except (PdlinkError, ValueError) as error:
             self._free_slot(out)
             self._fail(peer, str(error), BatchStatus.PEER_FAILED)
 
     def _free_slot(self, out: FilledSlot) -> None:
         assert out.peer.writing is not None
+        assert out.slot is not None
         out.peer.writing.num_slots -= 1
         self._free.append(out.slot)
 
@@ -140,7 +163,12 @@ class Writer:
         writing = out.peer.writing
         if one.status is not BatchStatus.OK:
             self._fail(out.peer, one.detail or one.status.value, one.status)
-        elif not out.peer.failure and not out.peer.closing and writing is not None:
+        elif writing is not None:
+            self._tell(out, writing)
+
+    def _tell(self, out: FilledSlot, writing: WritingTo) -> None:
+        """The owner's slot is filled."""
+        if not out.peer.failure and not out.peer.closing:
             writing.staged[out.number] = out
             ends = [(region, np.ascontiguousarray(runs[:, 1:])) for _, region, runs in out.runs.lists]
             told = tuple((region, end.astype("<i8", copy=False).tobytes()) for region, end in ends)

@@ -64,6 +64,10 @@ def _staged(below: Callable[[], Transport]) -> Transport:
     return DoubleStaged(below())
 
 
+def _mapped() -> Transport:
+    return MappedTransport(threads=1, within_process=True)
+
+
 def _ucx_tcp() -> Transport:
     return UcxTransport(tls="tcp")
 
@@ -73,7 +77,7 @@ ENTRIES = {
     entry.name: entry
     for entry in (
         Entry("loopback", _loopback_group, between_processes=False, native=False),
-        Entry("mapped", lambda: lambda: MappedTransport(threads=1, within_process=True)),
+        Entry("mapped", lambda: _mapped),
         Entry("mapped-2", lambda: lambda: MappedTransport(threads=2, within_process=True)),
         Entry("tcp", lambda: TcpTransport, needs_peer=True),
         Entry("tcp-2", lambda: lambda: TcpTransport(streams=2), needs_peer=True),
@@ -84,6 +88,7 @@ ENTRIES = {
         Entry(
             "staged-tcp", lambda: partial(_staged, TcpTransport), shorter=16, needs_peer=True, unusable=NO_COMPILER
         ),
+        Entry("staged-mapped", lambda: partial(_staged, _mapped), shorter=16, needs_peer=True, unusable=NO_COMPILER),
         Entry("staged-ucx", lambda: partial(_staged, _ucx_tcp), shorter=16, needs_peer=True, unusable=NO_COMPILER),
     )
 }
