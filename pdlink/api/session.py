@@ -9,7 +9,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from pdlink.api.fields import BadField
 from pdlink.config.tiers import MAX_SESSION_CHARS, MAX_SESSION_TTL_S
@@ -26,10 +26,21 @@ KEPT = re.compile(r"kept=(\d{1,12}) of=\d{1,12}")
 MAX_OWNER_CHARS = 32
 _OWNER = re.compile(r"[0-9a-f]{0,32}")
 _ENCODED = re.compile(r"pdlink:([0-9a-f]{0,32}):(\d+(?:\.\d+)?(?:e[+-]?\d+)?):(.+)")
+SGLANG_END = "/pdlink/cache/end_session "
+"""What SGLang's servers are asked begins with it; the body of that route follows."""
 DEFAULT_TTL_S = 300.0
 
 SessionId = Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_CHARS)]
 TimeToLive = Annotated[float, Meta(gt=0, le=MAX_SESSION_TTL_S)]
+
+
+class EndSessionRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """Of POST /pdlink/cache/end_session."""
+
+    session_id: SessionId
+    cache_salt: str = ""
+    owner: Annotated[str, Meta(max_length=MAX_OWNER_CHARS)] | None = None
+    """`owner_of` the API key that its turns came with; None for those of all."""
 
 
 class AskedSession(NamedTuple):

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from pdlink.api.fields import decoded
-from pdlink.api.session import MAX_OWNER_CHARS, SessionId  # noqa: TC001  (msgspec reads annotations at run time)
+from pdlink.api.session import EndSessionRequest
 from pdlink.config.tiers import A_BYTE
 from pdlink.errors import ConfigError, InvalidRequest, Overloaded
 from pdlink.serve.http import body_of, json_response
@@ -78,13 +78,6 @@ class PinRequest(NamedPrompt, frozen=True, kw_only=True):
 
 class UnpinRequest(Struct, frozen=True, forbid_unknown_fields=True):
     name: _Name
-
-
-class EndSessionRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    session_id: SessionId
-    cache_salt: str = ""
-    owner: Annotated[str, Meta(max_length=MAX_OWNER_CHARS)] | None = None
-    """`owner_of` the API key that its turns came with; None for those of all."""
 
 
 class MoveRequest(NamedPrompt, frozen=True, kw_only=True):

@@ -28,10 +28,11 @@ pytestmark = [pytest.mark.sglang, pytest.mark.e2e, pytest.mark.slow, pytest.mark
 PAGE = 64
 PAGE_NBYTES = PAGE * NUM_LAYERS * 2 * 4 * 32 * 4
 """K and V of four heads of 32 in float32."""
-FLAGS = [
-    *("--page-size", str(PAGE), "--enable-hierarchical-cache", "--admin-api-key", ADMIN_KEY),
+HICACHE = [
+    *("--page-size", str(PAGE), "--enable-hierarchical-cache"),
     *("--hicache-mem-layout", "page_first_direct", "--hicache-io-backend", "direct"),
 ]
+FLAGS = [*HICACHE, "--admin-api-key", ADMIN_KEY]
 WAITS = "wait_complete"
 """The policy of prefetches with which a hit depends on no timing."""
 
@@ -84,6 +85,13 @@ def end_session(store: Process, name: str) -> None:
     asked = urllib.request.Request(url, said, {"Content-Type": "application/json"})
     with urllib.request.urlopen(asked, timeout=60) as answer:
         assert json.load(answer) == {"ended": True}
+
+
+def ended_at(pair: SglangPair) -> Any:
+    """What the proxy says when it is asked to end the session."""
+    asked = urllib.request.Request(f"{pair.url}/pdlink/sessions/agent", method="DELETE")
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        return json.load(answer)
 
 
 def flush(server: SglangServer) -> None:
@@ -224,7 +232,7 @@ def test_a_pair_keeps_a_session_while_its_tools_run_and_others_push(place: Path,
     (small := place / "small").mkdir()
     with process(small, tiers={"max_local_cpu_size": 80 * PAGE_NBYTES / 2**30}) as store:
         extra = backend | {"name": "session", "tiers": {"store": str(store.path), "store_timeout_s": 20.0}}
-        flags = [*FLAGS, "--hicache-storage-backend", "dynamic", "--hicache-storage-prefetch-policy", WAITS]
+        flags = [*HICACHE, "--hicache-storage-backend", "dynamic", "--hicache-storage-prefetch-policy", WAITS]
         flags += ["--hicache-storage-backend-extra-config", json.dumps(extra)]
         pair = SglangPair.of(place, flags, decode=["--disaggregation-decode-enable-radix-cache"])
         try:
@@ -240,8 +248,9 @@ def test_a_pair_keeps_a_session_while_its_tools_run_and_others_push(place: Path,
             prefill, decode = pair.legs(prompt)
             assert (cached_of(prefill), cached_of(decode)) == (pages * PAGE, pages * PAGE)
             assert tokens_of(decode) == tokens_of(first)
-            end_session(store, "agent")
+            assert ended_at(pair) == {"session_id": "agent", "ended": 1, "of": 2}, "they share the store"
             assert sessions_of(store) == []
+            assert ended_at(pair) == {"session_id": "agent", "ended": 0, "of": 2}
         finally:
             pair.stop()
 

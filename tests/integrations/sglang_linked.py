@@ -12,9 +12,12 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed
+from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
@@ -28,11 +31,11 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.fixtures import build_fixture
 
+from pdlink.api.session import SGLANG_END
 from pdlink.cuda import driver
 from pdlink.cuda.buffers import DeviceMemory
 from pdlink.cuda.driver import CudaStream, Device
 from pdlink.integrations.sglang_parts import sessions
-from pdlink.store.slots import tenant_of
 from tests.cuda.double import Reached
 from tests.cuda.fake import fake
 from tests.integrations.sglang_process import serve
@@ -162,7 +165,10 @@ class Engine:
         return [(each.name, each.owner, each.records, each.waits) for each in states]
 
     def end_session(self, session: str, salt: str) -> dict[str, Any]:
-        return {"ended": self.linker._pages.source.store.end_session(session, tenant_of(salt))}
+        """As the proxy has it ended: what its call reaches in the scheduler."""
+        said = msgspec.json.encode({"session_id": session, "cache_salt": salt, "owner": "0a"}).decode()
+        asked = SetInternalStateReq(server_args={SGLANG_END + said: 1})
+        return {"ended": Scheduler.set_internal_state(None, asked).updated}
 
     def forget(self) -> dict[str, Any]:
         self.cache.reset()

@@ -112,7 +112,9 @@ def test_the_turn_of_a_session_stays_in_the_store_while_others_push(make: Make) 
     assert engine("fetch", start=30000, pages=4) == {"tokens": 0}, "without the salt"
     assert engine("fetch", start=30000, pages=4, salt="agents") == {"tokens": 4 * PAGE, "wrong": 0, "failed": 0}
     assert engine("fetch", start=40000, pages=4) == {"tokens": 0}, "it made room"
+    assert engine("end_session", session="agent", salt="others") == {"ended": False}
     assert engine("end_session", session="agent", salt="agents") == {"ended": True}
+    assert engine("end_session", session="agent", salt="agents") == {"ended": False}
     push(10)
     assert engine("fetch", start=30000, pages=4, salt="agents") == {"tokens": 0}
     engine("close")

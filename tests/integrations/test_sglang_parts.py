@@ -506,3 +506,15 @@ def test_a_request_whose_session_cannot_be_read_goes_on(missing: str, caplog: py
     assert hooks[0](insert, None, request, **named) == "inserted"
     assert told == [named]
     assert "the session of a request keeps nothing" in caplog.text
+
+
+def test_settings_that_are_sglangs_own_are_left_to_it(caplog: pytest.LogCaptureFixture) -> None:
+    hooks: dict[str, Callable[..., Any]] = {}
+    sessions.install(lambda name, around: hooks.__setitem__(name, around))
+    for settings in ({"pp_max_micro_batch_size": 8}, {}):
+        asked = SimpleNamespace(server_args=settings)
+        assert hooks[sessions.SET](lambda _, request: request, None, asked) is asked
+    for wrong in ("", "{}", '{"session_id": 5}', '{"session_id": "a", "more": 1}'):
+        assert not sessions._ended(wrong)
+    assert caplog.text.count("a session was not ended: ValidationError") == 3
+    assert not sessions._ended('{"session_id": "a"}'), "no store is open"

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from pdlink.api.session import SGLANG_END
 from tests.proxy.fakes import DONE, FakeServer, Received, abort, serve
 
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
@@ -43,6 +44,10 @@ class FakeSglang(FakeServer):
     """The publisher that /server_info describes (runtime_context.describe_kv_events_publisher)."""
     aborts: list[str] = field(default_factory=list)
     """Ids given to POST /abort_request."""
+    ended: list[dict[str, Any]] = field(default_factory=list)
+    """Sessions that POST /set_internal_state was to end: see pdlink/integrations/sglang_parts/sessions.py."""
+    has_plugin: bool = True
+    """Without ours it knows no such setting."""
     models: list[str] = field(default_factory=lambda: ["m"])
 
     def routes(self) -> list[web.RouteDef]:
@@ -53,6 +58,7 @@ class FakeSglang(FakeServer):
             web.get("/server_info", self._info),
             web.get("/metrics", self._metrics),
             web.post("/abort_request", self._abort),
+            web.post("/set_internal_state", self._set),
             *(web.post(path, self.generate) for path in asked),
         ]
 
@@ -84,6 +90,12 @@ class FakeSglang(FakeServer):
     async def _abort(self, request: web.Request) -> web.Response:
         self.aborts.append((await request.json())["rid"])
         return web.Response()
+
+    async def _set(self, request: web.Request) -> web.Response:
+        (name,) = (await request.json())["server_args"]
+        assert name.startswith(SGLANG_END)
+        self.ended.append(msgspec.json.decode(name.removeprefix(SGLANG_END)))
+        return web.json_response([False, self.has_plugin])
 
     async def answer(self, request: web.Request, received: Received) -> web.StreamResponse:
         body = received.body

@@ -23,6 +23,7 @@ from pdlink_proxy.sessions import MAX_SESSIONS, KnownSessions, SessionTurn
 from pdlink_proxy.siblings import SiblingPlace, Siblings
 from pdlink_proxy.table import WorkerState
 from tests.private import write_private
+from tests.proxy.fake_sglang import FakeSglang
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of
 from tests.proxy.policies.fleets import request
 from tests.proxy.test_tenants import asked
@@ -221,6 +222,22 @@ async def test_a_key_ends_its_session_after_a_restart_of_the_proxy(tmp_path: Pat
     finally:
         await prefill.stop()
         await decode.stop()
+
+
+async def test_servers_of_sglang_are_told_and_count_if_they_have_the_plugin() -> None:
+    prefill, decode = FakeSglang("prefill"), FakeSglang("decode", has_plugin=False)
+    for each in (prefill, decode):
+        await each.start()
+    try:
+        async with (
+            proxy_of([prefill], [decode], dialect="sglang") as proxy,
+            proxy.client.delete(f'{proxy.url}/pdlink/sessions/a%20"b"?cache_salt=s') as answer,
+        ):
+            assert await answer.json() == {"session_id": 'a "b"', "ended": 1, "of": 2}
+        assert prefill.ended == decode.ended == [{"session_id": 'a "b"', "cache_salt": "s", "owner": None}]
+    finally:
+        for each in (prefill, decode):
+            await each.stop()
 
 
 async def test_a_session_id_that_is_too_long_is_refused_by_name(prefill: FakeWorker, decode: FakeWorker) -> None:

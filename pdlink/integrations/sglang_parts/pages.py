@@ -87,6 +87,10 @@ class PageRecords:
         """Have a session keep these pages, and no others; how many leading ones. As `AnyStore.hold`."""
         return self._store.hold(session, self._keys(hashes), [self._shape.nbytes], waits=waits)
 
+    def end(self, session: str, tenant: str, owner: str | None) -> bool:
+        """As `AnyStore.end_session`."""
+        return self._store.end_session(session, tenant, owner)
+
     def get_any(self, hashes: Sequence[str], pages: Sequence[int]) -> list[bool]:
         """The same where one that is missing does not end it."""
         result: list[bool] = []

@@ -2,6 +2,9 @@
 
 SGLang hands neither HiCache nor a linker the session of a request. So the tree is watched where it takes a request's
 KV: when the first tokens of the prompt are computed, and when the turn has ended.
+
+A call ends a session: POST /set_internal_state with `SGLANG_END` as the name of a setting. Of all that SGLang's HTTP
+hands to its scheduler this alone carries a text and an answer of each data-parallel rank (/close_session has none).
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pdlink.api.session import decode_session
+import msgspec
+
+from pdlink.api.session import SGLANG_END, EndSessionRequest, decode_session
 from pdlink.store.line import Line
 from pdlink.store.sessions import SessionTerms
 from pdlink.store.slots import tenant_of
@@ -23,8 +28,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 INSERT = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree"
-"""In the scheduler's process and thread."""
+"""In the scheduler's process and thread, as `SET`."""
+SET = "sglang.srt.managers.scheduler.Scheduler.set_internal_state"
 _CLOSE_S = 5.0
+_END_S = 1.0
+"""The scheduler stands still meanwhile. A session whose turns are still being told to a store then ends unheard."""
 
 
 class SessionTurns:
@@ -59,6 +67,14 @@ class SessionTurns:
 
         line.put(keep)
 
+    def end(self, asked: EndSessionRequest) -> bool:
+        """Whether it was known, behind what `turn` was told. Raises what the store does, and TimeoutError."""
+        if self._kept is None:
+            return False
+        records, _, line = self._kept
+        end = partial(records.end, asked.session_id, tenant_of(asked.cache_salt), asked.owner)
+        return line.submit(end).result(_END_S)
+
 
 TURNS = SessionTurns()
 """Of this process."""
@@ -67,6 +83,24 @@ TURNS = SessionTurns()
 def install(register: Callable[[str, Callable[..., Any]], None]) -> None:
     """register(name, around): SGLang calls around(original, tree, ...) instead of this function of its own."""
     register(INSERT, _around)
+    register(SET, _set)
+
+
+def _set(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    name = next(iter(request.server_args), "")
+    if not name.startswith(SGLANG_END):
+        return original(scheduler, request)
+    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
+    return SetInternalStateReqOutput(updated=_ended(name.removeprefix(SGLANG_END)))
+
+
+def _ended(asked: str) -> bool:
+    try:
+        return TURNS.end(msgspec.json.decode(asked, type=EndSessionRequest))
+    except Exception as error:  # noqa: BLE001  the scheduler goes on
+        log.warning("pdlink store: a session was not ended: %r", error)
+        return False
 
 
 def _around(original: Callable[..., Any], *args: Any, **named: Any) -> Any:

@@ -10,6 +10,7 @@ import msgspec
 from pdlink.api.health import Health
 from pdlink.api.kv_path import HEADER, checked
 from pdlink.api.legs import AloneParams, DecodeParams, PrefillParams
+from pdlink.api.session import EndSessionRequest
 from pdlink.errors import WorkerKeyRefused
 from pdlink.observe.sources import Sourced  # noqa: TC001  (msgspec reads the annotation at run time)
 
@@ -87,7 +88,7 @@ class _Ended(msgspec.Struct):
 
 
 async def _end_session(asking: Asking, session_id: str, salt: str, owner: str | None) -> bool:
-    body = {"session_id": session_id, "cache_salt": salt, "owner": owner}
+    body = EndSessionRequest(session_id, salt, owner)
     url = f"{asking.url}/pdlink/cache/end_session"
     reply = await post(asking.client, url, body, timeout_s=asking.timeout_s)
     return reply.status == 200 and msgspec.json.decode(reply.body, type=_Ended).ended  # 404: it has no tiers

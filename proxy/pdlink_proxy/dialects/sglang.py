@@ -30,7 +30,7 @@ from pdlink.api.fields import Count  # noqa: TC001  (msgspec reads the annotatio
 from pdlink.api.health import Health
 from pdlink.api.kv_path import TRANSFERRED
 from pdlink.api.openai import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, has_several, sampling_of
-from pdlink.api.session import encode_session
+from pdlink.api.session import SGLANG_END, EndSessionRequest, encode_session
 from pdlink.api.sse import ABORT_MARK, abort_of, rewritten
 from pdlink.config.listen import HostPort
 from pdlink.config.proxy import MAX_ENGINES
@@ -214,6 +214,14 @@ async def _abort(client: HttpClient, url: str, transfer_id: str, call: Call) -> 
             await post(client, f"{url}/abort_request", {"rid": rid}, timeout_s=ABORT_S)
 
 
+async def _end_session(asking: Asking, session_id: str, salt: str, owner: str | None) -> bool:
+    """As a setting that our plugin takes (sglang_parts/sessions.py), and an SGLang without it does not know."""
+    said = msgspec.json.encode(EndSessionRequest(session_id, salt, owner)).decode()
+    url = f"{asking.url}/set_internal_state"
+    reply = await post(asking.client, url, {"server_args": {SGLANG_END + said: 1}}, timeout_s=asking.timeout_s)
+    return reply.status == 200 and any(msgspec.json.decode(reply.body, type=list[bool]))  # one of each rank's
+
+
 # ---- log-probabilities of /generate
 
 _OF_PROMPT = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
@@ -316,5 +324,6 @@ SGLANG = Dialect(
     key_setting=_KEY_SETTING,
     decode_computes=False,
     abort=_abort,
+    end_session=_end_session,
     metrics="sglang",
 )

@@ -17,6 +17,7 @@ from sglang.srt.disaggregation.common import conn  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 
+from pdlink.api.session import SGLANG_END  # noqa: E402
 from pdlink.integrations import sglang as ours  # noqa: E402
 from pdlink.integrations.sglang_parts import allocation, giving_up, layerwise, sessions, weights  # noqa: E402
 
@@ -80,8 +81,8 @@ def test_the_manager_is_asked_for_what_decode_says(method: str) -> None:
 def test_functions_that_are_wrapped_are_where_we_say() -> None:
     pools = [f"sglang.srt.mem_cache.memory_pool.{name}._create_buffers" for name in allocation._POOLS]
     changes = [f"{weights.MANAGER}.{name}" for name in (*weights._CHANGES, *weights._BEGINNINGS)]
-    batches = [layerwise._RUN_BATCH, layerwise._FORWARD, giving_up._ABORTS]
-    for name in ["sglang.srt.disaggregation.utils.get_kv_class", sessions.INSERT, *pools, *changes, *batches]:
+    others = [layerwise._RUN_BATCH, layerwise._FORWARD, giving_up._ABORTS, sessions.INSERT, sessions.SET]
+    for name in ["sglang.srt.disaggregation.utils.get_kv_class", *pools, *changes, *others]:
         place: Any = None
         parts = name.split(".")
         for end in range(len(parts) - 1, 0, -1):
@@ -93,6 +94,17 @@ def test_functions_that_are_wrapped_are_where_we_say() -> None:
         for part in parts[end:]:
             place = getattr(place, part)
         assert callable(place), name
+
+
+def test_what_ends_a_session_reaches_the_scheduler_and_is_answered() -> None:
+    from pydantic import TypeAdapter
+    from sglang.srt.managers.io_struct import SetInternalStateReq, SetInternalStateReqOutput
+    from sglang.srt.managers.scheduler import Scheduler
+
+    name = SGLANG_END + '{"session_id":"a","cache_salt":"","owner":null}'
+    assert TypeAdapter(SetInternalStateReq).validate_python({"server_args": {name: 1}}).server_args == {name: 1}
+    assert SetInternalStateReqOutput(updated=True).updated
+    assert "(SetInternalStateReq, self.set_internal_state)" in inspect.getsource(Scheduler.init_request_dispatcher)
 
 
 def test_servers_take_the_backend_by_its_name() -> None:
