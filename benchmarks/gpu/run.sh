@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, on a bare machine with nvcc, torch and no network: build, check on the GPU, benchmarks,
 # compute-sanitizer, check on the CPU. One stage that fails does not keep the others from running. A short table comes
-# last; the JSON is written after every benchmark, so that a run that is cut off leaves what it had. What a failure needs
-# lies beside it: gpu.log has the machine, all output and the tests' local variables, gpu-logs what servers have written.
+# last; the JSON, one for each kind of GPU, is written after every benchmark, so that a run that is cut off leaves what it
+# had, and one with --only adds to it. What a failure needs lies beside it: gpu.log has the machine, all output and the
+# tests' local variables, gpu-logs what servers have written.
 #
-#   benchmarks/gpu/run.sh [RESULTS_FOLDER [STAGE...]]     (default benchmarks/results, all stages: see `stages` below)
-#   benchmarks/gpu/run.sh --list                          (what would be run, and the bars; needs no GPU)
+#   benchmarks/gpu/run.sh [--only STAGE[,STAGE...]] [RESULTS_FOLDER]     (default: all stages, benchmarks/results)
+#   benchmarks/gpu/run.sh --list                                        (stages, cases and bars; needs no GPU)
 #
 # PYTHON (python3, with its headers) must have torch, transformers, numpy, numba, pytest, pytest-timeout, hypothesis and
 # cmake or a cmake beside it; pdlink's own dependencies, nanobind and libucx-cu13 may lie as wheels in the folder
@@ -13,29 +14,41 @@
 # neither nvcc nor cmake is needed. What is missing is said at the start, a line each.
 # PDLINK_GPU_SECONDS (600): end before so much time is over, and leave out what no longer fits. Each stage leaves those
 # after it the time that they need at least. Nothing is written into the source tree but results.
-# Exit: 0 all done and every bar met, 1 something failed, missed its bar or was not measured, 3 no GPU (the build and the
-# CPU checks are done).
+# Exit: 0 all done and every bar met, 1 something failed, missed its bar or was not measured, 3 no GPU: then the stages
+# that can run without one have run, on a double of the driver and on the CPU, and nothing is measured.
 set -u -o pipefail
 PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
 cd "$(dirname "$0")/../.."
 source_tree=$PWD
-stages=(gpu-tests benchmarks vllm sglang memcheck racecheck cpu-tests)
-declare -A most=([gpu-tests]=200 [benchmarks]=300 [vllm]=260 [sglang]=260 [memcheck]=100 [racecheck]=100 [cpu-tests]=240)
-declare -A least=([gpu-tests]=60 [benchmarks]=100 [vllm]=120 [sglang]=100 [memcheck]=30 [racecheck]=30 [cpu-tests]=0)
+stages=(gpu-tests benchmarks vllm conformance chaos sglang memcheck racecheck cpu-tests)
+without_gpu=(conformance chaos cpu-tests)
+declare -A most=([gpu-tests]=150 [benchmarks]=240 [vllm]=200 [conformance]=180 [chaos]=120 [sglang]=260 [memcheck]=60 [racecheck]=60 [cpu-tests]=240)
+declare -A least=([gpu-tests]=60 [benchmarks]=100 [vllm]=120 [conformance]=60 [chaos]=80 [sglang]=100 [memcheck]=20 [racecheck]=20 [cpu-tests]=0)
 python=${PYTHON:-python3}
-if [[ ${1:-} == --list || ${1:-} == --plan ]]; then
-    echo "stages: build ${stages[*]}"
-    PYTHONPATH=$source_tree/benchmarks exec "$python" -m pdlink_bench.gpu.figures
-fi
+while [[ ${1:-} == --* ]]; do
+    case $1 in
+        --list)
+            echo "stages: build ${stages[*]}"
+            PYTHONPATH=$source_tree/benchmarks exec "$python" -m pdlink_bench.gpu.figures
+            ;;
+        --only)
+            IFS=, read -ra only <<< "${2:?--only: a list of stages, see --list}"
+            for one in "${only[@]}"; do
+                [[ -n ${most[$one]:-} ]] || { echo "--only: got $one; expected some of ${stages[*]}" >&2; exit 2; }
+            done
+            stages=("${only[@]}") without_gpu=("${only[@]}")
+            shift
+            ;;
+        *) echo "got $1; expected --only or --list" >&2; exit 2 ;;
+    esac
+    shift
+done
 results=$(mkdir -p "${1:-benchmarks/results}" && cd "${1:-benchmarks/results}" && pwd) || exit 1
-shift || true
-(($#)) && stages=("$@")
 work=${TMPDIR:-/tmp}/pdlink-gpu-$(id -u)
 tree=$work/tree
 wheels=$(realpath -m "${PDLINK_WHEELS:-.whl}")
 seconds=${PDLINK_GPU_SECONDS:-600}
 reserved=0 # seconds that later stages need
-json=$results/$(date -u +%Y-%m-%d)-gpu.json
 outcomes=$work/stages
 log=$results/gpu.log
 mkdir -p "$work" && : > "$log" && : > "$outcomes" || exit 1
@@ -184,17 +197,6 @@ if not torch.cuda.is_available():
     built = f"torch {torch.__version__}, built for CUDA {torch.version.cuda}"
     sys.exit(f"== {built}, finds no GPU, though the driver has one: what needs torch is skipped or fails")
 '
-cpu_tests() { step "CPU checks: kernels as loops, driver calls on a test double" "${most[cpu-tests]}" "${pytest[@]}" tests/cuda -m "not gpu"; }
-if ! gpu=$("$python" -c "$find_gpu" 2>&1); then
-    echo "$gpu" | tee -a "$log"
-    cpu_tests
-    echo "== NO GPU: only the build and the CPU checks above were done, nothing was measured"
-    exit 3
-fi
-echo "GPU: $gpu" | tee -a "$log"
-"$python" -c 'import os, pdlink; print("pdlink is that of", os.path.dirname(pdlink.__file__))' 2>&1 | tee -a "$log"
-"$python" -c "$check_torch" 2>&1 | tee -a "$log" || note "torch and the GPU" "FAILED: see the line above" 0
-
 is_here() { # STAGE: whether what it needs is installed; that it can be imported is what the stage shows
     case $1 in
         vllm | sglang) "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)" ;;
@@ -208,29 +210,64 @@ engine_tests() { # STAGE NAME: of a real engine's servers
         note "$2 on the GPU" "absent: $2 is not here" 0
     fi
 }
-for number in "${!stages[@]}"; do
-    stage=${stages[number]} reserved=0
-    for later in "${stages[@]:number + 1}"; do
-        if is_here "$later"; then reserved=$((reserved + ${least[$later]:-0})); fi
-    done
-    case $stage in
-        gpu-tests) step "checks on the GPU" "${most[$stage]}" "${pytest[@]}" tests/cuda -m gpu ;;
-        benchmarks) step benchmarks "${most[$stage]}" "$python" -m pdlink_bench.gpu.bench --out "$json" ;;
+sanitizer() { # TOOL
+    if is_here "$1"; then
+        # What the driver answers is looked at by our own code, and torch asks it for things it may not have.
+        step "compute-sanitizer $1" "${most[$1]}" compute-sanitizer --tool "$1" --error-exitcode 9 \
+            --report-api-errors no "$python" -m pdlink_bench.gpu.sanitize
+    else
+        note "compute-sanitizer $1" "not run: it is not here" 0
+    fi
+}
+conformance() { # every promise of a transport, fences under kills and stops among them, over device memory
+    local -a which=(-m gpu) && [[ -n $gpu ]] || which=(-k double)
+    step "conformance over ${memory[0]}" "${most[conformance]}" "${pytest[@]}" tests/conformance/transports "${which[@]}"
+}
+chaos() { # all its kinds; without a GPU over host memory
+    step "chaos over ${memory[1]}" "${most[chaos]}" "$python" -m pdlink chaos --quiet --seed 35 --seconds 30 --every 2 \
+        --clean 4 --calm 8 --json "$results/chaos.json" "${chaos_on[@]}"
+}
+run_stage() {
+    case $1 in
+        gpu-tests) step "checks on the GPU" "${most[$1]}" "${pytest[@]}" tests/cuda -m gpu ;;
+        benchmarks) step benchmarks "${most[$1]}" "$python" -m pdlink_bench.gpu.bench --out "$json" ;;
         vllm) engine_tests vllm vLLM ;;
+        conformance) conformance ;;
+        chaos) chaos ;;
         sglang) engine_tests sglang SGLang ;;
-        memcheck | racecheck)
-            if is_here "$stage"; then
-                # What the driver answers is looked at by our own code, and torch asks it for things it may not have.
-                step "compute-sanitizer $stage" "${most[$stage]}" compute-sanitizer --tool "$stage" \
-                    --error-exitcode 9 --report-api-errors no "$python" -m pdlink_bench.gpu.sanitize
-            else
-                note "compute-sanitizer $stage" "not run: it is not here" 0
-            fi
-            ;;
-        cpu-tests) cpu_tests ;;
-        *) note "$stage" "FAILED: there is no such stage" 0 ;;
+        memcheck | racecheck) sanitizer "$1" ;;
+        cpu-tests) step "CPU checks: kernels as loops, driver calls on a test double" "${most[$1]}" \
+            "${pytest[@]}" tests/cuda -m "not gpu" ;;
     esac
-done
+}
+run_stages() { # STAGE...
+    local number later
+    for ((number = 1; number <= $#; number++)); do
+        reserved=0
+        for later in "${@:number + 1}"; do
+            if is_here "$later"; then reserved=$((reserved + ${least[$later]})); fi
+        done
+        run_stage "${!number}"
+    done
+}
+if ! gpu=$("$python" -c "$find_gpu" 2>&1); then
+    echo "$gpu" | tee -a "$log"
+    gpu="" json=$work/none.json memory=("memory of the driver's double" "host memory")
+    chaos_on=(--transport mapped)
+    rm -f "$json"
+    run_stages "${without_gpu[@]}"
+    "$python" -m pdlink_bench.gpu.bench --show "$json" --stages "$outcomes" | tee -a "$log"
+    echo "== NO GPU: the stages above ran on a double of the driver or on the CPU, nothing was measured"
+    exit 3
+fi
+echo "GPU: $gpu" | tee -a "$log"
+"$python" -c 'import os, pdlink; print("pdlink is that of", os.path.dirname(pdlink.__file__))' 2>&1 | tee -a "$log"
+"$python" -c "$check_torch" 2>&1 | tee -a "$log" || note "torch and the GPU" "FAILED: see the line above" 0
+card=${gpu%%,*} memory=("memory of the GPU" "memory of the GPU")
+card=${card// /-}
+json=$results/$(date -u +%Y-%m-%d)-gpu-${card,,}.json
+chaos_on=(--transport mapped --set transport.require=mapped-cuda --set engine.device=cuda)
+run_stages "${stages[@]}"
 "$python" -m pdlink_bench.gpu.bench --show "$json" --stages "$outcomes" --device "$gpu" | tee -a "$log"
 rc=$?
 echo "results: ${json#"$source_tree"/}"

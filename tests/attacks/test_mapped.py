@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -73,7 +73,7 @@ def refused(writer: Side, fields: dict[str, Any], because: str) -> None:
 
 def test_an_invitation_cannot_name_the_process_that_it_is_given_to(writer: Side) -> None:
     """Its own KV cache as region and as gate: sixteen zero bytes would have been enough."""
-    buffer = writer.buffers[0]
+    buffer = cast("Buffer", writer.buffers[0])
     buffer.array[:64] = 0
     fields = told(writer.transport.invite("attacker"))
     fields["gate"] = gate_of(file_of(buffer.fd, NBYTES))

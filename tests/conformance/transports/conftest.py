@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-@pytest.fixture(params=list(ENTRIES))
+@pytest.fixture(params=[pytest.param(one.name, marks=[pytest.mark.gpu] * one.on_gpu) for one in ENTRIES.values()])
 def entry(request: pytest.FixtureRequest) -> Entry:
     entry = ENTRIES[request.param]
     probe = entry.probe()
@@ -31,7 +31,7 @@ def make_side(entry: Entry) -> Iterator[Callable[[], Side]]:
     with contextlib.ExitStack() as stack:
 
         def make_one() -> Side:
-            side = Side(make(), entry.shorter)
+            side = entry.side(make)
             stack.callback(side.close)
             return side
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pdlink.transport.base import Probe, Transport
 from pdlink.transport.mapped import MappedTransport
+from pdlink.transport.mapped_cuda import MappedCudaTransport
+from pdlink.transport.staged import StagedMapped, StagedTcp
 from pdlink.transport.tcp import TcpTransport
 from pdlink.transport.ucx import UcxTransport
+from tests.conformance.transports.side import SeenBuffer, Side, host_memory
 from tests.cuda.fake import COMPILER
 from tests.loopback import LoopbackHub, LoopbackTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from pdlink.memory.buffers import Bytes
 
 
 @dataclass(frozen=True)
@@ -24,18 +29,26 @@ class Entry:
     name: str
     group: Callable[[], Callable[[], Transport]]
     """Returns a maker of transports (not yet open) that can reach each other."""
+    memory: Callable[[Bytes], SeenBuffer] = host_memory
     between_processes: bool = True
     native: bool = True
     """`submit` does its work outside Python."""
-    shorter: int = 1
-    """Divides the rounds of batches that are to be in flight when something happens to them."""
+    shorter: float = 1
+    """Divides the bytes of batches that are to be in flight when something happens to them."""
     needs_peer: bool = False
     """Bytes only land while the peer's process runs."""
+    on_gpu: bool = False
     unusable: str = ""
     """Why it cannot be made here."""
 
     def probe(self) -> Probe:
+        if self.on_gpu and not (found := MappedCudaTransport().probe()).ok:
+            return found  # UCX would go another way
         return Probe(self.name, ok=False, reason=self.unusable) if self.unusable else self.group()().probe()
+
+    def side(self, make: Callable[[], Transport] | None = None) -> Side:
+        """One end. make: of a group; None is for one alone in its process."""
+        return Side((make or self.group())(), self.shorter, self.memory)
 
 
 def _loopback_group() -> Callable[[], Transport]:
@@ -44,21 +57,12 @@ def _loopback_group() -> Callable[[], Transport]:
 
 
 def _cuda_double() -> Transport:
-    """Mapped device memory over a test double of the driver: fences and reports, nothing about GPUs."""
     from tests.cuda.double import DoubleTransport
 
     return DoubleTransport()
 
 
-def _cuda_virtual() -> Transport:
-    """The same of virtual memory: torch's expandable segments."""
-    from tests.cuda.virtual import VirtualTransport
-
-    return VirtualTransport()
-
-
 def _staged(below: Callable[[], Transport]) -> Transport:
-    """The same memory through pinned slots over another transport."""
     from tests.cuda.double import DoubleStaged
 
     return DoubleStaged(below())
@@ -72,7 +76,31 @@ def _ucx_tcp() -> Transport:
     return UcxTransport(tls="tcp")
 
 
-NO_COMPILER = "" if COMPILER else "no C++ compiler for the test double of the driver"
+def _areas(*, on_gpu: bool, chunk_nbytes: int = 0) -> Callable[[Bytes], SeenBuffer]:
+    """Memory of a GPU or of the double. chunk_nbytes: of virtual memory; 0 for an allocation."""
+
+    def make(contents: Bytes) -> SeenBuffer:
+        from tests.cuda import areas
+        from tests.cuda.fake import fake
+
+        device = areas.device(None if on_gpu else fake().path)
+        return areas.VirtualArea(device, contents, chunk_nbytes) if chunk_nbytes else areas.Area(device, contents)
+
+    return make
+
+
+def _virtual(chunk_nbytes: int, *, on_gpu: bool) -> dict[str, Any]:
+    """chunk_nbytes: of which a GPU takes multiples of 2 MiB."""
+    return {"memory": _areas(on_gpu=on_gpu, chunk_nbytes=chunk_nbytes)}
+
+
+DOUBLE: dict[str, Any] = {
+    "memory": _areas(on_gpu=False),
+    "unusable": "" if COMPILER else "no C++ compiler for the test double of the driver",
+}
+"""Of device memory on a double of the driver: fences and reports, nothing about GPUs."""
+GPU: dict[str, Any] = {"on_gpu": True, "memory": _areas(on_gpu=True)}
+SLOW: dict[str, Any] = {"shorter": 16, "needs_peer": True}
 ENTRIES = {
     entry.name: entry
     for entry in (
@@ -83,12 +111,21 @@ ENTRIES = {
         Entry("tcp-2", lambda: lambda: TcpTransport(streams=2), needs_peer=True),
         Entry("ucx-tcp", lambda: lambda: UcxTransport(tls="tcp"), needs_peer=True),
         Entry("ucx-shm", lambda: lambda: UcxTransport(tls="shm")),
-        Entry("mapped-cuda-double", lambda: _cuda_double, unusable=NO_COMPILER),
-        Entry("mapped-cuda-virtual", lambda: _cuda_virtual, unusable=NO_COMPILER),
+        Entry("mapped-cuda-double", lambda: _cuda_double, **DOUBLE),
+        Entry("mapped-cuda-virtual-double", lambda: _cuda_double, **(DOUBLE | _virtual(1 << 20, on_gpu=False))),
+        Entry("staged-tcp-double", lambda: partial(_staged, TcpTransport), **SLOW, **DOUBLE),
+        Entry("staged-mapped-double", lambda: partial(_staged, _mapped), **SLOW, **DOUBLE),
+        Entry("staged-ucx-double", lambda: partial(_staged, _ucx_tcp), **SLOW, **DOUBLE),
+        # A GPU writes 8 GiB in a few milliseconds: no test is as fast.
+        Entry("mapped-cuda", lambda: MappedCudaTransport, shorter=1 / 16, **GPU),
         Entry(
-            "staged-tcp", lambda: partial(_staged, TcpTransport), shorter=16, needs_peer=True, unusable=NO_COMPILER
+            "mapped-cuda-virtual",
+            lambda: MappedCudaTransport,
+            shorter=1 / 16,
+            **(GPU | _virtual(2 << 20, on_gpu=True)),
         ),
-        Entry("staged-mapped", lambda: partial(_staged, _mapped), shorter=16, needs_peer=True, unusable=NO_COMPILER),
-        Entry("staged-ucx", lambda: partial(_staged, _ucx_tcp), shorter=16, needs_peer=True, unusable=NO_COMPILER),
+        Entry("staged-mapped", lambda: lambda: StagedMapped(_mapped()), **SLOW, **GPU),
+        Entry("staged-tcp", lambda: lambda: StagedTcp(TcpTransport()), **SLOW, **GPU),
+        Entry("ucx-cuda", lambda: lambda: UcxTransport(tls="cuda_ipc,cuda_copy,tcp"), shorter=16, **GPU),
     )
 }

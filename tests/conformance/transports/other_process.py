@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests import other_process
 from tests.conformance.transports.entries import ENTRIES
-from tests.conformance.transports.side import Side
 
 
 class OtherProcess(other_process.OtherProcess):
@@ -14,6 +13,6 @@ class OtherProcess(other_process.OtherProcess):
 
 def serve(arguments: list[str]) -> None:
     [entry_name] = arguments
-    side = Side(ENTRIES[entry_name].group()(), ENTRIES[entry_name].shorter)
+    side = ENTRIES[entry_name].side()
     other_process.answer_calls(side)
     side.close()

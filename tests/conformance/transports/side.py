@@ -9,12 +9,12 @@ import select
 import time
 from itertools import dropwhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from pdlink.kv.layout import RunArray, RunList
-from pdlink.memory.buffers import Buffer
+from pdlink.memory.buffers import AnyBuffer, Buffer, Bytes
 from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Transport
 
 if TYPE_CHECKING:
@@ -33,20 +33,35 @@ SHORT_PASSES = 512
 """The same with runs that are packed on their way, where a transport does that: 2 GiB."""
 
 
+class SeenBuffer(AnyBuffer, Protocol):
+    """Memory of a side, whose bytes the tests look at, if it is a GPU's, through a copy."""
+
+    @property
+    def array(self) -> Bytes: ...
+
+
+def host_memory(contents: Bytes) -> Buffer:
+    buffer = Buffer(len(contents))
+    buffer.array[: len(contents)] = contents
+    return buffer
+
+
 class Side:
     """A transport, its buffers, and everything it has reported."""
 
-    def __init__(self, transport: Transport, shorter: int = 1) -> None:
-        """shorter: divides the rounds of long batches, for a transport that takes longer for each."""
-        self.transport, self._shorter = transport, shorter
-        self.buffers: list[Buffer] = []
+    def __init__(
+        self, transport: Transport, shorter: float = 1, memory: Callable[[Bytes], SeenBuffer] = host_memory
+    ) -> None:
+        """shorter: divides the bytes of long batches, for a transport that takes longer for each, or below 1 for one
+        that takes less. memory: makes a buffer that holds these bytes."""
+        self.transport, self._shorter, self._memory = transport, shorter, memory
+        self.buffers: list[SeenBuffer] = []
         self.happened: list[Occurrence] = []
         transport.open()
 
     def add_buffer(self, nbytes: int, seed: int) -> int:
         """Register a buffer of random bytes."""
-        buffer = Buffer(nbytes)
-        buffer.array[:] = np.random.default_rng(seed).integers(0, 256, buffer.nbytes, dtype=np.uint8)
+        buffer = self._memory(np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8))
         self.buffers.append(buffer)
         return self.transport.register(buffer)
 
@@ -69,13 +84,15 @@ class Side:
         short: in short runs, no two of which are neighbours.
         """
         page, passes = (SHORT_NBYTES, SHORT_PASSES) if short else (32 << 10, LONG_PASSES)
-        passes //= self._shorter
+        passes = int(passes / self._shorter)
+        if not short and self._shorter < 1:
+            page = int(page / self._shorter)  # as many runs, which are what submitting them costs
         starts = np.arange(0, LONG_NBYTES, page, dtype=np.int64)
         if short:
             starts = np.concatenate([starts[::2], starts[1::2]])
         rounds = np.arange(passes, dtype=np.int64)
         runs = np.empty((passes, len(starts), 3), dtype=np.int64)
-        runs[:, :, 0] = starts + 64 * rounds[:, None]
+        runs[:, :, 0] = starts + 64 * (rounds[:, None] % LONG_PASSES)
         runs[:, :, 1] = starts
         runs[:, :, 2] = page
         return self.submit(peer, RunList(0, 0, 0, 0, runs.reshape(-1, 3)), timeout_s=timeout_s)

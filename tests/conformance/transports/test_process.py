@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from pdlink.errors import TransportFailure
-from pdlink.transport.mapped_cuda import MappedCudaTransport
 from pdlink.transport.native import NativeTransport
 from tests.conformance.transports.side import LONG_NBYTES, Side, join, run_list
 from tests.transport.standing import native_threads, wait_for_threads
@@ -38,7 +37,7 @@ def pair(make_side: Callable[[], Side]) -> tuple[Side, Side]:
 def test_a_forked_child_is_refused_and_leaves_the_parents_connections_alone(pair: tuple[Side, Side]) -> None:
     """What a child closes or destroys is shared with the parent: sockets, an epoll set, a UCX worker."""
     writer, owner = pair
-    if isinstance(writer.transport, MappedCudaTransport):
+    if writer.buffers[0].kind == "cuda":
         pytest.skip("a driver does not live through a fork, nor does its double; tests/cuda has a child of its own")
     long = writer.submit("owner", run_list([[0, 0, LONG_NBYTES]] * 100))
     child = os.fork()
