@@ -128,9 +128,12 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         self._sleep: Sleep | None = None
         self._in_micro_batches = versions.in_micro_batches(vllm_config)
         self._ends_unsaid = versions.ends_unsaid(vllm_config)
+        self._preempts_unsaid = versions.preempts_unsaid()
         self._news_in_stats = version < versions.WORKER_NEWS
         self._met: set[str] | None = None if versions.announces_requests() else set()
         """Requests that `on_new_request` has been told of, where that is left to us."""
+        self._parked: set[str] | None = set() if versions.frees_parked() else None
+        """Requests that have ended while they waited for KV, where vLLM would keep the blocks of senders alone."""
         self._rank: Rank | None = None
         if role == KVConnectorRole.WORKER:
             self._rank = Rank(vllm_config, kv_cache_config, settings)
@@ -230,8 +233,12 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
             said["pdlink_source"] = msgspec.to_builtins(sourced(told, leg))
         tokens = versions.computed_tokens(request) if self._book.store is not None else ()
         mine = cache_groups.by_group(self._kv_cache_config, block_ids) if tokens else ()
+        parked = self._parked is not None and self._book.is_awaited(request_id)
+        keeps = self._book.ended(request_id, tokens, mine)
+        if self._parked is not None and parked:
+            self._parked.add(request_id)
         # vLLM passes it with an answer that is no stream; the proxy takes it out, and tells its client in a header.
-        return self._book.ended(request_id, tokens, mine), said or None
+        return keeps or parked, said or None
 
     def update_connector_output(self, connector_output: Any) -> None:
         if self._news_in_stats:
@@ -245,6 +252,11 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
             self._origins.fell_short(request_id, end, receives=self._book.leg(request_id) == "decode")
         self._book.received(connector_output.finished_recving or (), news.reasons)
         self._book.sent(connector_output.finished_sending or ())
+        if self._parked:
+            over = self._parked.intersection(connector_output.finished_recving or ())
+            self._parked -= over
+            connector_output.finished_recving = (connector_output.finished_recving or set()) - over
+            connector_output.finished_sending = (connector_output.finished_sending or set()) | over
 
     def reset_cache(self) -> bool | None:
         """vLLM's caches are of no use any more; so is what the store has of this server's KV. Where they are emptied
@@ -276,6 +288,8 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
 
     def bind_connector_metadata(self, connector_metadata: PDLinkMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
+        if self._preempts_unsaid:
+            self._worker.steps.withdraw(connector_metadata.plan)
         self._worker.steps.begin(connector_metadata.plan)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -414,10 +428,12 @@ class PDLinkMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         gauge = partial(self._gauge_cls, multiprocess_mode="sum")
         made = self._counter_cls, gauge, self._histogram_cls
+        self._labels = per_engine_labelvalues
+        """Of each engine; vLLM up to 0.15 keeps none."""
         self._shown = stats.ShownStats("vllm", *made, labelnames, per_engine_labelvalues.values())
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        self._shown.add(transfer_stats_data, self.per_engine_labelvalues[engine_idx])
+        self._shown.add(transfer_stats_data, self._labels[engine_idx])
 
 
 with contextlib.suppress(ValueError):  # registered by somebody else

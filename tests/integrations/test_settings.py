@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,12 +48,24 @@ def test_vllm_is_given_longer_to_answer_than_a_worker_and_may_be_given_less() ->
     assert read({"timeouts": {"peer_s": 2}}).timeouts.peer_s == 2
 
 
-@pytest.mark.parametrize("version", ["0.16.0", "0.32.0+cpu", "0.33.1.dev3+gabc"])
+@pytest.mark.parametrize("version", ["0.12.0", "0.32.0+cpu", "0.33.1.dev3+gabc"])
 def test_known_versions_are_accepted(version: str) -> None:
     assert versions.check(version, accept_newer=False) >= versions.OLDEST
 
 
-@pytest.mark.parametrize("version", ["0.15.1", "0.9.1", "0.34.0", "1.0", "dev"])
+def test_a_model_runner_that_calls_no_connector_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, cache = SimpleNamespace(parallel_config=SimpleNamespace()), caches()
+    for runner_v2 in (False, True):
+        envs = SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=runner_v2)
+        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(envs=envs))
+        versions.check_config(config, cache, (0, 15), tiers=None)
+        if not runner_v2:
+            versions.check_config(config, cache, (0, 14), tiers=None)
+    with pytest.raises(UnsupportedCache, match="VLLM_USE_V2_MODEL_RUNNER: got 1 with vLLM 0.14"):
+        versions.check_config(config, cache, (0, 14), tiers=None)
+
+
+@pytest.mark.parametrize("version", ["0.11.2", "0.9.1", "0.34.0", "1.0", "dev"])
 def test_other_versions_are_refused_with_the_range(version: str) -> None:
     with pytest.raises(versions.UnsupportedVllm):
         versions.check(version, accept_newer=False)
@@ -68,9 +81,9 @@ def test_a_newer_version_can_be_accepted_and_says_what_was_not_tried(caplog: pyt
     for version in ("0.33.1", "0.34.0"):
         versions.warn_untried(version)
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "0.34.0: not tried: the contract with its classes, servers, GPUs; expected 0.16 to 0.33" in said
-    with pytest.raises(versions.UnsupportedVllm, match="0.16 to 0.33"):
-        versions.check("0.15.1", accept_newer=True)
+    assert "0.34.0: not tried: the contract with its classes, servers, GPUs; expected 0.12 to 0.33" in said
+    with pytest.raises(versions.UnsupportedVllm, match="0.12 to 0.33"):
+        versions.check("0.11.2", accept_newer=True)
 
 
 def test_a_step_is_read_alike_from_both_model_runners() -> None:

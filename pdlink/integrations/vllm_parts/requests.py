@@ -371,6 +371,12 @@ class RequestBook:
         """Which leg of an attempt this request is: prefill, decode, or empty."""
         return "prefill" if request_id in self._sending else "decode" if request_id in self._receiving else ""
 
+    def is_awaited(self, request_id: str) -> bool:
+        """Whether KV may be written to its blocks until `received`."""
+        request = self._receiving.get(request_id)
+        comes = request is not None and request.leads and request.asked and not request.over
+        return comes or (self.store is not None and self.store.is_loading(request_id))
+
     def ended(self, request_id: str, tokens: Sequence[int] = (), blocks: BlockLists = ()) -> bool:
         """A request has ended, however it did. True: its blocks are read until `sent`.
 

@@ -1,12 +1,13 @@
 """The installed vLLM, and the few differences between the supported releases.
 
 The interface of vLLM's connectors changes with almost every release (a table is in docs/vllm.md). The connector
-mostly uses parts that are equal from 0.16 to 0.33; this module handles the others, by feature if possible.
+mostly uses parts that are equal from 0.12 to 0.33; this module handles the others, by feature if possible.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 import os
 import re
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OLDEST, NEWEST = (0, 16), (0, 33)
+OLDEST, NEWEST = (0, 12), (0, 33)
+RUNNER_V2 = (0, 15)
+"""The first version whose model runner V2 calls a connector."""
 WORKER_NEWS = (0, 20)
 """The first version whose runners both pass what workers tell the scheduler's half (`build_connector_worker_meta`).
 Before, it goes with the statistics."""
@@ -91,12 +94,28 @@ def announces_requests() -> bool:
     return hasattr(KVConnectorBase_V1, "on_new_request")
 
 
+def preempts_unsaid() -> bool:
+    """Whether no worker hears of preemptions before the step that takes their blocks is bound (up to 0.13); nothing
+    writes to them before."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    return not hasattr(KVConnectorBase_V1, "handle_preemptions")
+
+
 def frees_early() -> bool:
     """Whether vLLM gives blocks away that a step under way still writes to (up to 0.23): with its asynchronous
     scheduling a request has ended, or was aborted, before its last step has."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     return not hasattr(Scheduler, "_drain_deferred_frees")
+
+
+def frees_parked() -> bool:
+    """Whether vLLM gives the blocks of a request away that is aborted while it waits for KV (up to 0.15): what comes
+    would be written over another one's."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return "delay_free_blocks" not in inspect.signature(Scheduler._free_request).parameters
 
 
 def hybrid_bases(version: str) -> tuple[type, ...]:
@@ -209,6 +228,8 @@ def check_config(
             f"hisparse_host_num_blocks: got {kv_cache_config.hisparse_host_num_blocks}; expected no pool of blocks "
             "on the host beside the GPU's; take HiSparseConnector out of MultiConnector"
         )
+    if version < RUNNER_V2:
+        _check_runner(version)
     groups = len(transfer_parts(kv_cache_config))
     if groups > 1:
         what = f"the model has {groups} groups of KV caches"
@@ -227,6 +248,17 @@ def check_config(
             f"expected {_text(HYBRID)} and later"
         )
     check_ranks(vllm_config, kv_cache_config, has_tiers=tiers is not None)
+
+
+def _check_runner(version: tuple[int, int]) -> None:
+    """Raises UnsupportedCache."""
+    from vllm import envs
+
+    if envs.VLLM_USE_V2_MODEL_RUNNER:
+        raise UnsupportedCache(
+            f"VLLM_USE_V2_MODEL_RUNNER: got 1 with vLLM {_text(version)}, whose model runner V2 calls no connector; "
+            f"expected 0, or vLLM {_text(RUNNER_V2)}; take it out of the environment"
+        )
 
 
 def _check_prefill_contexts(vllm_config: Any, version: tuple[int, int], tiers: TiersConfig | None) -> None:
@@ -436,7 +468,7 @@ def _on_this_host(place: str, revision: str | None, folder: str | None) -> str |
 
 def recomputes(vllm_config: Any) -> bool:
     """Whether vLLM computes what a load has promised and did not bring; else it fails the request."""
-    return bool(vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute")
+    return getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", "recompute") == "recompute"  # since 0.13
 
 
 def in_micro_batches(vllm_config: Any) -> bool:

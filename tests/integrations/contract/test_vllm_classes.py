@@ -49,6 +49,9 @@ from pdlink_proxy.dialects import DIALECTS  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.engines, pytest.mark.filterwarnings("ignore")]
 
+DATA_PARALLEL_INDEX = "data_parallel_index"
+if versions.check(vllm.__version__, accept_newer=True) < (0, 14):  # there engines without experts have a rank, too
+    DATA_PARALLEL_INDEX = "data_parallel_rank"
 OVERRIDDEN = sorted(
     name
     for name, value in vars(PDLinkConnector).items()
@@ -63,7 +66,7 @@ SERVING = {
     MESSAGES: "vllm.entrypoints.anthropic.serving",
     RESPONSES: "vllm.entrypoints.openai.responses.serving",
 }
-"""By path, where vLLM hands its requests to the engine (0.16 to 0.33)."""
+"""By path, where vLLM hands its requests to the engine (0.12 to 0.33)."""
 
 
 def test_this_vllm_is_one_the_connector_knows() -> None:
@@ -215,7 +218,8 @@ def test_the_fields_of_vllm_that_are_read_exist() -> None:
         (
             ParallelConfig,
             (
-                *("data_parallel_index", "data_parallel_external_lb"),
+                "data_parallel_external_lb",
+                DATA_PARALLEL_INDEX,
                 *("data_parallel_hybrid_lb", "data_parallel_rank_local"),
             ),
         ),
@@ -270,9 +274,10 @@ def test_an_engine_knows_its_number_behind_its_port() -> None:
         return versions.engine_of_port(SimpleNamespace(parallel_config=config))
 
     assert engine() == 0
-    assert engine(data_parallel_index=3) == 3, "as an engine without experts has it, whose rank is 0"
-    assert engine(data_parallel_index=3, data_parallel_external_lb=True) == 0
-    assert engine(data_parallel_index=3, data_parallel_rank_local=1, data_parallel_hybrid_lb=True) == 1
+    third = {DATA_PARALLEL_INDEX: 3}
+    assert engine(**third) == 3, "as an engine without experts has it, whose rank is 0"
+    assert engine(**third, data_parallel_external_lb=True) == 0
+    assert engine(**third, data_parallel_rank_local=1, data_parallel_hybrid_lb=True) == 1
 
 
 def test_no_cache_of_a_cpu_goes_through_a_mirror_unless_somebody_says_so() -> None:

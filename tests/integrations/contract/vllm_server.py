@@ -16,7 +16,8 @@ import os
 import time
 from collections import deque
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ BLOCK, HEADS, SIZE, NUM_BLOCKS = 16, 2, 4, 32
 NAMES = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
 OURS = "PDLinkConnector"
 WAIT_S = 60.0
+HAS_V2 = find_spec("vllm.v1.worker.gpu.kv_connector") is not None
+"""Before 0.15 model runner V2 knows no connector."""
 _STEP_TOKENS = 64
 """A longer prompt is computed in several steps."""
 
@@ -144,12 +147,12 @@ class Server:
 
         policy: `kv_load_failure_policy`.
         """
-        self.runner, self._depth = runner, 2 if asynchronous else 1
+        self.runner, self._depth = runner if HAS_V2 else "v1", 2 if asynchronous else 1
         settings = ({"transport": {"kind": "tcp"}} if connector == OURS else {}) | (extra or {})
         self.config = _config(
             folder, settings, role=role, asynchronous=asynchronous, policy=policy, connector=connector
         )
-        if runner == "v2":  # here, for a configuration with it wants Triton
+        if self.runner == "v2":  # here, for a configuration with it wants Triton
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         self.config.cache_config.num_gpu_blocks = num_blocks
         self.cache_config = _cache_config(num_blocks)
@@ -288,7 +291,8 @@ class Server:
             whole = "scheduler_output" in inspect.signature(self._calls.post_forward).parameters  # before 0.22
             told = self._calls.post_forward(plan if whole else plan.finished_req_ids)
         else:
-            if plan.preempted_req_ids and plan.kv_connector_metadata is not None:
+            says = hasattr(KVConnectorBase_V1, "handle_preemptions")  # since 0.14
+            if says and plan.preempted_req_ids and plan.kv_connector_metadata is not None:
                 by_name = "preempted_req_ids" in inspect.signature(KVConnectorBase_V1.handle_preemptions).parameters
                 self.connector.handle_preemptions(
                     plan.preempted_req_ids if by_name else plan.kv_connector_metadata  # before 0.19
@@ -300,8 +304,18 @@ class Server:
                 sampled = self._forward(plan)
         ids = list(sampled)
         index = {name: at for at, name in enumerate(ids)}
+        more: dict[str, Any] = {
+            "logprobs": None,
+            "prompt_logprobs_dict": {},
+            "pooler_output": [],
+        }  # before 0.14 it wants them
+        needed = {one.name for one in fields(ModelRunnerOutput) if one.default is one.default_factory is MISSING}
         return ModelRunnerOutput(
-            req_ids=ids, req_id_to_index=index, sampled_token_ids=list(sampled.values()), kv_connector_output=told
+            req_ids=ids,
+            req_id_to_index=index,
+            sampled_token_ids=list(sampled.values()),
+            kv_connector_output=told,
+            **{name: value for name, value in more.items() if name in needed},
         )
 
     # -- the model ---------------------------------------------------------------------------------------------------
