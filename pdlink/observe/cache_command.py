@@ -180,6 +180,8 @@ def _count(args: Namespace) -> None:
         "clear": "were in memory and are forgotten; tiers forget in the background",
     }
     said = f"{value} {what} {done[args.action]}" if args.action in done else f"{what}: {value}"
+    if args.action == "pin" and not answer["durable"]:
+        said += ", until the process ends"
     _show(args, answer, plain(said))
     if not answer.get("drained", True):
         raise CannotFetch(f"{args.url}: {args.place} is removed, and has not got all that it was to have")
@@ -199,7 +201,8 @@ def _quota(args: Namespace) -> None:
     answer = _ask(args, "POST", "/pdlink/cache/quota", {"cache_salt": args.salt, "gib": args.gib})
     quota = f"{_mib(answer['quota_nbytes'])} MiB" if answer["quota_nbytes"] else "none"
     used = f", of which {_mib(answer['used_nbytes'])} are used" if args.salt else ""
-    _show(args, answer, plain(f"quota: {quota}{used}"))
+    ends = "" if answer["durable"] else ", until the process ends"
+    _show(args, answer, plain(f"quota: {quota}{used}{ends}"))
 
 
 def _verify(args: Namespace) -> None:

@@ -213,11 +213,16 @@ class CacheDesk:
         with self._brought(asked) as (known, came):
             return {"tokens": known.tokens(came)}
 
-    def pin(self, asked: PinRequest) -> dict[str, int]:
-        """The same, and keep it there until `unpin`."""
+    def pin(self, asked: PinRequest) -> dict[str, int | bool]:
+        """The same, and keep it there until `unpin`; whether a restart keeps it, too."""
         store = self._own_store()
         with self._brought(asked) as (known, _):
-            return {"tokens": known.tokens([store.pin(part.keys, asked.name) for part in known.parts])}
+            pinned = [part.keys[: store.pin(part.keys, asked.name)] for part in known.parts]
+            shapes = [group.shape for group in known.scope.groups]
+            stands = [
+                store.stand(keys, shape, asked.name) for keys, shape in zip(pinned, shapes, strict=True) if keys
+            ]
+            return {"tokens": known.tokens(list(map(len, pinned))), "durable": bool(stands) and all(stands)}
 
     def unpin(self, asked: UnpinRequest) -> dict[str, int]:
         return {"records": self._own_store().unpin(asked.name)}
@@ -251,11 +256,12 @@ class CacheDesk:
         self._own_store().frozen = asked.on
         return {"frozen": asked.on}
 
-    def quota(self, asked: QuotaRequest) -> dict[str, int]:
-        """Of memory, until the end of this process. What exceeds it is evicted at once, and tiers keep theirs."""
+    def quota(self, asked: QuotaRequest) -> dict[str, int | bool]:
+        """Of memory; whether a restart keeps it. What exceeds it is evicted at once, and tiers keep theirs."""
         store, tenant = self._own_store(), tenant_of(asked.cache_salt)
-        store.set_quota(None if asked.gib is None else int(asked.gib * 2**30), tenant)
-        return dict(zip(("used_nbytes", "quota_nbytes"), store.quota(tenant), strict=True))
+        durable = store.set_quota(None if asked.gib is None else int(asked.gib * 2**30), tenant)
+        used_nbytes, quota_nbytes = store.quota(tenant)
+        return {"used_nbytes": used_nbytes, "quota_nbytes": quota_nbytes, "durable": durable}
 
     def add_tier(self, asked: AddTierRequest) -> dict[str, str]:
         """Below the others, for what is kept from now on, until the end of this process."""

@@ -147,6 +147,7 @@ def make_store(
             session_quota_nbytes=None if config.session_quota is None else int(config.session_quota * _GIB),
             codec=config.codec,
             cleared=places_of(next(iter(_directories(config, name)), None), state_directory(config.state_dir)),
+            standing=None if (disk := disk_directory(config, name, namespace)) is None else disk / "standing",
             verify=config.verify,
             ttl_s=float("inf") if config.ttl_s is None else config.ttl_s,
             tenant_quota_nbytes=int((config.quota_per_salt or 0) * _GIB),
@@ -158,10 +159,10 @@ def make_store(
     return store
 
 
-def disk_directory(config: TiersConfig, name: str) -> Path | None:
+def disk_directory(config: TiersConfig, name: str, namespace: str = ALL) -> Path | None:
     """Of the records that `make_store` keeps on a disk, the first one of several; None without one."""
     directory = next(iter(_directories(config, name)), None)
-    return directory / ALL if directory is not None else None
+    return directory / namespace if directory is not None else None
 
 
 def _directories(config: TiersConfig, name: str) -> list[Path]:

@@ -48,6 +48,7 @@ from pdlink.store.record import seal
 from pdlink.store.scope import Scopes
 from pdlink.store.sessions import SessionHolds
 from pdlink.store.slots import MAX_LIFE, USUAL, WHOLE
+from pdlink.store.standing import KeptBelow, Standing
 from pdlink.store.tiers.base import KeepingTier, ReadOnly, RoutedTier, TellingTier
 from pdlink.store.verifying import Verified, Verifying
 from pdlink.store.write_through import SELF, WriteThrough, make_ingestion
@@ -99,6 +100,7 @@ class Store(AnyStore):
         numa_node: int | None = None,
         lends: bool = False,
         cleared: Sequence[Path] = (),
+        standing: Path | None = None,
         tier_deadline_s: float = 10.0,
         lease_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
@@ -112,7 +114,8 @@ class Store(AnyStore):
             quarter of the tiers that can keep records (`KeepingTier`), or of memory without any: so the default.
         lends: other nodes read records, so they have digests.
         cleared: files that remember what is to be forgotten by tiers that are away (`Cleared`); none for this process
-            only. reserve_nbytes: of the host's memory, never taken. numa_node: see `Buffer`.
+            only. standing: a file beside the records of the tier that can keep them, of what operators have set
+            (`Standing`). reserve_nbytes: of the host's memory, never taken. numa_node: see `Buffer`.
         lease_s: longest life of a fetch.
         tier_deadline_s: how long a tier may take for one call before it is left alone, and for all of a fetch.
         """
@@ -129,8 +132,9 @@ class Store(AnyStore):
         total_nbytes = last_nbytes // _SESSIONS_SHARE
         self._session_quota_nbytes = min(total_nbytes, session_quota_nbytes or total_nbytes)
         sessions = SessionHolds(self._session_quota_nbytes, total_nbytes)
+        self._standing = Standing(standing if keeping else None, total_nbytes)
         for tier in keeping:
-            tier.keep(sessions.kept)
+            tier.keep(KeptBelow(sessions.kept, self._standing))
         self._catalog = Catalog(
             policy,
             pin_quota_nbytes=pin_quota_nbytes,
@@ -142,6 +146,9 @@ class Store(AnyStore):
         self._ingestion = make_ingestion(ingestion)
         self._lock = self._books.lock
         self._cleared = Cleared(cleared)
+        self._closing = threading.Event()
+        for quota in self._standing.quotas:
+            self._catalog.set_quota(quota.nbytes, quota.tenant)
         self._given_tiers = list(tiers)
         kinds = [tier.name for tier in tiers]
         again = [kinds[: index + 1].count(kind) for index, kind in enumerate(kinds)]
@@ -217,9 +224,15 @@ class Store(AnyStore):
             self._arena,
             clock=self._clock,
         )
+        self._pinning = threading.Thread(target=self._pin_again, name="pdlink-store-pins", daemon=True)
+        if self._standing.pins:
+            self._pinning.start()
 
     def close(self) -> None:
         """End the threads, as far as the tiers let them, and give the memory back. Nobody may use slots any more."""
+        self._closing.set()
+        if self._pinning.ident is not None:
+            self._pinning.join()
         self._keeper.close()
         if any(self._books.debts.values()):
             self.flush(self._tier_deadline_s)
@@ -500,7 +513,35 @@ class Store(AnyStore):
                 break
         return pinned
 
+    def stand(self, keys: Sequence[bytes], shape: RecordShape, name: str) -> bool:
+        """Have the next process pin them, too; whether it will. Records that are pinned here, of one prefix."""
+        with self._lock:
+            self._writing.keep([key for key in keys if key in self._books.shapes])
+        return self._standing.pin(name, shape, keys)
+
+    def _pin_again(self) -> None:
+        """What stands from the process before, as far as the disk has it."""
+        disk = next((place for place, tier in enumerate(self._given_tiers, 1) if isinstance(tier, KeepingTier)), 0)
+        for pin in self._standing.pins:
+            num_pinned = 0
+            for piece in pieces(pin.keys):
+                if self._closing.is_set() or pin not in self._standing.pins:
+                    break
+                fetch = self.fetch(Found(tuple(piece), (disk,) * len(piece)), pin.shape, "pin", SELF)
+                try:
+                    of_piece = self.pin(piece[: len(fetch.done.result())], pin.name)
+                finally:
+                    fetch.close()
+                num_pinned += of_piece
+                if of_piece < len(piece):
+                    log.warning(
+                        "pin %r: %d of %d records are pinned again; pin the prompt again",
+                        *(pin.name, num_pinned, len(pin.keys)),
+                    )
+                    break
+
     def unpin(self, name: str) -> int:
+        self._standing.unpin(name)
         with self._lock:
             return self._catalog.unpin(name)
 
@@ -538,6 +579,8 @@ class Store(AnyStore):
             keys = list({*(key for key in here if key.endswith(ending)), *there})
         removed, (clear, is_noted) = 0, self._below.note_clear(keys, places)
         in_memory = places is None or MEMORY in places
+        if in_memory:
+            self._standing.forget(keys)
         if keys is None:
             with self._lock:
                 removed = self._books.clear() if in_memory else 0
@@ -626,8 +669,8 @@ class Store(AnyStore):
         self.places_changed(self._places)
         return drained
 
-    def set_quota(self, nbytes: int | None, tenant: str = "") -> None:
-        """As `Catalog.set_quota`, until the end of this process. What exceeds it is evicted."""
+    def set_quota(self, nbytes: int | None, tenant: str = "") -> bool:
+        """As `Catalog.set_quota`. What exceeds it is evicted. Whether the next process has it, too."""
         with self._lock:
             self._catalog.set_quota(nbytes, tenant)
         more = True
@@ -636,6 +679,7 @@ class Store(AnyStore):
                 more = self._catalog.trim()
                 self._books.note()
             self._books.tell()
+        return self._standing.quota(tenant, nbytes if tenant else nbytes or 0)
 
     def quota(self, tenant: str = "") -> tuple[int, int]:
         """As `Catalog.quota`."""

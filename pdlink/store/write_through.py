@@ -188,7 +188,7 @@ class WriteThrough:
         self._owe([key for key in keys if self._ingestion.on_put(key) or key in kept])
 
     def keep(self, keys: Sequence[bytes]) -> None:
-        """Sessions keep these readable records, which no tier that keeps them is known to have."""
+        """Sessions or standing pins keep these readable records, which no tier that keeps them is known to have."""
         self._owe(keys)
 
     def _owe(self, keys: Sequence[bytes]) -> None:

@@ -138,8 +138,10 @@ def test_warm_brings_into_memory_and_pin_keeps_it_there_within_the_quota(served:
     assert served.post("warm", {"prompt": KEPT}) == (200, {"tokens": 96})
     assert served.post("lookup", {"prompt": KEPT})[1]["runs"] == [{"place": "memory", "tokens": 96}]
     served.store.clear(places=["memory"])
-    assert served.post("pin", {"prompt": KEPT, "name": "p"}) == (200, {"tokens": 96})
-    assert served.post("pin", {"prompt": TEXT, "name": "p"}) == (200, {"tokens": 32}), "the quota is four records"
+    assert served.post("pin", {"prompt": KEPT, "name": "p"}) == (200, {"tokens": 96, "durable": True})
+    assert served.post("pin", {"prompt": TEXT, "name": "p"}) == (200, {"tokens": 32, "durable": True}), (
+        "the quota is four records"
+    )
     assert served.store.state().pinned_nbytes == 4 * RECORD_NBYTES
     assert served.post("unpin", {"name": "p"}) == (200, {"records": 4})
 

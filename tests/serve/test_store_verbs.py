@@ -38,17 +38,16 @@ from pdlink.store.source import CallersBlocks, Source
 from pdlink.store.store import Store
 from tests.waiting import WAIT_S, until
 
-from ..store.process import process
+from ..store.process import Process, process
 from ..store.stubs import StubTier
 from .test_shared_store import worker
 from .tiered import CHUNK, Computed, answers, prompt_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from pdlink.serve.worker import Worker
-    from tests.store.process import Process
 
 KEPT, SALTED = prompt_of(3 * CHUNK + 1, 1), prompt_of(2 * CHUNK + 1, 2)
 
@@ -101,7 +100,7 @@ def test_verbs_find_bring_keep_and_forget_what_an_engine_computed(
         assert operator("lookup", KEPT)["runs"] == [{"place": "disk", "tokens": 96}]
         assert operator("warm", KEPT) == {"tokens": 96}
         assert operator("lookup", KEPT) == in_memory
-        assert operator("pin", KEPT, "--name", "p") == {"tokens": 96}
+        assert operator("pin", KEPT, "--name", "p") == {"tokens": 96, "durable": True}
         assert operator("unpin", (), "--name", "p") == {"records": 3}
         assert operator("move", KEPT, "--from", "disk", "--to", "memory") == {"tokens": 96}
         answers(engine, [KEPT], at_once=False)
@@ -132,6 +131,35 @@ def test_an_engine_that_has_gone_leaves_its_scope_and_a_store_that_starts_again_
         operator = operator_of(store, capsys)
         until(lambda: operator("stats")["scopes"], "the engine tells its scope again")
         assert operator("warm", KEPT) == {"tokens": 96}
+
+
+@pytest.mark.parametrize("ends", [Process.kill, Process.close], ids=["SIGKILL", "SIGTERM"])
+def test_what_an_operator_has_set_stands_in_the_store_that_follows(
+    store: Process,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    ends: Callable[[Process], None],
+) -> None:
+    with worker(tmp_path, "a") as engine:
+        compute(engine, KEPT)
+        operator = operator_of(store, capsys)
+        assert operator("pin", KEPT, "--name", "p") == {"tokens": 96, "durable": True}
+        quota = operator("quota", (), "--salt", "s", "--gib", "0.5")
+        assert (quota["quota_nbytes"], quota["durable"]) == (2**29, True)
+        ends(store)
+        store.start()
+        operator = operator_of(store, capsys)
+        until(lambda: [pin["records"] for pin in operator("stats")["pins"]] == [3], "it is pinned again")
+        until(lambda: operator("stats")["scopes"], "the engine tells its scope")
+        assert operator("lookup", KEPT)["runs"] == [{"place": "memory", "tokens": 96}]
+        counted = Computed(engine, monkeypatch)
+        answers(engine, [KEPT], at_once=False)
+        assert counted.take() == 1
+        assert operator("unpin", (), "--name", "p") == {"records": 3}
+        ends(store)
+        store.start()
+        assert operator_of(store, capsys)("stats")["pins"] == []
 
 
 def test_wrong_words_to_a_store_end_with_2_and_the_reason(
@@ -247,7 +275,7 @@ def test_verbs_reach_what_is_needed_of_every_group(kept: Kept) -> None:
     kept.store.clear(places=["memory"])
     assert kept.desk.warm(NamedPrompt(**named(prompt))) == {"tokens": 4 * CHUNK}
     assert [sum(kept.store.holds(mine)) for mine in keys] == [4, 2, 1], "all, those of the window, the last state"
-    assert kept.desk.pin(PinRequest(**named(prompt, name="p"))) == {"tokens": 4 * CHUNK}
+    assert kept.desk.pin(PinRequest(**named(prompt, name="p"))) == {"tokens": 4 * CHUNK, "durable": False}
     assert kept.store.unpin("p") == 7
     moved = MoveRequest(**named(prompt, source="memory", destination="stub", keep=False))
     assert kept.desk.move(moved) == {"tokens": 4 * CHUNK}
@@ -323,7 +351,7 @@ def test_a_quota_of_a_salt_holds_from_then_on_and_goes_again(kept: Kept) -> None
     each = kept.store.quota(tenant_of("s"))[0] // 8
     assert each >= shape.nbytes
     answer = kept.desk.quota(QuotaRequest(cache_salt="s", gib=3.5 * each / 2**30))
-    assert answer == {"used_nbytes": 3 * each, "quota_nbytes": int(3.5 * each)}
+    assert answer == {"used_nbytes": 3 * each, "quota_nbytes": int(3.5 * each), "durable": False}
     assert [sum(kept.store.holds(keys)) for keys in prompts.values()] == [3, 8]
     more = kept.source.keys(prompt_of(4 * CHUNK, 2), "s").by_group[0]
     retention = Retention(tenant=tenant_of("s"))

@@ -117,7 +117,7 @@ class KeepingTier(Protocol):
 
     def keep(self, keys: Collection[bytes]) -> None:
         """Make no room by dropping records whose keys are in it. Called once; what is in it changes meanwhile, in any
-        thread, and is a quarter of the capacity at most."""
+        thread, and is half of the capacity at most."""
 
 
 @runtime_checkable

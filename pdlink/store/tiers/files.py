@@ -484,7 +484,7 @@ def _remove_unused(directory: Path) -> None:
         lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for name in ("records", "preimages"):  # the second is of a store process that tells what it has
+            for name in ("records", "preimages", "standing"):  # the others are of the store above it
                 (directory / name).unlink(missing_ok=True)
             (directory / "journal").unlink()
             directory.rmdir()
