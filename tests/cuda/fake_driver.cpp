@@ -66,7 +66,7 @@ int begin_copies(const char* call, void* stream, const std::vector<Run>& runs) {
     return kSuccess;
 }
 
-// Where the latest copy to an address came from.
+// Where the latest copy to an address of the GPU's own memory came from.
 std::map<std::uint64_t, std::uint64_t> copied_from;
 
 // Null: there is no such event (any more).
@@ -329,7 +329,9 @@ int cuMemcpyAsync(std::uint64_t dst, std::uint64_t src, std::size_t nbytes, void
     if (const int failed = begin_copies(__func__, stream, {{src, dst, nbytes}})) return failed;
     {
         const std::lock_guard lock(world().mutex);
-        copied_from[dst] = src;
+        const auto after = world().allocations.upper_bound(dst);  // host memory comes and goes unseen
+        if (after != world().allocations.begin() && dst < std::prev(after)->first + std::prev(after)->second.nbytes)
+            copied_from[dst] = src;
     }
     line->put([=] {
         const std::lock_guard wait(world().gate);
