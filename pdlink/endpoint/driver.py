@@ -39,7 +39,7 @@ from pdlink.errors import ConfigError, PdlinkError, TransportUnavailable
 from pdlink.protocol import auth
 from pdlink.protocol.handshake import fingerprint
 from pdlink.reasons import Code, Reason
-from pdlink.transport.base import BatchDone, PeerClosed, PeerFailed
+from pdlink.transport.base import BatchDone, PeerClosed, PeerFailed, TransportNote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence, Set
@@ -116,11 +116,14 @@ class Reports:
                 if self._sessions.ended:
                     self._settle()
 
-    def _on_peer(self, transport: Transport, occurrence: PeerFailed | PeerClosed) -> None:
-        if isinstance(occurrence, PeerFailed):
-            self._sessions.on_failed(occurrence.peer, transport, occurrence.reason)
-        else:
-            self._sessions.on_fenced(occurrence.peer, transport)
+    def _on_peer(self, transport: Transport, occurrence: PeerFailed | PeerClosed | TransportNote) -> None:
+        match occurrence:
+            case TransportNote():
+                self._sessions.say(occurrence.peer, occurrence.data)
+            case PeerFailed():
+                self._sessions.on_failed(occurrence.peer, transport, occurrence.reason)
+            case PeerClosed():
+                self._sessions.on_fenced(occurrence.peer, transport)
 
     def _lose(self, key: str, reason: Reason) -> None:
         peer = self._sessions.of_key(key)

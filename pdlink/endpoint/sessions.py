@@ -300,6 +300,11 @@ class Sessions:
                 self.lose(peer, Reason(Code.PEER_LOST, f"closed by {peer.name or peer.address}: {reason}"))
             case messages.Hello():
                 emit(MessageDropped(reason="wrong_direction"))
+            case messages.Note(data=data) if peer.state is PeerState.READY and peer.transport is not None:
+                try:
+                    peer.transport.heard(peer.key, data)
+                except ProtocolError as error:
+                    self.lose(peer, Reason(Code.PEER_LOST, str(error)))
             case messages.Heartbeat():
                 pass
             case _:
@@ -344,6 +349,12 @@ class Sessions:
             self.unsent[peer] = None
             if self._work.asleep:
                 self._work.wake()
+
+    def say(self, key: str, data: bytes) -> None:
+        """A note of a transport's. Ignored for a session that has ended."""
+        peer = self.of_key(key)
+        if peer is not None:
+            self.send(peer, messages.Note(data))
 
     def post(self, peer: Peer, *bodies: Body) -> None:
         """Send these messages now, in as many frames as needed. Ends the session if the connection is gone."""

@@ -192,6 +192,12 @@ class Quiet(OfTransfer, frozen=True, tag="quiet"):
     """Sender to receiver: nothing of this transfer is in flight any more, nor will be."""
 
 
+class Note(_Body, frozen=True, tag="note"):
+    """Either way: for the transport of this session. Only transports whose invitation says so have any."""
+
+    data: Annotated[bytes, msgspec.Meta(max_length=2**18)]
+
+
 class Heartbeat(_Body, frozen=True, tag="heartbeat"):
     """Either way: I am alive. One per peer, whatever the number of transfers; it renews all their leases."""
 
@@ -203,7 +209,21 @@ class Bye(_Body, frozen=True, tag="bye"):
 
 
 Body = (
-    Hello | Welcome | Refuse | Invite | Ready | Expect | Offer | Landed | Done | Ack | Stop | Quiet | Heartbeat | Bye
+    Hello
+    | Welcome
+    | Refuse
+    | Invite
+    | Ready
+    | Expect
+    | Offer
+    | Landed
+    | Done
+    | Ack
+    | Stop
+    | Quiet
+    | Note
+    | Heartbeat
+    | Bye
 )
 
 

@@ -6,7 +6,8 @@ One side *invites* a peer to write into its registered buffers; the peer *connec
 Two promises hold for every transport; the state machines rest on them and `tests/conformance` tests them:
   1. `BatchDone` with `BatchStatus.OK` is reported only when the bytes are visible at the destination.
   2. `PeerClosed` is reported only when the fence holds: nothing that the peer started can touch our memory any more,
-     and this side will write nothing more of its batches that were not reported OK. Closing never blocks: if the
+     and this side will write nothing more of its batches that were not reported OK (an owner that places bytes
+     itself, out of slots, may do so until it closes the peer, too). Closing never blocks: if the
      fence must wait (for a suspended process in the middle of a copy), the report comes later, and until then the
      blocks that the peer may write are quarantined.
 
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import msgspec
 
 from pdlink.capabilities import Capabilities
-from pdlink.errors import TransportUnavailable
+from pdlink.errors import ProtocolError, TransportUnavailable
 from pdlink.kv.layout import RunList as RunList  # noqa: TC001 (exported from here, too)
 
 if TYPE_CHECKING:
@@ -101,7 +102,14 @@ class PeerClosed(msgspec.Struct, frozen=True, gc=False):
     peer: str
 
 
-Occurrence = BatchDone | PeerFailed | PeerClosed
+class TransportNote(msgspec.Struct, frozen=True, gc=False):
+    """A note to be brought to the same transport at the peer's, in order (`Transport.heard`)."""
+
+    peer: str
+    data: bytes
+
+
+Occurrence = BatchDone | PeerFailed | PeerClosed | TransportNote
 
 
 class Transport(ABC):
@@ -205,9 +213,16 @@ class Transport(ABC):
         (checked before anything is written) and TransportFailure if the peer is failed, closed or unknown.
         """
 
+    def heard(self, peer: str, data: bytes) -> None:
+        """A note of this peer's, once both sides are ready. Raises ProtocolError, which costs the session."""
+        raise ProtocolError(f"{self.name}: got a note of {len(data)} bytes from {peer}; it has none")
+
     @abstractmethod
     def poll(self) -> list[Occurrence]:
-        """What happened since the last call, in order of happening per peer. Never waits."""
+        """What happened since the last call, in order of happening per peer. Never waits.
+
+        Call it several times a second: a transport without a thread works, and looks at its deadlines, here.
+        """
 
     @abstractmethod
     def fileno(self) -> int:

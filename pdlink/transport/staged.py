@@ -4,7 +4,7 @@ For GPUs that cannot reach each other: other hosts without GPUDirect RDMA, memor
 (`expandable_segments`), a build without kernels. A part of a layer is gathered into a slot, sent, and scattered by
 the receiver (`staging/stager.py`); the copies of one slot run beside the sending of another. Over `mapped` the GPU
 gathers straight into the receiver's slot. It costs one pass over PCIe at each end, slots of pinned memory, and for
-each slot two messages each way beside the bytes.
+each slot two notes each way in the session (`staging/wire.py`).
 
 What the transport below cannot refuse, a peer can do: over `mapped` write to every slot, over `ucx` anywhere. Over
 `tcp` a peer writes to slots granted to it, and the owner places only what lies in blocks offered to it. Slots to
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import ipaddress
 import threading
 from typing import TYPE_CHECKING, ClassVar, cast
 
@@ -28,7 +27,7 @@ from pdlink.cuda.driver import CudaFailure, CudaUnavailable, Device
 from pdlink.cuda.ways import ways_of
 from pdlink.errors import TransportFailure, TransportUnavailable
 from pdlink.transport.base import Occurrence, Probe, Site, Transport
-from pdlink.transport.edge import decoded, listening, numeric, require_numeric, translated
+from pdlink.transport.edge import decoded, translated
 from pdlink.transport.mapped import MappedTransport
 from pdlink.transport.staging.open_blocks import OpenBlocks
 from pdlink.transport.staging.slots import OwnersSlots, Slots
@@ -63,20 +62,16 @@ class StagedTransport(Transport):
         below: Transport,
         device_index: int = 0,
         *,
-        host: str = "127.0.0.1",
-        advertise: str | None = None,
         slot_nbytes: int = 4 << 20,
         num_slots: int = 16,
         library: str | None = None,
         image: bytes | None = None,
         ways: Ways | None = None,
     ) -> None:
-        """below: not open; opened and closed here. host: address or name that the lane's own connections come to;
-        advertise: the one that peers are told, `host` if None. num_slots: for each direction. ways: measured once for
-        this process if None.
-        """
+        """below: not open; opened and closed here. num_slots: for each direction. ways: measured once for this
+        process if None."""
         self._ways = ways
-        self._below, self._host, self._advertise = below, host, advertise or host
+        self._below = below
         self.reach = below.reach
         self._device, self._library, self._image = Device(device_index, library), library, image
         self._lock = threading.Lock()
@@ -88,8 +83,6 @@ class StagedTransport(Transport):
         self._stager: Stager | None = None
         self._gathered = Slots(self._device, slot_nbytes, num_slots)
         self._received = Slots(self._device, slot_nbytes, num_slots)
-        self._told: tuple[str, int] = "", 0
-        """Address and port that peers are told."""
         self._opened = contextlib.ExitStack()
         """What is closed when the GPU is quiet."""
         self._closed = False
@@ -97,7 +90,7 @@ class StagedTransport(Transport):
     @classmethod
     def configured(cls, config: TransportConfig, site: Site) -> StagedTransport:
         below = cls.below_class.configured(config, dataclasses.replace(site, memory="host"))
-        return cls(below, site.device_index, host=site.host, advertise=site.advertise_host)
+        return cls(below, site.device_index)
 
     @classmethod
     def last_resort(cls, config: TransportConfig, site: Site) -> bool:
@@ -130,23 +123,17 @@ class StagedTransport(Transport):
                 raise TransportUnavailable(f"the {self.name} transport was closed; make a new one")
             if self._stager is not None:
                 return
-            host, told = numeric(self._host, self.name), numeric(self._advertise, self.name)
-            if ipaddress.ip_address(told).is_unspecified:
-                raise TransportUnavailable(f"{self.name}: nobody can connect to {told}; set listen.advertise")
             self._below.open()
             made.callback(self._below.close)
             try:
                 self._device.open()
                 made.callback(self._device.close)
                 kernels = made.enter_context(kernels_if_any(self._device, self._image))
-                listen = made.enter_context(listening(host))
-                self._told = told, listen.getsockname()[1]
                 ways = ways_of(self._device, kernels) if self._ways is None else self._ways
                 slots = self._gathered, self._received
-                self._stager = Stager(self._device, kernels, ways, *slots, self._below, listen, self._regions)
+                self._stager = Stager(self._device, kernels, ways, *slots, self._below, self._regions)
             except (CudaUnavailable, CudaFailure, OSError) as error:
                 raise TransportUnavailable(f"{self.name} does not work here: {error}") from error
-            self._on_loopback = ipaddress.ip_address(host).is_loopback
             made.callback(self._gathered.close)
             made.callback(self._received.close)
             self._opened = made.pop_all()
@@ -174,26 +161,18 @@ class StagedTransport(Transport):
     def invite(self, peer: str) -> bytes:
         stager = self._inviting()
         with translated(f"cannot invite peer {peer}"):
-            session, token = stager.invite(peer)
+            below = self._below.invite(peer)
             try:
-                below = self._below.invite(peer)
+                stager.invite(peer)
             except BaseException:
-                stager.close_peer(peer)
+                self._below.close_peer(peer)
                 raise
-        (host, port), slots = self._told, self._received
-        regions = tuple(nbytes for _, nbytes in self._regions)
-        told = (host, port, session, token, regions, slots.region, slots.nbytes, slots.count, below)
-        return msgspec.msgpack.encode(Invitation(*told))
+        regions, slots = tuple(nbytes for _, nbytes in self._regions), self._received
+        return msgspec.msgpack.encode(Invitation(regions, slots.region, slots.nbytes, slots.count, below))
 
     def connect(self, peer: str, invitation: bytes) -> None:
         there = decoded(invitation, Invitation, self.name)
-        require_numeric(there.host, self.name)
         stager = self._running()
-        if self._on_loopback and not ipaddress.ip_address(there.host).is_loopback:
-            raise TransportFailure(
-                f"peer {peer} is at {there.host}, and this side's data port is for this host only; "
-                "set listen.data to the address that others reach"
-            )
         with translated(f"cannot connect to peer {peer}"):
             self._below.connect(peer, there.below)
             direct = None
@@ -216,6 +195,10 @@ class StagedTransport(Transport):
         except TypeError as error:
             raise ValueError(f"lists need 64-bit numbers and C-contiguous int64 runs [n, 3]: {error}") from error
         return stager.submit(peer, lists, timeout_s)
+
+    def heard(self, peer: str, data: bytes) -> None:
+        if self._stager is not None:
+            self._stager.heard(peer, data)
 
     def poll(self) -> list[Occurrence]:
         return [] if self._stager is None else self._stager.poll()

@@ -308,10 +308,11 @@ def test_listener_cannot_turn_the_session_of_its_dialer_around(pair: Pair) -> No
 # -- out of order, nonsense, and too much ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [*ABOUT_A_TRANSFER, "heartbeat", "invite", "welcome"])
+@pytest.mark.parametrize("kind", [*ABOUT_A_TRANSFER, "heartbeat", "note", "invite", "welcome"])
 def test_nothing_counts_before_the_handshake(pair: Pair, kind: str) -> None:
     other: dict[str, messages.Body] = {
         "heartbeat": messages.Heartbeat(),
+        "note": messages.Note(b"x"),
         "invite": messages.Invite(b"\0" * 64),
         "welcome": messages.Welcome("x", pair.decode.endpoint.local.identity, LOOPBACK),
     }

@@ -57,7 +57,7 @@ READERS: dict[str, tuple[Any, Callable[[bytes], object], tuple[type[Exception], 
     "peers' questions": (peers.Body, peers.decode, (ProtocolError,)),
     "requests to a store": (wire.Request, wire.REQUESTS.decode, (msgspec.ValidationError,)),
     "answers of a store": (wire.Reply, wire.REPLIES.decode, (msgspec.ValidationError,)),
-    "staged frames": (staging.Frame, staging._DECODER.decode, (msgspec.ValidationError,)),
+    "notes of a staged lane": (staging.Note, staging.decode, (ProtocolError,)),
     "questions at the door": (
         handle_door._Question,
         msgspec.msgpack.Decoder(handle_door._Question).decode,
@@ -119,7 +119,7 @@ def test_no_reader_is_left_out() -> None:
                     kinds = [ast.unparse(each.value) for each in node.keywords if each.arg == "type"]
                     found.add(f"{path.stem}.{kinds[0] if kinds else '?'}")
     walked = {
-        "messages.Envelope", "messages.Body", "wire.Request", "wire.Reply", "wire.Frame", "handle_door._Question",
+        "messages.Envelope", "messages.Body", "wire.Request", "wire.Reply", "wire.Note", "handle_door._Question",
         "handle_door._Answer", "wire.Message", "kv_index._Event",
         "kv_index._StoredArray | _RemovedArray | _ClearedArray",
     }  # fmt: skip

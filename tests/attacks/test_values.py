@@ -117,6 +117,7 @@ def about(transfer_id: str) -> list[messages.Body]:
         messages.Landed(transfer_id, 0, TOKENS),
         done,
         messages.Heartbeat(),
+        messages.Note(b"a bene"),
         messages.Bye("enough"),
         messages.Refuse("layout", "mine", "yours"),
         messages.Invite(b"to the ball"),

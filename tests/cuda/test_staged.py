@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from typing import Any, cast
 
-import msgspec
 import numpy as np
 import pytest
 
 import pdlink
-from pdlink.cuda.driver import Device
-from pdlink.errors import TransferFailed, TransportFailure, TransportUnavailable
+from pdlink.cuda.driver import CudaFailure, Device
+from pdlink.errors import ProtocolError, TransferFailed, TransportFailure, TransportUnavailable
 from pdlink.kv.layout import RunList
 from pdlink.memory.buffers import Buffer
-from pdlink.transport.base import PeerClosed, Transport
+from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, Transport, TransportNote
 from pdlink.transport.mapped import MappedTransport
-from pdlink.transport.staging import stager as stager_module
 from pdlink.transport.staging import wire
-from pdlink.transport.staging.line import StagingLine
 from pdlink.transport.staging.open_blocks import OpenBlocks
-from pdlink.transport.staging.owner import Owner
+from pdlink.transport.staging.slots import OwnersSlots
 from pdlink.transport.tcp import TcpTransport
 from pdlink.transport.ucx import UcxTransport
+from pdlink_bench.carried import Carried
 from tests.conformance.transports.side import Side, join, run_list
 from tests.cuda.double import DoubleStaged, Kv, Reached
 from tests.cuda.fake import COMPILER, IMAGE, Fake, fake
@@ -185,10 +181,14 @@ def test_many_transfers_share_few_slots(pair: Callable[..., tuple[GpuNode, GpuNo
         assert_same(prefill, decode, place)
 
 
+def carried(below: Transport, **staging: Any) -> Carried:
+    return Carried(DoubleStaged(below, **staging))
+
+
 @pytest.fixture
 def sides(double: Fake) -> Iterator[tuple[Side, Side]]:
     """Writer and owner, of two slots each."""
-    made = [Side(DoubleStaged(TcpTransport(), num_slots=2, slot_nbytes=64 << 10)) for _ in range(2)]
+    made = [Side(carried(TcpTransport(), num_slots=2, slot_nbytes=64 << 10)) for _ in range(2)]
     for seed, side in enumerate(made):
         side.add_buffer(1 << 20, seed)
     join(made[0], made[1])
@@ -217,6 +217,65 @@ def test_no_more_is_gathered_than_the_owner_has_slots_for(sides: tuple[Side, Sid
     assert np.array_equal(owner.buffers[0].array, writer.buffers[0].array)
 
 
+class Late(TcpTransport):
+    """Its batches land, and are not reported until it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.puts: list[int] = []
+        self._held: list[Occurrence] = []
+        self.late = True
+
+    def submit(self, peer: str, lists: Any, timeout_s: float) -> int:
+        self.puts.append(super().submit(peer, lists, timeout_s))
+        return self.puts[-1]
+
+    def poll(self) -> list[Occurrence]:
+        self._held += super().poll()
+        ready = [one for one in self._held if not self.late or not isinstance(one, BatchDone)]
+        self._held = [one for one in self._held if one not in ready]
+        return ready
+
+
+@pytest.mark.usefixtures("double")
+def test_slots_are_gathered_while_others_are_on_the_wire() -> None:
+    """As many as one writer is given: half of the owner's eight."""
+    below = Late()
+    writer, owner = (
+        Side(carried(below, num_slots=8, slot_nbytes=64 << 10)),
+        Side(carried(TcpTransport(), num_slots=8, slot_nbytes=64 << 10)),
+    )
+    for seed, side in enumerate((writer, owner)):
+        side.add_buffer(1 << 20, seed)
+    join(writer, owner)
+    ticket = writer.submit_block("owner", 0, 1 << 20)
+    until(lambda: len(below.puts) == 4, "four are on the wire")
+    assert not writer.done(ticket)
+    below.late = False
+    assert writer.wait_batch(ticket) == "ok"
+    assert len(below.puts) == 16
+    assert np.array_equal(owner.buffers[0].array, writer.buffers[0].array)
+    for side in (writer, owner):
+        side.close()
+
+
+def test_a_slot_is_scattered_while_the_next_ones_arrive(invited: Invited, double: Fake) -> None:
+    """Two are granted, and the second may come before the first is in its pages; so may a third, once it is."""
+    invited.staged.open_blocks("stranger", [[3]])
+    slots = [invited.granted(), invited.granted()]
+    run = packed(invited.run_of(3))
+    double.hold()
+    try:
+        double.take_log()
+        for number, slot in enumerate(slots):
+            invited.say(wire.SlotFilled(number, slot, ((0, run),)))
+        assert invited.staged.poll() == []
+        assert calls(double, "cuLaunchKernel", "cuMemcpyAsync", "cuMemcpyBatchAsync_v2") == 2
+    finally:
+        double.go_on()
+    assert invited.hear() == wire.SlotPlaced(0)
+
+
 def test_a_long_batch_is_cut_at_the_slots_size_wherever_that_is(sides: tuple[Side, Side]) -> None:
     writer, owner = sides
     rng = np.random.default_rng(5)
@@ -234,7 +293,7 @@ def test_a_long_batch_is_cut_at_the_slots_size_wherever_that_is(sides: tuple[Sid
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler for the test double of the driver")
 def test_a_fault_of_the_gpu_fails_every_peer_and_frees_nothing_it_may_still_use() -> None:
     double = fake()
-    writer, owner = (Side(DoubleStaged(TcpTransport())) for _ in range(2))
+    writer, owner = (Side(carried(TcpTransport())) for _ in range(2))
     for seed, side in enumerate((writer, owner)):
         side.add_buffer(1 << 16, seed)
     join(writer, owner)
@@ -281,7 +340,7 @@ class PinnedLike(Buffer):
 @pytest.mark.usefixtures("double")
 def test_a_writer_is_held_to_the_blocks_that_it_is_offered() -> None:
     """The owner looks at every run before it places it, over mapped slots, too."""
-    writer, owner = (Side(DoubleStaged(BELOW["mapped"]())) for _ in range(2))
+    writer, owner = (Side(carried(BELOW["mapped"]())) for _ in range(2))
     kv = groups(4)
     for seed, side in enumerate((writer, owner)):
         side.add_buffer(kv.extent(0), seed)
@@ -306,7 +365,7 @@ def test_a_writer_is_held_to_the_blocks_that_it_is_offered() -> None:
 @pytest.fixture
 def near(double: Fake) -> Iterator[tuple[Side, Side]]:
     """Writer and owner on one host."""
-    made = [Side(DoubleStaged(BELOW["mapped"](), slot_nbytes=64 << 10)) for _ in range(2)]
+    made = [Side(carried(BELOW["mapped"](), slot_nbytes=64 << 10)) for _ in range(2)]
     for seed, side in enumerate(made):
         side.add_buffer(1 << 20, seed)
     yield made[0], made[1]
@@ -377,29 +436,52 @@ def test_owner_s_fence_waits_for_the_writer_s_gpu_that_gathers_into_its_slots(
     assert owner.snapshot() == at_the_end
 
 
-class Stranger:
-    """A peer that the owner has invited, on a plain connection: it says what it likes."""
+class Invited:
+    """An owner that a stranger was invited by, who says what it likes."""
 
-    def __init__(self, owner: Transport, name: str) -> None:
-        there = msgspec.msgpack.decode(owner.invite(name), type=wire.Invitation)
-        self.socket = socket.create_connection((there.host, there.port), timeout=WAIT_S)
-        self._inflow = wire.FrameCutter(wire.MAX_FRAME_NBYTES)
-        self.say(wire.Hello(there.session, there.token))
+    def __init__(self, **staging: Any) -> None:
+        self.kv = groups(4)
+        self.staged = DoubleStaged(TcpTransport(), **staging)
+        self.side = Side(self.staged)
+        self.side.add_buffer(max(self.kv.extent(0), 1 << 17), 0)
+        self.staged.guard(self.kv)
+        self.staged.invite("stranger")
 
-    def say(self, frame: wire.Frame) -> None:
-        self.socket.sendall(wire.packed(frame))
+    def say(self, note: wire.Note) -> None:
+        self.staged.heard("stranger", wire.encode(note))
 
-    def hear(self) -> wire.Frame | None:
-        """None if the owner hears nothing of it any more."""
-        while (frame := self._inflow.take()) is None:
-            received = self.socket.recv(65536)
-            if not received:
-                return None
-            self._inflow.add(received)
-        return frame
+    def hear(self) -> wire.Note:
+        found: list[wire.Note] = []
+
+        def heard() -> bool:
+            found.extend(wire.decode(one.data) for one in self.staged.poll() if isinstance(one, TransportNote))
+            return bool(found)
+
+        until(heard, "it says something")
+        return found[0]
+
+    def granted(self) -> int:
+        self.say(wire.Ask(1))
+        grant = self.hear()
+        assert isinstance(grant, wire.Grant)
+        return grant.slots[0]
+
+    def run_of(self, block: int) -> tuple[int, int]:
+        place = self.kv.layouts[0].layers[0]
+        return place.parts[0].offset + block * place.block_stride, 8
 
 
-@pytest.mark.usefixtures("double")
+@pytest.fixture
+def invited(double: Fake) -> Iterator[Invited]:
+    one = Invited(slot_nbytes=1 << 20)
+    yield one
+    one.side.close()
+
+
+def packed(*runs: tuple[int, int]) -> bytes:
+    return np.array(runs, "<i8").tobytes()
+
+
 @pytest.mark.parametrize(
     ("runs", "reason"),
     [
@@ -408,9 +490,9 @@ class Stranger:
     ],
 )
 def test_runs_of_a_slot_are_counted_before_they_are_looked_up(
-    runs: Any, reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    invited: Invited, runs: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looking up takes microseconds a run, and memory by their bytes; the owner's lock is held meanwhile."""
+    """Looking up takes microseconds a run, and memory by their bytes; the endpoint's loop stands still meanwhile."""
     looked_up: list[int] = []
 
     def require(_self: OpenBlocks, _peer: int, _region: int, offsets: Any, _nbytes: Any) -> Any:
@@ -418,18 +500,71 @@ def test_runs_of_a_slot_are_counted_before_they_are_looked_up(
         return offsets * 0
 
     monkeypatch.setattr(OpenBlocks, "require", require)
-    kv = groups(4)
-    owner = Side(DoubleStaged(TcpTransport(), slot_nbytes=1 << 20))
-    owner.add_buffer(max(kv.extent(0), 1 << 17), 0)
-    owner.transport.guard(kv)
-    stranger = Stranger(owner.transport, "stranger")
-    with contextlib.closing(owner), contextlib.closing(stranger.socket):
-        stranger.say(wire.Ask(1))
-        grant = stranger.hear()
-        assert isinstance(grant, wire.Grant)
-        stranger.say(wire.Staged(0, grant.slots[0], ((0, runs.tobytes()),)))
-        until(lambda: reason in caplog.text, "it is refused")
-        assert sum(looked_up) <= 16
+    slot = invited.granted()
+    with pytest.raises(ProtocolError, match=reason):
+        invited.say(wire.SlotFilled(0, slot, ((0, runs.tobytes()),)))
+    assert sum(looked_up) <= 16
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_note_of_a_peer_changes_a_byte_outside_the_blocks_that_are_open_to_it(invited: Invited, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    start, _ = invited.run_of(3)
+    nbytes = invited.kv.layouts[0].layers[0].block_stride
+    invited.staged.open_blocks("stranger", [[3]])
+    before = invited.side.buffers[0].array.copy()
+    granted = [invited.granted()]
+    odd = [0, 1, 7, 64, start, start + 8, start + nbytes - 8, 2**20, 2**31 - 1, 2**62, -1, -8, 2**63 - 1]
+    refused = placed = 0
+    for number in range(400):
+        runs = random.choice(odd, (int(random.integers(0, 4)), 2)) if random.random() < 0.7 else [(start, 8)]
+        slot = granted[-1] if random.random() < 0.8 else int(random.integers(0, 9))
+        note = wire.SlotFilled(number, slot, ((int(random.random() < 0.05), np.array(runs, "<i8").tobytes()),))
+        try:
+            invited.say(note)
+        except ProtocolError:
+            refused += 1
+            continue
+        assert isinstance(invited.hear(), wire.SlotPlaced)
+        placed += 1
+        granted.append(invited.granted())
+    assert refused > 10, f"seed {seed}"
+    assert placed > 10, f"seed {seed}"
+    after = invited.side.buffers[0].array.copy()
+    for place in (invited.kv.layouts[0].layers[0],):
+        for part in place.parts:
+            at = part.offset + 3 * place.block_stride
+            after[at : at + place.block_stride] = before[at : at + place.block_stride]
+    assert np.array_equal(after, before), f"seed {seed}"
+
+
+def test_notes_that_the_role_of_a_peer_does_not_have_are_refused(invited: Invited) -> None:
+    for note in (wire.Grant((0,)), wire.SlotPlaced(0)):
+        with pytest.raises(ProtocolError, match="has not invited us"):
+            invited.say(note)
+    with pytest.raises(ProtocolError, match="not granted"):
+        invited.say(wire.SlotFilled(0, 0, ((0, packed((0, 8))),)))
+    with pytest.raises(ProtocolError, match="cannot be read"):
+        invited.staged.heard("stranger", b"\xc1")
+    invited.staged.heard("nobody", b"\xc1")
+
+
+def test_blocks_are_not_closed_while_the_gpu_places_something_there(invited: Invited, double: Fake) -> None:
+    """It does not wait: the caller ends the session, whose fence does."""
+    invited.staged.open_blocks("stranger", [[3, 4]])
+    slot = invited.granted()
+    double.hold()
+    try:
+        invited.say(wire.SlotFilled(0, slot, ((0, packed(invited.run_of(3))),)))
+        assert invited.staged.poll() == []
+        with pytest.raises(TransportFailure, match="copies into closed blocks"):
+            invited.staged.close_blocks("stranger", [[3]])
+        invited.staged.close_blocks("stranger", [[4]])
+        invited.staged.close_peer("stranger")
+        assert not invited.side.closed_within("stranger", 0.1)
+    finally:
+        double.go_on()
+    invited.side.wait_closed("stranger")
 
 
 @pytest.mark.usefixtures("double")
@@ -437,82 +572,41 @@ def test_connection_that_fails_leaves_no_descriptor(monkeypatch: pytest.MonkeyPa
     writer, owner = (Side(DoubleStaged(TcpTransport())) for _ in range(2))
     for seed, side in enumerate((writer, owner)):
         side.add_buffer(4096, seed)
-    invitation = owner.transport.invite("writer")
-    writer.transport.invite("other")
+    invitations = [owner.transport.invite(f"writer#{number}") for number in range(6)]
 
-    def dial(*_: object) -> Any:
-        raise OSError("no route")
+    def reached(*_: object) -> Any:
+        raise CudaFailure("cuMemHostRegister", 2, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
 
-    monkeypatch.setattr(StagingLine, "dial", dial)
-    with pytest.raises(TransportFailure, match="no route"):
-        writer.transport.connect("first", invitation)  # its slots stay
-    writer.wait_closed("first")
-    before = len(os.listdir("/proc/self/fd"))
-    for number in range(5):
-        with pytest.raises(TransportFailure, match="no route"):
+    monkeypatch.setattr(OwnersSlots, "reached", reached)
+    counts = []
+    for number, invitation in enumerate(invitations):
+        with pytest.raises((TransportFailure, CudaFailure)):
             writer.transport.connect(f"owner#{number}", invitation)
-        writer.wait_closed(f"owner#{number}")
-    until(lambda: len(os.listdir("/proc/self/fd")) <= before, "every descriptor is closed")
+        until(lambda: not writer.transport.poll() and not owner.transport.poll(), "all is told")
+        counts.append(len(os.listdir("/proc/self/fd")))
+    until(lambda: len(os.listdir("/proc/self/fd")) <= counts[0], "every descriptor is closed")
     for side in (writer, owner):
         side.close()
 
 
-def test_thread_that_dies_is_told_to_who_polls_and_hangs_nobody() -> None:
-    writer, owner = (Side(DoubleStaged(TcpTransport())) for _ in range(2))
-    for seed, side in enumerate((writer, owner)):
-        side.add_buffer(1 << 16, seed)
-    join(writer, owner)
-    assert writer.wait_batch(writer.submit_block("owner", 0, 4)) == "ok"
-    stager = cast("DoubleStaged", writer.transport)._stager
-    assert stager is not None
+def test_lane_that_cannot_be_polled_ends_its_worker_and_tells_everybody(
+    pair: Callable[..., tuple[GpuNode, GpuNode]], caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = pair()
+    outgoing = prefill.send("t", [SRC], TOKENS)
+    incoming = decode.receive("t", prefill.address, [DST], range(TOKENS))
+    assert outgoing.accepted.wait(WAIT_S)
+    [lane] = prefill.endpoint.transports.values()
+    broken = cast("DoubleStaged", lane)._stager
+    assert broken is not None
 
     def expire() -> None:
         raise MemoryError("as if")
 
-    stager._expire = expire  # type: ignore[method-assign]
-    ticket = writer.submit_block("owner", 0, 4)
-    with pytest.raises(TransportFailure, match="thread of the staging lane has died: MemoryError"):
-        writer.wait_until(lambda: False, "the poll raises")
-    assert [done.status.value for done in writer.done(ticket)] == ["peer_failed"]
-    with pytest.raises(TransportFailure, match="has died"):
-        writer.submit_block("owner", 0, 4)
-    writer.transport.close_blocks("owner", [[0]])
-    writer.transport.close()
-    owner.transport.close()
-
-
-@pytest.mark.usefixtures("double")
-def test_closing_blocks_does_not_wait_for_ever_for_the_gpu(
-    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, owner = sides
-    staged = cast("DoubleStaged", owner.transport)
-    staged.guard(groups(4))
-    staged.invite("another")
-    monkeypatch.setattr(stager_module, "PLACED_WAIT_S", 0.01)
-    monkeypatch.setattr(Owner, "places", lambda *_: True)
-    with pytest.raises(TransportFailure, match="still copies into closed blocks"):
-        staged.close_blocks("writer", [[0]])
-
-
-def test_blocks_are_not_closed_while_the_gpu_may_place_what_the_thread_that_died_began(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    writer, owner = (Side(DoubleStaged(TcpTransport())) for _ in range(2))
-    for seed, side in enumerate((writer, owner)):
-        side.add_buffer(1 << 16, seed)
-    join(writer, owner)
-    staged = cast("DoubleStaged", owner.transport)
-    staged.guard(groups(4))
-    staged.invite("another")
-    staged.close_blocks("writer", [[0]])
-    stager = staged._stager
-    assert stager is not None
-    monkeypatch.setattr(stager, "_copies", lambda _: True)  # under way
-    monkeypatch.setattr(stager, "_expire", lambda: 1 / 0)
-    stager._kick()
-    until(lambda: bool(stager._died), "the thread has died")
-    with pytest.raises(TransportFailure, match="may still copy into closed blocks: the thread of the staging lane"):
-        staged.close_blocks("writer", [[0]])
-    writer.transport.close()
-    owner.transport.close()
+    broken._expire = expire  # type: ignore[method-assign]
+    outgoing.layer_ready(0)
+    for end in (outgoing, incoming):
+        with pytest.raises(TransferFailed):
+            end.wait(WAIT_S)
+    until(lambda: "MemoryError" in prefill.endpoint.failure, "the worker has ended with its last transport")
+    assert "is given up" in caplog.text

@@ -8,7 +8,9 @@ import pytest
 
 from pdlink.endpoint import driver
 from pdlink.endpoint.peer import PeerState
+from pdlink.events import MessageDropped, PeerChanged
 from pdlink.protocol import messages
+from tests.attacks.stranger import Stranger
 from tests.waiting import until
 
 from .conftest import Handler, Node, Pair
@@ -36,6 +38,11 @@ def frames_of(node: Node, monkeypatch: pytest.MonkeyPatch) -> list[messages.Enve
 def connect(pair: Pair) -> None:
     pair.expect("first")
     until(lambda: pair.sender_state("early") == 1, "the session is there")
+
+
+def reasons(pair: Pair) -> list[str]:
+    """For which messages were dropped."""
+    return [event.reason for event in pair.events if isinstance(event, MessageDropped)]
 
 
 def losses(pair: Pair) -> int:
@@ -124,3 +131,25 @@ def test_worker_that_answers_in_its_callback_is_heard_in_the_same_frame(
     until(lambda: any(messages.Ack("t") in envelope.bodies for envelope in sent), "it is acknowledged")
     (envelope,) = [envelope for envelope in sent if messages.Ack("t") in envelope.bodies]
     assert messages.Expect("next") in envelope.bodies
+
+
+def test_note_to_a_transport_that_has_none_ends_its_session(pair: Pair) -> None:
+    connect(pair)
+    [peer] = pair.decode.endpoint.peers()
+    with pair.decode.endpoint.lock:
+        pair.decode.endpoint.sessions.say(peer.key, b"x")
+        pair.decode.endpoint.sessions.say("nobody#1", b"x")
+    until(lambda: not pair.prefill.endpoint.peers(), "the session is over")
+    lost = [event for event in pair.events if isinstance(event, PeerChanged) and event.state == "lost"]
+    assert any("got a note of 1 bytes" in event.reason for event in lost)
+
+
+def test_note_before_the_session_is_ready_reaches_no_transport(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(type(pair.prefill.transport), "heard", lambda _self, peer, _data: heard.append(peer))
+    with Stranger(pair) as stranger:
+        stranger.hello()
+        stranger.hear(messages.Welcome)
+        stranger.say(messages.Note(b"x"))
+        until(lambda: "before_handshake" in reasons(pair), "it is dropped")
+        assert not heard

@@ -22,6 +22,7 @@ BODIES: list[messages.Body] = [
     messages.Invite(b"", "no descriptors"),
     messages.Ready(),
     messages.Heartbeat(),
+    messages.Note(b"x"),
     messages.Bye("shutdown"),
 ]
 

@@ -1,13 +1,6 @@
-"""What decides in the staging lane: cutting, credit, whose blocks a run is in, who comes in. No GPU."""
+"""What decides in the staging lane: cutting, credit, whose blocks a run is in. No GPU."""
 
 from __future__ import annotations
-
-import contextlib
-import errno
-import select
-import socket
-import threading
-from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,14 +8,11 @@ import pytest
 from pdlink.errors import ProtocolError
 from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout, RunList, paged_layout
-from pdlink.transport.edge import listening
 from pdlink.transport.staging.credit import Credit
-from pdlink.transport.staging.door import MAX_WAITING, Door
-from pdlink.transport.staging.line import StagingLine
 from pdlink.transport.staging.open_blocks import OpenBlocks
 from pdlink.transport.staging.peers import StagingPeer, WritingTo
 from pdlink.transport.staging.rest import RestOfBatch
-from pdlink.transport.staging.wire import Ask, FrameCutter, Grant, Invitation, SlotPlaced, packed
+from pdlink.transport.staging.wire import Grant, Invitation, SlotPlaced
 from pdlink.transport.staging.writer import Writer
 
 
@@ -124,102 +114,14 @@ def test_a_run_is_let_through_exactly_if_all_its_bytes_are_in_open_blocks(order:
     assert guard.require(8, 0, np.array([first]), np.array([1])).tolist() == [2], "that of another peer stays open"
 
 
-def test_a_frame_is_read_whole_however_it_comes_and_not_if_it_is_too_long() -> None:
-    frames = packed(Ask(3)) + packed(Ask(4))
-    inflow, found = FrameCutter(64), []
-    for byte in frames:
-        inflow.add(bytes([byte]))
-        found.append(inflow.take())
-    assert [one for one in found if one] == [Ask(3), Ask(4)]
-    inflow.add((65).to_bytes(4, "big"))
-    with pytest.raises(ProtocolError, match="got 65 bytes; expected at most 64"):
-        inflow.take()
-    for garbage in (b"\x00\x00\x00\x01\xc1", b"\x00\x00\x00\x02\x92\x01"):
-        inflow = FrameCutter(64)
-        inflow.add(garbage)
-        with pytest.raises(ProtocolError, match="cannot be read"):
-            inflow.take()
-
-
-class NoDescriptor:
-    """A listening socket of a process whose descriptors are used up, until it is told otherwise."""
-
-    def __init__(self) -> None:
-        self.real = listening("127.0.0.1")
-        self.used_up = True
-
-    def fileno(self) -> int:
-        return self.real.fileno()
-
-    def accept(self) -> Any:
-        if self.used_up:
-            raise OSError(errno.EMFILE, "Too many open files")
-        return self.real.accept()
-
-    def close(self) -> None:
-        self.real.close()
-
-
-def test_a_door_without_descriptors_is_deaf_for_a_while_instead_of_busy() -> None:
-    listen, epoll = NoDescriptor(), select.epoll()
-    door = Door(cast("socket.socket", listen), epoll, {})
-    with contextlib.closing(door), socket.create_connection(listen.real.getsockname()):
-        assert epoll.poll(5)
-        assert door.accept(listen.fileno())
-        assert epoll.poll(0) == [], "it would spin otherwise"
-        [until_s] = door.until_s
-        listen.used_up = False
-        door.expire(until_s)
-        [(fd, _)] = epoll.poll(5)
-        assert door.accept(fd)
-        [hello_s] = door.until_s
-        door.expire(hello_s)
-        assert door.until_s == [], "nobody may be silent for ever"
-
-
-def test_strangers_beyond_a_number_are_ended_at_once() -> None:
-    listen, epoll = listening("127.0.0.1"), select.epoll()
-    door = Door(listen, epoll, {})
-    fd = listen.fileno()
-    with contextlib.closing(door), contextlib.ExitStack() as made:
-        for _ in range(MAX_WAITING):
-            made.enter_context(socket.create_connection(listen.getsockname()))
-            assert door.accept(fd)
-        late = made.enter_context(socket.create_connection(listen.getsockname()))
-        late.settimeout(5)
-        assert door.accept(fd)
-        assert late.recv(1) == b""
-        assert len(door.until_s) == MAX_WAITING
-
-
 def test_an_owner_cannot_make_a_writer_keep_more_grants_than_it_has_slots() -> None:
-    there = Invitation("127.0.0.1", 1, 1, bytes(16), (64,), 0, 4096, 4, b"")
-    peer, writing = StagingPeer("owner", 1), WritingTo(cast("StagingLine", None), there)
+    there = Invitation((64,), 0, 4096, 4, b"")
+    peer, writing = StagingPeer("owner", 1), WritingTo(there)
     writer = Writer.__new__(Writer)
-    writer.on_frame(peer, writing, Grant((0, 1, 2)))
+    writer.on_note(peer, writing, Grant((0, 1, 2)))
     with pytest.raises(ProtocolError, match=r"got slots \(3, 0\) beside 3; expected 4 at most"):
-        writer.on_frame(peer, writing, Grant((3, 0)))
+        writer.on_note(peer, writing, Grant((3, 0)))
     with pytest.raises(ProtocolError, match=r"got slots \(4,\)"):
-        writer.on_frame(peer, writing, Grant((4,)))
-    for frame in (SlotPlaced(9), Ask(1)):
-        with pytest.raises(ProtocolError):
-            writer.on_frame(peer, writing, frame)
-
-
-def test_a_line_reads_a_bounded_part_of_a_flood_at_a_time() -> None:
-    """Its owner's lock is free in between: with a peer that sends without end nobody else would get it."""
-    near, far = socket.socketpair()
-    with contextlib.closing(far), contextlib.closing(select.epoll()) as epoll:
-        line = StagingLine(near, epoll, known=True)
-        flood, count = packed(Ask(1)), 20_000
-        sender = threading.Thread(target=far.sendall, args=(flood * count,))
-        sender.start()
-        came = 0
-        while came < count:
-            assert epoll.poll(5)
-            some = len(list(line.frames()))
-            assert some * len(flood) <= (1 << 15) + len(flood)
-            came += some
-        sender.join()
-        assert came == count
-        line.close()
+        writer.on_note(peer, writing, Grant((4,)))
+    with pytest.raises(ProtocolError, match="slot 9 is placed, and was not sent"):
+        writer.on_note(peer, writing, SlotPlaced(9))

@@ -37,6 +37,7 @@ from pdlink.transport.staged import StagedMapped, StagedTcp
 from pdlink.transport.tcp import TcpTransport
 from pdlink.transport.ucx import UcxTransport
 
+from ..carried import Carried
 from .figures import (
     BY_LAYER,
     MAPPED,
@@ -69,8 +70,8 @@ HIDDEN, QUERY_HEADS, INTERMEDIATE, WEIGHT_SETS = 4096, 32, 14336, 4
 
 TRANSPORTS: dict[str, Callable[[], Transport]] = {
     "mapped-cuda": MappedCudaTransport,
-    "staged-mapped": lambda: StagedMapped(MappedTransport()),
-    "staged-tcp": lambda: StagedTcp(TcpTransport()),
+    "staged-mapped": lambda: Carried(StagedMapped(MappedTransport())),
+    "staged-tcp": lambda: Carried(StagedTcp(TcpTransport())),
     "ucx": lambda: UcxTransport("cuda_ipc,cuda_copy,tcp"),
 }
 

@@ -47,7 +47,10 @@ class Credit:
         self._held[writer].discard(slot)
         self._free.append(slot)
 
+    def ask_no_more(self, writer: str) -> None:
+        self._asked.pop(writer, None)
+
     def forget(self, writer: str) -> None:
         """All that it holds is free: nothing of it can be written any more."""
-        self._asked.pop(writer, None)
+        self.ask_no_more(writer)
         self._free.extend(self._held.pop(writer, ()))

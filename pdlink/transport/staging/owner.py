@@ -37,12 +37,12 @@ class Owner:
         below: Transport,
         regions: Sequence[tuple[int, int]],
         peers: Mapping[str, StagingPeer],
-        placed: Callable[[StagingPeer], None],
+        say: Callable[[StagingPeer, wire.Note], None],
     ) -> None:
-        """regions: address and bytes of each device buffer. placed: a slot of the peer's is in its pages."""
+        """regions: address and bytes of each device buffer."""
         self.copies = copies
         self._slots, self._below, self._regions, self._peers = slots, below, regions, peers
-        self._placed = placed
+        self._say = say
         self._credit = Credit(slots.count)
 
     def go_on(self) -> None:
@@ -50,6 +50,11 @@ class Owner:
         for one in self.copies.take_ended():
             self._answer(one)
         self._scatter()
+
+    def stop(self, peer: StagingPeer, owning: Owning) -> None:
+        """Begin nothing more for it."""
+        owning.arrived.clear()
+        self._credit.ask_no_more(peer.name)
 
     def forget(self, peer: StagingPeer) -> None:
         """Nothing of the peer can be written to a slot any more."""
@@ -62,20 +67,18 @@ class Owner:
         slots = [*arrived, *(one.work for one in self.copies.in_flight if one.work.peer is peer)]
         return any(one.blocks is not None and np.isin(one.blocks, numbers).any() for one in slots)
 
-    def on_frame(self, peer: StagingPeer, owning: Owning, frame: wire.Frame) -> None:
+    def on_note(self, peer: StagingPeer, owning: Owning, note: wire.Ask | wire.SlotFilled) -> None:
         """What a writer says. Raises ProtocolError."""
-        if isinstance(frame, wire.Ask):
-            self._credit.ask(peer.name, frame.count)
+        if isinstance(note, wire.Ask):
+            self._credit.ask(peer.name, note.count)
             self._grant()
-        elif isinstance(frame, wire.Staged):
-            if not self._credit.holds(peer.name, frame.slot) or frame.slot in owning.filled:
-                raise ProtocolError(f"slot {frame.slot} is not granted to it")
-            self._below.close_blocks(peer.name, [[frame.slot]])
-            runs, blocks = self._runs_in(peer, frame)
-            owning.filled.add(frame.slot)
-            owning.arrived.append(ArrivedSlot(peer, frame.number, frame.slot, runs, blocks))
         else:
-            raise ProtocolError(f"a writer does not say {type(frame).__name__}")
+            if not self._credit.holds(peer.name, note.slot) or note.slot in owning.filled:
+                raise ProtocolError(f"slot {note.slot} is not granted to it")
+            self._below.close_blocks(peer.name, [[note.slot]])
+            runs, blocks = self._runs_in(peer, note)
+            owning.filled.add(note.slot)
+            owning.arrived.append(ArrivedSlot(peer, note.number, note.slot, runs, blocks))
 
     def _grant(self) -> None:
         given: dict[str, list[int]] = {}
@@ -84,16 +87,15 @@ class Owner:
         for name, slots in given.items():
             peer = self._peers[name]
             self._below.open_blocks(name, [slots])
-            if peer.owning is not None and peer.owning.line is not None:
-                peer.owning.line.send(wire.Grant(tuple(slots)))
+            self._say(peer, wire.Grant(tuple(slots)))
 
-    def _runs_in(self, peer: StagingPeer, frame: wire.Staged) -> tuple[RunArray, Ints | None]:
+    def _runs_in(self, peer: StagingPeer, note: wire.SlotFilled) -> tuple[RunArray, Ints | None]:
         """The runs of a slot, and the blocks that they touch. Raises ProtocolError for one that they may not."""
-        num_runs = sum(len(packed) for _, packed in frame.runs) // 16
+        num_runs = sum(len(packed) for _, packed in note.runs) // 16
         if not 0 < num_runs <= wire.MAX_RUNS:  # before any of them is looked up
             raise ProtocolError(f"a slot has {num_runs} runs; 1 to {wire.MAX_RUNS} are expected")
         found, blocks, left_nbytes = [], [], self._slots.nbytes
-        for region, packed in frame.runs:
+        for region, packed in note.runs:
             if region >= len(self._regions):
                 raise ProtocolError(f"a run is for region {region}; there are {len(self._regions)}")
             if len(packed) % 16:
@@ -110,7 +112,7 @@ class Owner:
                 blocks.append(self.guard.require(peer.number, region, offsets, nbytes))
             found.append(np.stack([np.zeros_like(offsets), offsets + address, nbytes], axis=1).astype(np.int64))
         whole = np.concatenate(found)
-        whole[:, 0] = self._slots.device_ptr(frame.slot) + starts(whole[:, 2])
+        whole[:, 0] = self._slots.device_ptr(note.slot) + starts(whole[:, 2])
         return whole, np.concatenate(blocks) if blocks else None
 
     def _scatter(self) -> None:
@@ -126,7 +128,6 @@ class Owner:
         assert owning is not None
         owning.filled.discard(one.slot)
         self._credit.give_back(one.peer.name, one.slot)
-        if owning.line is not None:
-            owning.line.send(wire.SlotPlaced(one.number))
-        self._placed(one.peer)
+        if one.peer.usable:
+            self._say(one.peer, wire.SlotPlaced(one.number))
         self._grant()

@@ -11,7 +11,6 @@ from pdlink.cuda.driver import CudaFailure
 
 if TYPE_CHECKING:
     from pdlink.kv.layout import RunArray
-    from pdlink.transport.staging.line import StagingLine
     from pdlink.transport.staging.open_blocks import Ints
     from pdlink.transport.staging.rest import RestOfBatch, SlotRuns
     from pdlink.transport.staging.slots import OwnersSlots
@@ -30,7 +29,7 @@ class StagedBatch:
 
 
 @dataclass(eq=False)
-class FilledSlot:
+class OutgoingSlot:
     """Runs of a batch on their way: gathered, then put, then placed by its owner."""
 
     peer: StagingPeer
@@ -59,7 +58,6 @@ class ArrivedSlot:
 class WritingTo:
     """We write to the peer."""
 
-    line: StagingLine
     there: Invitation
     direct: OwnersSlots | None = None
     """The owner's slots, where the GPU reaches them."""
@@ -68,10 +66,15 @@ class WritingTo:
     """Not granted yet."""
     queue: deque[StagedBatch] = field(default_factory=deque)
     """Not cut in full."""
-    staged: dict[int, FilledSlot] = field(default_factory=dict)
+    told: dict[int, OutgoingSlot] = field(default_factory=dict)
     """The owner knows of them, and has not said that they are placed."""
     num_slots: int = 0
     """Of ours, that it has."""
+
+    def stop(self) -> None:
+        """Begin nothing more."""
+        for of_it in (self.queue, self.told, self.grants):
+            of_it.clear()
 
     def unpin(self) -> None:
         """The GPU gathers nothing any more."""
@@ -84,11 +87,6 @@ class WritingTo:
 class Owning:
     """The peer writes to us."""
 
-    session: int
-    token: bytes
-    line: StagingLine | None = None
-    dialed: bool = False
-    """The token has been used."""
     arrived: deque[ArrivedSlot] = field(default_factory=deque)
     """Not begun."""
     filled: set[int] = field(default_factory=set)
@@ -110,5 +108,7 @@ class StagingPeer:
     owning: Owning | None = None
     closed_below: bool = False
     """The transport below has reported its fence."""
-    give_up_s: float = 0.0
-    """Until when an owner is waited for that does not end the connection."""
+
+    @property
+    def usable(self) -> bool:
+        return not self.closing and not self.failure

@@ -1,59 +1,63 @@
-"""`Stager`: moves batches through slots at both ends, in one thread that sleeps while nothing is to be done.
+"""`Stager`: moves batches through slots at both ends. It has no thread: `poll` does what there is to be done.
 
-Writer (`writer.py`): a batch is cut into what a slot holds. That waits for a slot of the owner's (`credit.py`) and
-for one of ours; then the GPU gathers its runs into our slot, and behind the event the transport below puts the slot
-into the owner's. Owner (`owner.py`): told that a slot is filled, it checks every run, the GPU scatters them into the
-pages, and behind the event the writer hears it and the slot is free. So several slots are on their way at once, and
-only the gather of the first and the scatter of the last one do not overlap with the network. Nothing is gathered
-before the owner has room: back-pressure.
+    writer (`writer.py`)   WANTED -granted-> GATHERING -gathered-> PUTTING -put-> TOLD -placed-> done
+    owner (`owner.py`)     GRANTED -filled-> ARRIVED -begun-> SCATTERING -scattered-> PLACED, and free again
+
+A batch is cut into what a slot holds. That waits for a slot of the owner's (`credit.py`); then the GPU gathers its
+runs into one of ours, and behind the event the transport below puts it into the owner's, or the GPU gathers into the
+owner's at once. Told that a slot is filled, the owner checks every run, the GPU scatters them into the pages, and
+behind the event the writer hears it. So several slots are on their way at once, and only the gather of the first and
+the scatter of the last one do not overlap with the network. Nothing is gathered before the owner has room:
+back-pressure.
+
+What the GPU has in flight rings a descriptor that `fileno` covers, as the transport below does; deadlines, and copies
+whose end nobody rings for after a failure, are looked at in every `poll`.
 
 The fence is here: no byte reaches a page but by a scatter of the owner's own. PeerClosed follows the end of the last
-one, and the fence of the transport below, behind which no slot can be written any more. A writer's PeerClosed waits
-for the owner to end the connection, which it does when it has placed all that it had begun to.
+one, and the fence of the transport below, behind which no slot can be written any more. After a failure in a kernel
+the context is dead, and with it every peer of the lane. Whether the stores of that kernel have ended is not known
+then, so what it uses is never freed.
 """
 
 from __future__ import annotations
 
-import logging
-import secrets
+import contextlib
+import os
 import select
 import threading
 import time
-from typing import TYPE_CHECKING, Final
+import weakref
+from typing import TYPE_CHECKING, Any
 
 from pdlink.cuda.copies import Copies
+from pdlink.cuda.driver import CudaFailure
 from pdlink.errors import ProtocolError, TransportFailure
-from pdlink.transport.base import BatchDone, BatchStatus, Occurrence, PeerClosed, PeerFailed
+from pdlink.transport.base import BatchDone, BatchStatus, Occurrence, PeerClosed, PeerFailed, TransportNote
 from pdlink.transport.staging import wire
-from pdlink.transport.staging.door import Door
-from pdlink.transport.staging.line import StagingLine
-from pdlink.transport.staging.loop import StagingLoop
 from pdlink.transport.staging.owner import Owner
-from pdlink.transport.staging.peers import ArrivedSlot, FilledSlot, Owning, StagedBatch, StagingPeer, WritingTo
+from pdlink.transport.staging.peers import ArrivedSlot, OutgoingSlot, Owning, StagedBatch, StagingPeer, WritingTo
 from pdlink.transport.staging.rest import RestOfBatch
 from pdlink.transport.staging.writer import Writer
 
 if TYPE_CHECKING:
-    import socket
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pdlink.cuda.driver import Device
     from pdlink.cuda.kernels import Kernels
+    from pdlink.cuda.launches import Launches
     from pdlink.cuda.ways import Ways
     from pdlink.kv.layout import RunList
     from pdlink.transport.base import Transport
     from pdlink.transport.staging.open_blocks import OpenBlocks
     from pdlink.transport.staging.slots import OwnersSlots, Slots
 
-log = logging.getLogger(__name__)
+_CLOSE_LOOK_S = 0.01
 
-CLOSE_WAIT_S: Final = 10.0
-"""How long a writer waits for an owner to end the connection."""
-PLACED_WAIT_S: Final = 0.5
-"""How long `close_blocks` waits, in the endpoint's loop, for a copy of some megabytes."""
+_ABANDONED: list[dict[str, StagingPeer]] = []
+"""Their memory stays mapped until the process ends: the GPU may still use it."""
 
 
-class Stager(StagingLoop):
+class Stager:
     def __init__(
         self,
         device: Device,
@@ -62,62 +66,53 @@ class Stager(StagingLoop):
         gathered: Slots,
         received: Slots,
         below: Transport,
-        listen: socket.socket,
         regions: list[tuple[int, int]],
     ) -> None:
-        """Starts the thread. gathered, received: made before a peer needs them. below: open. listen: is closed here.
-        regions: address and bytes of each device buffer. Raises CudaFailure, CudaUnavailable, OSError."""
-        super().__init__()
-        self._below = below
-        self._placed = threading.Condition(self._lock)
-        """Notified when slots have been placed."""
-        self._lines: dict[int, StagingPeer] = {}
-        """By descriptor."""
-        self._stopped = False
-        """Nothing more will be placed."""
-        try:
-            gathers: Copies[FilledSlot] = Copies(device, kernels, self._wake, gathered.count, ways.to_host_nbytes)
-            self._streams = (gathers,)
-            scatters: Copies[ArrivedSlot] = Copies(device, kernels, self._wake, received.count, ways.to_device_nbytes)
+        """gathered, received: made before a peer needs them. below: open. regions: address and bytes of each device
+        buffer. Raises CudaFailure, CudaUnavailable, OSError."""
+        self._pid, self._below = os.getpid(), below
+        self._lock = threading.Lock()
+        self._peers: dict[str, StagingPeer] = {}
+        self._reports: list[Occurrence] = []
+        self._next = 1
+        self._broken = ""
+        self._closed = False
+        self._streams: tuple[Launches[Any], ...] = ()
+        """What is in flight on them has a `peer`."""
+        with contextlib.ExitStack() as made:
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            made.callback(os.close, self._wake)
+            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            made.callback(os.close, self._bell)
+            self._epoll = select.epoll()
+            made.callback(self._epoll.close)
+            for fd in (self._wake, self._bell, below.fileno()):
+                self._epoll.register(fd, select.EPOLLIN)
+            gathers: Copies[OutgoingSlot] = Copies(device, kernels, self._bell, gathered.count, ways.to_host_nbytes)
+            made.callback(gathers.close)
+            scatters: Copies[ArrivedSlot] = Copies(device, kernels, self._bell, received.count, ways.to_device_nbytes)
             self._streams = (gathers, scatters)
-            self._epoll.register(below.fileno(), select.EPOLLIN)
-            self._door = Door(listen, self._epoll, self._peers)
-        except BaseException:
-            for stream in self._streams:
-                stream.close()
-            self._release()
-            raise
-        self._writer = Writer(gathers, gathered, below, regions, self._report_batch, self._fail)
-        self._owner = Owner(scatters, received, below, regions, self._peers, self._on_placed)
-        self._start()
+            made.pop_all()
+        self._writer = Writer(gathers, gathered, below, regions, self._report_batch, self._fail, self._say)
+        self._owner = Owner(scatters, received, below, regions, self._peers, self._say)
 
     # -- Any thread --------------------------------------------------------------------------------------------------
 
-    def invite(self, name: str) -> tuple[int, bytes]:
-        """Session and token. Raises ValueError for a name in use."""
+    def invite(self, name: str) -> None:
+        """Raises ValueError for a name in use."""
         with self._usable():
             peer = self._peer_for(name)
             if peer.owning is not None:
                 raise ValueError(f"peer name {name} is used twice")
-            peer.owning = Owning(self._number(), secrets.token_bytes(wire.TOKEN_NBYTES))
-            return peer.owning.session, peer.owning.token
+            peer.owning = Owning()
 
     def connect(self, name: str, there: wire.Invitation, direct: OwnersSlots | None) -> None:
-        """After `below` has begun to connect. direct: its owner's if this raises ValueError, for a name in use, or
-        OSError."""
+        """After `below` has begun to connect. direct: its owner's if this raises ValueError, for a name in use."""
         with self._usable():
             peer = self._peer_for(name)
             if peer.writing is not None:
                 raise ValueError(f"peer name {name} is used twice")
-            try:
-                line = StagingLine.dial(there.host, there.port, self._epoll)
-            except BaseException:
-                self._begin_closing(peer)
-                self._kick()
-                raise
-            peer.writing = WritingTo(line, there, direct)
-            self._lines[line.fd] = peer
-            line.send(wire.Hello(there.session, there.token))
+            peer.writing = WritingTo(there, direct)
 
     def extents(self, name: str) -> list[tuple[int, int]]:
         """Regions of the peer, counted from 0 each. Raises TransportFailure if it cannot be written."""
@@ -133,12 +128,29 @@ class Stager(StagingLoop):
             peer.open[batch.ticket] = batch
             if batch.nbytes:
                 self._writer.add(peer, writing, batch)
-                self._go_on()
             else:
                 self._report_batch(peer, batch, BatchStatus.OK, "")
-            if all(batch.deadline_s <= other.deadline_s for other in peer.open.values()):
-                self._kick()  # its deadline is the next one; mostly that of an older batch is
+            self._kick()
             return batch.ticket
+
+    def heard(self, name: str, data: bytes) -> None:
+        """A note of the peer's: what it says is done in the next `poll`. Raises ProtocolError."""
+        if self._forked():
+            return
+        with self._lock:
+            peer = self._peers.get(name)
+            if peer is None or not peer.usable or self._broken:
+                return
+            note = wire.decode(data)
+            if isinstance(note, wire.Grant | wire.SlotPlaced):
+                if peer.writing is None:
+                    raise ProtocolError(f"{type(note).__name__} came from a peer that has not invited us")
+                self._writer.on_note(peer, peer.writing, note)
+            else:
+                if peer.owning is None:
+                    raise ProtocolError(f"{type(note).__name__} came from a peer that is not invited")
+                self._owner.on_note(peer, peer.owning, note)
+            self._kick()
 
     def guard(self, open_blocks: OpenBlocks) -> None:
         """Once."""
@@ -152,68 +164,138 @@ class Stager(StagingLoop):
                 self._owner.guard.open(peer.number, blocks)
 
     def close_blocks(self, name: str, blocks: Sequence[Sequence[int]]) -> None:
-        """Waits for what is being placed there. Raises TransportFailure if that takes too long, or never ends."""
+        """Raises TransportFailure if something is being placed there."""
         with self._lock:
             peer = self._peers.get(name)
             if self._owner.guard is not None and peer is not None:
                 numbers = self._owner.guard.close(peer.number, blocks)
-
-                def quiet() -> bool:
-                    return self._stopped or bool(self._broken) or not self._owner.places(peer, numbers)
-
-                if not self._placed.wait_for(quiet, PLACED_WAIT_S):
-                    raise TransportFailure(f"the GPU still copies into closed blocks after {PLACED_WAIT_S} s")
-                if peer.unfinished or self._owner.places(peer, numbers):  # the GPU may go on
-                    raise TransportFailure(f"the GPU may still copy into closed blocks: {self._broken or 'closed'}")
+                if peer.unfinished or self._owner.places(peer, numbers):
+                    raise TransportFailure(f"the GPU copies into closed blocks{self._broken and ': '}{self._broken}")
 
     def connected(self, name: str) -> bool:
         with self._lock:
             peer = self._peers.get(name)
             return peer is not None and peer.writing is not None and not peer.failure
 
+    def close_peer(self, name: str) -> None:
+        if self._forked():
+            return
+        with self._lock:
+            peer = self._peers.get(name)
+            if peer is not None:
+                self._begin_closing(peer)
+                self._kick()
+
+    def poll(self) -> list[Occurrence]:
+        """Do what there is to be done."""
+        if self._forked():
+            return []
+        with self._lock:
+            if not self._closed:
+                self._turn()
+            reports, self._reports = self._reports, []
+            return reports
+
+    def fileno(self) -> int:
+        return self._epoll.fileno()
+
+    def close(self, grace_s: float) -> bool:
+        """Close every peer, and wait at most `grace_s` for what is in flight and for others.
+
+        False if the GPU may still be copying: what it uses is not freed, and the device must stay open.
+        """
+        if self._forked():
+            return False
+        by_s = time.monotonic() + grace_s
+        with self._lock:
+            for peer in self._peers.values():
+                self._begin_closing(peer)
+        with contextlib.suppress(Exception):  # it is closed because it cannot be polled
+            while True:
+                with self._lock:
+                    self._turn()
+                    if not self._peers or time.monotonic() >= by_s:
+                        break
+                self._epoll.poll(_CLOSE_LOOK_S)
+        with self._lock:
+            self._closed = True
+            self._kick()
+            if self._broken or self._is_busy() or any(peer.unfinished for peer in self._peers.values()):
+                for stream in self._streams:
+                    stream.abandon()
+                _ABANDONED.append(self._peers)
+                return False
+            self._epoll.unregister(self._below.fileno())
+            for peer in self._peers.values():
+                if peer.writing is not None:
+                    peer.writing.unpin()
+            for stream in self._streams:
+                stream.close()
+            weakref.finalize(self, _close, self._epoll, self._wake, self._bell)  # `fileno` is valid until then
+            return True
+
+    # -- With the lock held ------------------------------------------------------------------------------------------
+
+    def _forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    @contextlib.contextmanager
+    def _usable(self) -> Iterator[None]:
+        if self._forked():
+            raise TransportFailure("this transport belongs to the parent of this forked process; open one here")
+        with self._lock:
+            if self._closed:
+                raise TransportFailure("the transport is closed")
+            if self._broken:
+                raise TransportFailure(f"the GPU has failed: {self._broken}")
+            yield
+
+    def _peer_for(self, name: str) -> StagingPeer:
+        """Raises ValueError for a name in use."""
+        peer = self._peers.get(name)
+        if peer is None:
+            peer = self._peers[name] = StagingPeer(name, self._number())
+        if not peer.usable:
+            raise ValueError(f"peer name {name} is used twice")
+        return peer
+
     def _writable(self, name: str) -> WritingTo:
-        writing = self._open_peer(name).writing
-        if writing is None:
+        """Raises TransportFailure."""
+        peer = self._peers.get(name)
+        if peer is None or peer.closing:
+            raise TransportFailure(f"no open peer {name}")
+        if peer.failure:
+            raise TransportFailure(f"peer {name} has failed: {peer.failure}")
+        if peer.writing is None:
             raise TransportFailure(f"not connected to peer {name}")
-        return writing
+        return peer.writing
 
-    # -- The thread, and with the lock held any other ----------------------------------------------------------------
+    def _number(self) -> int:
+        self._next += 1
+        return self._next
 
-    def _work(self, *, look: bool) -> None:  # noqa: ARG002
-        self._writer.go_on()
-        self._owner.go_on()
+    def _kick(self) -> None:
+        os.eventfd_write(self._wake, 1)
 
-    def _on_death(self) -> None:
-        self._stopped = True
-        self._placed.notify_all()
-
-    def _is_quiet(self) -> bool:
-        return super()._is_quiet() and not self._broken  # of a dead context nothing can be unloaded
-
-    def _on_end(self) -> None:
-        self._door.close()
-        for peer in self._peers.values():
-            for line in _lines_of(peer):
-                line.close()
-
-    def _on_ready(self, fd: int, mask: int) -> None:
-        if fd == self._below.fileno():
-            for one in self._below.poll():
-                self._on_below(one)
-        elif self._door.waits(fd):
-            peer = self._door.hear(fd)
-            if peer is not None and peer.owning is not None and peer.owning.line is not None:
-                self._lines[fd] = peer
-                self._on_line(peer, peer.owning.line)
-        elif fd in self._lines:
-            peer = self._lines[fd]
-            line = next(one for one in _lines_of(peer) if one.fd == fd)
-            if mask & select.EPOLLOUT:
-                line.flush()
-            if mask & ~select.EPOLLOUT:
-                self._on_line(peer, line)
-        else:
-            self._door.accept(fd)
+    def _turn(self) -> None:
+        for fd, _ in self._epoll.poll(0):
+            if fd in (self._wake, self._bell):
+                os.eventfd_read(fd)
+            if fd == self._bell:
+                for stream in self._streams:
+                    stream.rung()
+        for one in self._below.poll():
+            self._on_below(one)
+        if not self._broken:
+            try:
+                self._writer.go_on()
+                self._owner.go_on()
+                for stream in self._streams:
+                    stream.ring_at_end()
+            except (CudaFailure, OSError) as failure:
+                self._break(str(failure))
+        self._expire()
+        self._advance_closing()
 
     def _on_below(self, one: Occurrence) -> None:
         peer = self._peers.get(one.peer)
@@ -224,106 +306,76 @@ class Stager(StagingLoop):
         elif peer is not None and isinstance(one, PeerFailed):
             self._fail(peer, one.reason, BatchStatus.PEER_FAILED)
 
-    def _looks(self, now: float) -> list[float]:
-        looks = [until_s - now for until_s in self._door.until_s]
-        return looks + [
-            peer.give_up_s - now for peer in self._peers.values() if peer.closing and peer.give_up_s > now
-        ]
+    def _is_busy(self) -> bool:
+        return any(stream.in_flight for stream in self._streams)
+
+    def _copies(self, peer: StagingPeer) -> bool:
+        """Whether the GPU copies for this peer."""
+        return any(launch.work.peer is peer for stream in self._streams for launch in stream.in_flight)
 
     def _expire(self) -> None:
-        super()._expire()
-        self._door.expire(time.monotonic())
-
-    def _on_placed(self, peer: StagingPeer) -> None:
-        self._end_owning(peer)
-        self._placed.notify_all()
-
-    def _end_owning(self, peer: StagingPeer) -> None:
-        """End the connection of a writer that has ended it, or is closed, once nothing of it is being placed."""
-        owning = peer.owning
-        if owning is None or owning.line is None or self._copies(peer):
-            return
-        if owning.line.ended or peer.closing:
-            self._drop_line(owning.line)
-            owning.line = None
-
-    def _on_line(self, peer: StagingPeer, line: StagingLine) -> None:
-        writing, owning = peer.writing, peer.owning
-        try:
-            for frame in line.frames():
-                if writing is not None and line is writing.line:
-                    if not peer.closing and not peer.failure:
-                        self._writer.on_frame(peer, writing, frame)
-                elif owning is not None and not peer.closing:
-                    self._owner.on_frame(peer, owning, frame)
-        except ProtocolError as error:
-            log.warning("staging lane of peer %s: %s", peer.name, error)
-            if writing is not None and line is writing.line:
-                self._fail(peer, str(error), BatchStatus.PEER_FAILED)
-            else:
-                line.stop()
-        if line.ended:
-            if writing is not None and line is writing.line:
-                if not peer.failure and not peer.closing:
-                    self._fail(peer, "peer closed", BatchStatus.PEER_FAILED)
-            elif owning is not None:
-                owning.arrived.clear()  # it is told of no failure by a writer that has left, and needs none
-                self._placed.notify_all()
-                self._end_owning(peer)
-
-    def _drop_line(self, line: StagingLine) -> None:
-        self._lines.pop(line.fd, None)
-        line.close()
+        now = time.monotonic()
+        for peer in list(self._peers.values()):
+            if not peer.failure and any(batch.deadline_s <= now for batch in peer.open.values()):
+                self._fail(peer, "batch deadline passed", BatchStatus.TIMEOUT)
 
     def _fail(self, peer: StagingPeer, reason: str, status: BatchStatus) -> None:
+        """With TIMEOUT, only the batches that missed their own deadline are TIMEOUT."""
+        if peer.failure:
+            return
+        now = time.monotonic()
+        if not peer.closing:
+            peer.failure = reason
+            self._reports.append(PeerFailed(peer.name, reason))
+        for batch in list(peer.open.values()):
+            other = status is BatchStatus.TIMEOUT and batch.deadline_s > now
+            self._report_batch(peer, batch, BatchStatus.PEER_FAILED if other else status, reason)
         if peer.writing is not None:
-            super()._fail(peer, reason, status)
-
-    def _stop_writing(self, peer: StagingPeer) -> None:
-        writing = peer.writing
-        if writing is not None:
-            writing.queue.clear()
-            writing.staged.clear()
-            writing.grants.clear()
-            writing.line.end()
+            peer.writing.stop()
 
     def _break(self, reason: str) -> None:
-        super()._break(reason)
+        """The context is dead: nothing that is in flight will be reported."""
+        self._broken = reason
         for peer in self._peers.values():
-            if peer.owning is not None and peer.owning.line is not None:
-                self._drop_line(peer.owning.line)
-                peer.owning.line = None
-        self._placed.notify_all()
+            peer.unfinished |= self._copies(peer)
+        for stream in self._streams:
+            stream.in_flight.clear()
+        for peer in self._peers.values():
+            self._fail(peer, f"the GPU has failed: {reason}", BatchStatus.PEER_FAILED)
 
     def _begin_closing(self, peer: StagingPeer) -> None:
+        """Safe to call twice."""
         if peer.closing:
             return
-        peer.closing, peer.give_up_s = True, time.monotonic() + CLOSE_WAIT_S
+        peer.closing = True
         for batch in list(peer.open.values()):
             self._report_batch(peer, batch, BatchStatus.CANCELLED, "closed by this side")
-        self._stop_writing(peer)
+        if peer.writing is not None:
+            peer.writing.stop()
         if peer.owning is not None:
-            peer.owning.arrived.clear()
-            self._placed.notify_all()
+            self._owner.stop(peer, peer.owning)
         self._below.close_peer(peer.name)
 
     def _advance_closing(self) -> None:
-        now = time.monotonic()
+        """Report the peers that are closed and quiet, and forget them."""
         for peer in [peer for peer in self._peers.values() if peer.closing]:
-            self._end_owning(peer)
-            writing = peer.writing
-            waits = writing is not None and not writing.line.ended and now < peer.give_up_s
-            if not peer.closed_below or waits or self._copies(peer) or peer.unfinished:
-                continue
-            if writing is not None:
-                self._drop_line(writing.line)
-                writing.unpin()
-            del self._peers[peer.name]
-            self._owner.forget(peer)
-            self._report(PeerClosed(peer.name))
+            if peer.closed_below and not self._copies(peer) and not peer.unfinished:
+                if peer.writing is not None:
+                    peer.writing.unpin()
+                del self._peers[peer.name]
+                self._owner.forget(peer)
+                self._reports.append(PeerClosed(peer.name))
+
+    def _report_batch(self, peer: StagingPeer, batch: StagedBatch, status: BatchStatus, detail: str) -> None:
+        del peer.open[batch.ticket]
+        now = time.monotonic()
+        self._reports.append(BatchDone(batch.ticket, peer.name, status, batch.nbytes, batch.submitted_s, now, detail))
+
+    def _say(self, peer: StagingPeer, note: wire.Note) -> None:
+        self._reports.append(TransportNote(peer.name, wire.encode(note)))
 
 
-def _lines_of(peer: StagingPeer) -> list[StagingLine]:
-    lines = [peer.writing.line if peer.writing is not None else None]
-    lines.append(peer.owning.line if peer.owning is not None else None)
-    return [line for line in lines if line is not None]
+def _close(epoll: select.epoll, *fds: int) -> None:
+    epoll.close()
+    for fd in fds:
+        os.close(fd)

@@ -2,7 +2,7 @@
 
 Where the GPU reaches the owner's slots it gathers into them, and nothing is put.
 
-Used with the lock of the `Stager` held, in any thread.
+Used with the lock of the `Stager` held.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pdlink.errors import PdlinkError, ProtocolError
 from pdlink.kv.layout import RunList
 from pdlink.transport.base import BatchStatus
 from pdlink.transport.staging import wire
-from pdlink.transport.staging.peers import FilledSlot
+from pdlink.transport.staging.peers import OutgoingSlot
 from pdlink.transport.staging.rest import starts
 
 if TYPE_CHECKING:
@@ -33,23 +33,24 @@ if TYPE_CHECKING:
 class Writer:
     def __init__(
         self,
-        copies: Copies[FilledSlot],
+        copies: Copies[OutgoingSlot],
         slots: Slots,
         below: Transport,
         regions: Sequence[tuple[int, int]],
         done: Callable[[StagingPeer, StagedBatch, BatchStatus, str], None],
         fail: Callable[[StagingPeer, str, BatchStatus], None],
+        say: Callable[[StagingPeer, wire.Note], None],
     ) -> None:
         """regions: address and bytes of each device buffer. done: reports a batch; fail: a peer."""
         self.copies = copies
         self._slots, self._below, self._regions = slots, below, regions
-        self._done, self._fail = done, fail
+        self._done, self._fail, self._say = done, fail, say
         self._turns: deque[StagingPeer] = deque()
         """Peers with batches to cut."""
         self._free = deque(range(slots.count))
         self._most = max(1, slots.count // 2)
         """Slots of ours that one peer has: one that stands still does not keep them from the others."""
-        self._puts: dict[int, FilledSlot] = {}
+        self._puts: dict[int, OutgoingSlot] = {}
         """By the ticket of the transport below."""
         self._number = 0
 
@@ -69,13 +70,13 @@ class Writer:
         """Ask owners for the slots that waiting batches will need, and no more than they give to one writer."""
         for peer in self._turns:
             writing = peer.writing
-            if writing is not None and not peer.failure and not peer.closing:
+            if writing is not None and peer.usable:
                 most = max(1, writing.there.num_slots // 2)
                 num_slots = sum(-(-batch.rest.nbytes // self._slot_nbytes(writing)) for batch in writing.queue)
                 missing = min(num_slots, most) - len(writing.grants) - writing.num_asked
                 if missing > 0:
                     writing.num_asked += missing
-                    writing.line.send(wire.Ask(missing))
+                    self._say(peer, wire.Ask(missing))
 
     def _slot_nbytes(self, writing: WritingTo) -> int:
         return min(self._slots.nbytes, writing.there.slot_nbytes)
@@ -86,7 +87,7 @@ class Writer:
         while self._turns and self.copies.has_room:
             peer = self._turns.popleft()
             writing = peer.writing
-            if writing is None or peer.failure or peer.closing or not writing.queue:
+            if writing is None or not peer.usable or not writing.queue:
                 continue
             direct = writing.direct
             if not writing.grants or (direct is None and (not self._free or writing.num_slots >= self._most)):
@@ -104,13 +105,13 @@ class Writer:
             if direct is None:
                 slot = self._free.popleft()
                 writing.num_slots += 1
-            out = FilledSlot(peer, batch, self._number, runs, there, slot)
+            out = OutgoingSlot(peer, batch, self._number, runs, there, slot)
             batch.num_open += 1
             self._turns.append(peer)
             self.copies.begin(out, self._runs_out(out, writing))
         self._turns.extend(waiting)
 
-    def _runs_out(self, out: FilledSlot, writing: WritingTo) -> RunArray:
+    def _runs_out(self, out: OutgoingSlot, writing: WritingTo) -> RunArray:
         whole = np.concatenate([runs for _, _, runs in out.runs.lists])
         if writing.direct is not None:
             to = writing.direct.device_ptr(out.there)
@@ -124,19 +125,19 @@ class Writer:
             first += len(runs)
         return whole
 
-    def _gathered(self, out: FilledSlot) -> None:
+    def _gathered(self, out: OutgoingSlot) -> None:
         """It is in its slot: the owner's, or ours, which is put then."""
         peer, writing = out.peer, out.peer.writing
         assert writing is not None
         if writing.direct is not None:
             writing.direct.leave()
             self._tell(out, writing)
-        elif peer.failure or peer.closing:
+        elif not peer.usable:
             self._free_slot(out)
         else:
             self._put(out, writing)
 
-    def _put(self, out: FilledSlot, writing: WritingTo) -> None:
+    def _put(self, out: OutgoingSlot, writing: WritingTo) -> None:
         peer, there = out.peer, writing.there
         assert out.slot is not None
         run = np.array([[self._slots.offset(out.slot), out.there * there.slot_nbytes, out.runs.nbytes]], np.int64)
@@ -148,7 +149,7 @@ class Writer:
             self._free_slot(out)
             self._fail(peer, str(error), BatchStatus.PEER_FAILED)
 
-    def _free_slot(self, out: FilledSlot) -> None:
+    def _free_slot(self, out: OutgoingSlot) -> None:
         assert out.peer.writing is not None
         assert out.slot is not None
         out.peer.writing.num_slots -= 1
@@ -166,30 +167,28 @@ class Writer:
         elif writing is not None:
             self._tell(out, writing)
 
-    def _tell(self, out: FilledSlot, writing: WritingTo) -> None:
+    def _tell(self, out: OutgoingSlot, writing: WritingTo) -> None:
         """The owner's slot is filled."""
-        if not out.peer.failure and not out.peer.closing:
-            writing.staged[out.number] = out
+        if out.peer.usable:
+            writing.told[out.number] = out
             ends = [(region, np.ascontiguousarray(runs[:, 1:])) for _, region, runs in out.runs.lists]
             told = tuple((region, end.astype("<i8", copy=False).tobytes()) for region, end in ends)
-            writing.line.send(wire.Staged(out.number, out.there, told))
+            self._say(out.peer, wire.SlotFilled(out.number, out.there, told))
 
-    def on_frame(self, peer: StagingPeer, writing: WritingTo, frame: wire.Frame) -> None:
+    def on_note(self, peer: StagingPeer, writing: WritingTo, note: wire.Grant | wire.SlotPlaced) -> None:
         """What an owner says. Raises ProtocolError."""
-        if isinstance(frame, wire.Grant):
+        if isinstance(note, wire.Grant):
             limit = writing.there.num_slots
-            if any(slot >= limit for slot in frame.slots) or len(writing.grants) + len(frame.slots) > limit:
+            if any(slot >= limit for slot in note.slots) or len(writing.grants) + len(note.slots) > limit:
                 raise ProtocolError(
-                    f"grant: got slots {frame.slots[:8]} beside {len(writing.grants)}; expected {limit} at most"
+                    f"grant: got slots {note.slots[:8]} beside {len(writing.grants)}; expected {limit} at most"
                 )
-            writing.num_asked = max(0, writing.num_asked - len(frame.slots))
-            writing.grants.extend(frame.slots)
-        elif isinstance(frame, wire.SlotPlaced):
-            out = writing.staged.pop(frame.number, None)
+            writing.num_asked = max(0, writing.num_asked - len(note.slots))
+            writing.grants.extend(note.slots)
+        else:
+            out = writing.told.pop(note.number, None)
             if out is None:
-                raise ProtocolError(f"slot {frame.number} is placed, and was not sent")
+                raise ProtocolError(f"slot {note.number} is placed, and was not sent")
             out.batch.num_open -= 1
             if not out.batch.num_open and not out.batch.rest.nbytes and out.batch.ticket in peer.open:
                 self._done(peer, out.batch, BatchStatus.OK, "")
-        else:
-            raise ProtocolError(f"an owner does not say {type(frame).__name__}")

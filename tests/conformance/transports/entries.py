@@ -12,6 +12,7 @@ from pdlink.transport.mapped_cuda import MappedCudaTransport
 from pdlink.transport.staged import StagedMapped, StagedTcp
 from pdlink.transport.tcp import TcpTransport
 from pdlink.transport.ucx import UcxTransport
+from pdlink_bench.carried import Carried
 from tests.conformance.transports.side import SeenBuffer, Side, host_memory
 from tests.cuda.fake import COMPILER
 from tests.loopback import LoopbackHub, LoopbackTransport
@@ -37,6 +38,8 @@ class Entry:
     """Divides the bytes of batches that are to be in flight when something happens to them."""
     needs_peer: bool = False
     """Bytes only land while the peer's process runs."""
+    owner_places: bool = False
+    """What has arrived in slots may be placed after the writer has closed the peer, until its owner does."""
     on_gpu: bool = False
     unusable: str = ""
     """Why it cannot be made here."""
@@ -65,7 +68,7 @@ def _cuda_double() -> Transport:
 def _staged(below: Callable[[], Transport]) -> Transport:
     from tests.cuda.double import DoubleStaged
 
-    return DoubleStaged(below())
+    return Carried(DoubleStaged(below()))
 
 
 def _mapped() -> Transport:
@@ -100,7 +103,7 @@ DOUBLE: dict[str, Any] = {
 }
 """Of device memory on a double of the driver: fences and reports, nothing about GPUs."""
 GPU: dict[str, Any] = {"on_gpu": True, "memory": _areas(on_gpu=True)}
-SLOW: dict[str, Any] = {"shorter": 16, "needs_peer": True}
+SLOW: dict[str, Any] = {"shorter": 16, "needs_peer": True, "owner_places": True}
 ENTRIES = {
     entry.name: entry
     for entry in (
@@ -124,8 +127,8 @@ ENTRIES = {
             shorter=1 / 16,
             **(GPU | _virtual(2 << 20, on_gpu=True)),
         ),
-        Entry("staged-mapped", lambda: lambda: StagedMapped(_mapped()), **SLOW, **GPU),
-        Entry("staged-tcp", lambda: lambda: StagedTcp(TcpTransport()), **SLOW, **GPU),
+        Entry("staged-mapped", lambda: lambda: Carried(StagedMapped(_mapped())), **SLOW, **GPU),
+        Entry("staged-tcp", lambda: lambda: Carried(StagedTcp(TcpTransport())), **SLOW, **GPU),
         Entry("ucx-cuda", lambda: lambda: UcxTransport(tls="cuda_ipc,cuda_copy,tcp"), shorter=16, **GPU),
     )
 }

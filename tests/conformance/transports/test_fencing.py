@@ -58,10 +58,15 @@ def test_nothing_changes_after_the_owner_closed_the_writer(busy_pair: tuple[Side
     assert owner.snapshot() == at_the_end
 
 
-def test_nothing_changes_after_the_writer_closed_the_owner(busy_pair: tuple[Side, Side, list[int]]) -> None:
+def test_nothing_changes_after_the_writer_closed_the_owner(
+    busy_pair: tuple[Side, Side, list[int]], entry: Entry
+) -> None:
     writer, owner, tickets = busy_pair
     writer.close_peer("owner")
     writer.wait_closed("owner")
+    if entry.owner_places:
+        owner.close_peer("writer")
+        owner.wait_closed("writer")
     at_the_end = owner.snapshot()
     assert_cut_off(all_reported(writer, tickets), "peer_failed", "cancelled")
     with pytest.raises(TransportFailure):
