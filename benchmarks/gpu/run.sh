@@ -20,10 +20,10 @@ set -u -o pipefail
 PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
 cd "$(dirname "$0")/../.."
 source_tree=$PWD
-stages=(gpu-tests benchmarks vllm conformance chaos sglang memcheck racecheck cpu-tests)
-without_gpu=(conformance chaos cpu-tests)
-declare -A most=([gpu-tests]=150 [benchmarks]=240 [vllm]=200 [conformance]=180 [chaos]=120 [sglang]=260 [memcheck]=60 [racecheck]=60 [cpu-tests]=240)
-declare -A least=([gpu-tests]=60 [benchmarks]=100 [vllm]=120 [conformance]=60 [chaos]=80 [sglang]=100 [memcheck]=20 [racecheck]=20 [cpu-tests]=0)
+stages=(gpu-tests benchmarks serving vllm conformance chaos sglang memcheck racecheck cpu-tests)
+without_gpu=(conformance chaos serving cpu-tests)
+declare -A most=([gpu-tests]=150 [benchmarks]=240 [serving]=240 [vllm]=200 [conformance]=180 [chaos]=120 [sglang]=260 [memcheck]=60 [racecheck]=60 [cpu-tests]=240)
+declare -A least=([gpu-tests]=60 [benchmarks]=100 [serving]=150 [vllm]=120 [conformance]=60 [chaos]=80 [sglang]=100 [memcheck]=20 [racecheck]=20 [cpu-tests]=0)
 python=${PYTHON:-python3}
 while [[ ${1:-} == --* ]]; do
     case $1 in
@@ -48,6 +48,7 @@ work=${TMPDIR:-/tmp}/pdlink-gpu-$(id -u)
 tree=$work/tree
 wheels=$(realpath -m "${PDLINK_WHEELS:-.whl}")
 seconds=${PDLINK_GPU_SECONDS:-600}
+unset PDLINK_WHEELS PDLINK_GPU_SECONDS # workers would take them for settings
 reserved=0 # seconds that later stages need
 outcomes=$work/stages
 log=$results/gpu.log
@@ -134,10 +135,26 @@ build() {
     "$python" -c 'from pdlink import _cuda; assert _cuda.fatbin(), "built without nvcc: no GPU kernels"'
 }
 
+unpack() { # what wheels.sh --vllm has made, its byte code once: servers would make it again and again
+    local one
+    mkdir -p "$work/site/bin" || return
+    for one in "$wheels"/*.tar.xz; do
+        if command -v xz > /dev/null; then
+            tar -xJf "$one" -C "$work/site" || return
+        else
+            "$python" -c 'import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter="tar")' "$one" "$work/site" || return
+        fi
+    done
+    printf '#!%s\nfrom vllm.entrypoints.cli.main import main\nmain()\n' "$("$python" -c 'import sys; print(sys.executable)')" \
+        > "$work/site/bin/vllm" && chmod +x "$work/site/bin/vllm" || return
+    env -u PYTHONDONTWRITEBYTECODE "$python" -m compileall -q -j 0 "$work/site" > /dev/null 2>&1 || true
+    "$python" -c 'import importlib.metadata as m; print("carried: vLLM", m.version("vllm"))'
+}
+
 # Servers of the tests are forks: where torch asks the driver whether there is a GPU, forks cannot use it any more.
 export PYTORCH_NVML_BASED_CUDA_CHECK=1
 export PYTHONPATH=$tree:$tree/proxy:$tree/benchmarks:$work/site PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
-export -f build sources take_modules
+export -f build sources take_modules unpack
 export python work tree wheels
 rm -rf "$work/site"
 find_carried='
@@ -153,6 +170,10 @@ mapfile -t carried < <("$python" -c "$find_carried" "$wheels")
 if ((${#carried[@]})); then
     step "carried wheels" 120 "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir \
         --disable-pip-version-check --target "$work/site" "${carried[@]}"
+fi
+if [[ -f $wheels/vllm.tar.xz ]]; then # as wheels.sh --vllm has made it
+    step "carried vLLM" 120 bash -c unpack
+    PATH=$work/site/bin:$PATH
 fi
 find_missing='
 import importlib.util, pathlib, re, shutil, sys, sysconfig, tomllib
@@ -199,7 +220,8 @@ if not torch.cuda.is_available():
 '
 is_here() { # STAGE: whether what it needs is installed; that it can be imported is what the stage shows
     case $1 in
-        vllm | sglang) "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)" ;;
+        serving | vllm) "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)" ;;
+        sglang) "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)" ;;
         memcheck | racecheck) command -v compute-sanitizer > /dev/null ;;
     esac
 }
@@ -220,17 +242,30 @@ sanitizer() { # TOOL
     fi
 }
 conformance() { # every promise of a transport, fences under kills and stops among them, over device memory
-    local -a which=(-m gpu) && [[ -n $gpu ]] || which=(-k double)
-    step "conformance over ${memory[0]}" "${most[conformance]}" "${pytest[@]}" tests/conformance/transports "${which[@]}"
+    local -a which=(-m gpu) several=()
+    [[ -n $gpu ]] || which=(-k double)
+    ! "$python" -c "import xdist" 2> /dev/null || several=(-n 3)
+    step "conformance over ${memory[0]}" "${most[conformance]}" "${pytest[@]}" "${several[@]}" \
+        tests/conformance/transports "${which[@]}"
 }
 chaos() { # all its kinds; without a GPU over host memory
     step "chaos over ${memory[1]}" "${most[chaos]}" "$python" -m pdlink chaos --quiet --seed 35 --seconds 30 --every 2 \
         --clean 4 --calm 8 --json "$results/chaos.json" "${chaos_on[@]}"
 }
+serving() { # pairs of vLLM servers with a large model; without a GPU with a tiny one, on vLLM's build for CPUs
+    local -a command=(-m pdlink_bench.gpu.bench --out "$json" --only serving)
+    [[ -n $gpu ]] || command=(-m pdlink_bench.gpu.serving "$work/serving" --rehearse)
+    if is_here serving; then
+        step "serving, pairs of vLLM" "${most[serving]}" "$python" "${command[@]}"
+    else
+        note "serving, pairs of vLLM" "absent: vLLM is not here" 0
+    fi
+}
 run_stage() {
     case $1 in
         gpu-tests) step "checks on the GPU" "${most[$1]}" "${pytest[@]}" tests/cuda -m gpu ;;
         benchmarks) step benchmarks "${most[$1]}" "$python" -m pdlink_bench.gpu.bench --out "$json" ;;
+        serving) serving ;;
         vllm) engine_tests vllm vLLM ;;
         conformance) conformance ;;
         chaos) chaos ;;

@@ -123,25 +123,35 @@ class Deployment:
 
 
 def launch(names: Sequence[str], options: Options, into: list[Deployment]) -> None:
-    """Start systems; each is in `into` as soon as it has a process. Raises SystemFailed."""
+    """Start systems, all at once where there are cores for it; each is in `into` as soon as it has a process.
+
+    Raises SystemFailed.
+    """
+    at_once = len(names) if (os.cpu_count() or 1) >= resting.FEW_CORES else 1
     try:
-        for name in names:
-            deployment = Deployment(name)
-            into.append(deployment)
-            settings = _START[options.engine](deployment, options)
-            for child in deployment.children:
-                child.wait_ready(START_TIMEOUT_S)
-            urls = {child.role: [child.facts["url"]] for child in deployment.children}
-            proxy = ProxyConfig(listen="127.0.0.1:0", retries=0, connect_timeout_s=10.0, summary_s=0).model_dump(
-                mode="json"
-            )
-            deployment.children.append(start(f"proxy of {name}", "proxy", {**proxy, **urls, **settings}))
-            deployment.children[-1].wait_ready(START_TIMEOUT_S)
-            deployment.go_on()
-            if name != names[-1]:
-                deployment.stop_time()  # the next ones start faster
+        for first in range(0, len(names), at_once):
+            begun = []
+            for name in names[first : first + at_once]:
+                deployment = Deployment(name)
+                into.append(deployment)
+                begun.append((deployment, _START[options.engine](deployment, options)))
+            for deployment, settings in begun:
+                _complete(deployment, settings)
+            if first + at_once < len(names):
+                into[-1].stop_time()  # the next one starts faster
     except PdlinkError as error:
         raise SystemFailed(str(error)) from error
+
+
+def _complete(deployment: Deployment, settings: dict[str, Any]) -> None:
+    """Its proxy, when its servers are ready."""
+    for child in deployment.children:
+        child.wait_ready(START_TIMEOUT_S)
+    urls = {child.role: [child.facts["url"]] for child in deployment.children}
+    proxy = ProxyConfig(listen="127.0.0.1:0", retries=0, connect_timeout_s=10.0, summary_s=0).model_dump(mode="json")
+    deployment.children.append(start(f"proxy of {deployment.name}", "proxy", {**proxy, **urls, **settings}))
+    deployment.children[-1].wait_ready(START_TIMEOUT_S)
+    deployment.go_on()
 
 
 def _start_vllm(deployment: Deployment, options: Options) -> dict[str, Any]:

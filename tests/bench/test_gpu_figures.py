@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pdlink_bench.gpu import bench
-from pdlink_bench.gpu.figures import BARS, CASES, MAPPED, UCX, GpuFigure, Run, table
+from pdlink_bench.gpu import bench, layers, serving
+from pdlink_bench.gpu.figures import BARS, BY_ITSELF, CASES, MAPPED, SERVING, UCX, GpuFigure, Run, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,8 +77,9 @@ def test_a_case_that_fails_is_told_and_the_others_go_on(
     path = tmp_path / "gpu.json"
     assert bench.main(["--out", str(path)]) == 1
     run = Run.read(path)
-    assert [one.name for one in run.figures] == [case for case in CASES if case != "kernels"]
-    assert run.failures == {"kernels": "ended with -11: nothing said"}
+    good = [case for case in CASES if case not in ("kernels", *BY_ITSELF)]
+    assert [one.name for one in run.figures] == good
+    assert run.failures == {"kernels": "ended with -11: nothing said", **dict.fromkeys(BY_ITSELF, "not run")}
     stages = tmp_path / "stages"
     stages.write_text("build\tok\t30\nmemcheck\tnot run: out of time\t0\n")
     assert bench.main(["--show", str(path), "--stages", str(stages)]) == 1
@@ -86,6 +87,39 @@ def test_a_case_that_fails_is_told_and_the_others_go_on(
     assert "not run: out of time  memcheck" in said
     assert "ended with -11" in said
     assert Run.read(path).stages[1]["outcome"] == "not run: out of time"
+
+
+def test_a_case_that_is_measured_again_takes_the_place_of_its_figures_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages of one visit and single stages of the next one add to the file of the card."""
+    seconds = iter(range(1, 100))
+
+    def run_case(case: str) -> tuple[dict[str, object], str]:
+        return {"machine": {}, "figures": [{"name": case, "seconds": next(seconds)}]}, ""
+
+    monkeypatch.setattr(bench, "_run_case", run_case)
+    path = tmp_path / "gpu.json"
+    for only in ("host", "serving", "host"):
+        bench.main(["--out", str(path), "--only", only])
+    run = Run.read(path)
+    assert [(one.name, one.seconds) for one in run.figures] == [("serving", 2), ("host", 3)]
+    assert run.failures == dict.fromkeys(CASES.keys() - {"serving", "host"}, "not run")
+
+
+def test_a_pair_is_compared_with_nixl_of_the_same_run() -> None:
+    ours, theirs = serving.figures({"pdlink": [0.03, 0.02, 0.5], "nixl": [0.6, 0.7, 0.5]}, "")
+    assert (ours.name, ours.verdict) == (SERVING, "met")
+    assert ours.ratio == pytest.approx(0.05)
+    assert theirs.seconds == 0.6
+    ours, theirs = serving.figures({"pdlink": [0.03]}, "NIXL is not here")
+    assert (ours.seconds, ours.verdict, ours.note) == (0.03, "not measured", "NIXL is not here")
+
+
+def test_a_layer_is_timed_through_nodes() -> None:
+    """Over host memory: what `make gpu` does with a GPU's."""
+    cpu_s, alone_s = layers.measure(layers.LayerWork(on_gpu=False, layers=3, tokens=512, rounds=2))
+    assert 0 < cpu_s < alone_s
 
 
 def test_a_run_is_good_only_with_every_bar_met(tmp_path: Path) -> None:

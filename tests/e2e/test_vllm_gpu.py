@@ -1,6 +1,6 @@
 """vLLM on a GPU: prefill and decode share one by shares of its memory, and answer as one server without a connector.
 
-Needs vLLM's build for CUDA; a stage of `make gpu`. It has not run yet.
+Needs vLLM's build for CUDA; a stage of `make gpu`. Not run yet: virtual memory, tiers with graphs.
 """
 
 from __future__ import annotations

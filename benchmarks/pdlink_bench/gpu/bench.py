@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .figures import CASES, STAGED_MAPPED, UCX, GpuFigure, Run, table
+from .figures import BY_ITSELF, CASES, STAGED_MAPPED, UCX, GpuFigure, Run, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ _LAST_CHARACTERS = 300
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, metavar="FILE", help="run the cases and write their figures")
-    parser.add_argument("--only", nargs="+", choices=list(CASES), metavar="CASE", help="with --out: only these")
+    parser.add_argument("--only", nargs="+", choices=list(CASES), metavar="CASE", help="with --out: add these")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of a file and judge it")
     parser.add_argument("--stages", type=Path, metavar="FILE", help="with --show: add how the stages of run.sh ended")
     parser.add_argument("--device", metavar="TEXT", help="with --show: what to call the GPU if no case has said it")
@@ -48,22 +48,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _show(args.show, args.stages, args.device)
     if args.out is None:
         parser.error("--out or --show is needed")
-    return _run_all(args.out, args.only or list(CASES))
+    return _run_all(args.out, args.only or [case for case in CASES if case not in BY_ITSELF])
 
 
 def _cases() -> dict[str, Callable[[], list[GpuFigure]]]:
     """Imported here: showing a table needs no torch."""
-    from . import kernels, links, tiers
+    from . import kernels, layers, links, serving, tiers
 
     return {
         "kernels": kernels.run,
         "host": kernels.run_to_host,
         "mapped-cuda": links.run_mapped,
+        "layers": layers.run,
         "ucx": partial(links.run, "ucx", UCX),
         "staged-mapped": partial(links.run, "staged-mapped", STAGED_MAPPED),
         "staged-tcp": partial(links.run, "staged-tcp", "two processes, through pinned slots, tcp"),
         "tiers": tiers.run,
         "exposed": links.run_exposed,
+        "serving": serving.run,
     }
 
 
@@ -90,8 +92,13 @@ def _machine() -> dict[str, Any]:
 
 
 def _run_all(out: Path, cases: Sequence[str]) -> int:
-    """1 if a case failed."""
-    run = Run(failures=dict.fromkeys(CASES, "not run"))
+    """1 if a case failed. What the file has of other cases stays."""
+    run = Run.read(out)
+    measured = {one.case for one in run.figures}
+    run.failures = {
+        case: run.failures.get(case, "not run") for case in CASES if case in cases or case not in measured
+    }
+    run.figures = [one for one in run.figures if one.case not in cases]
     run.write(out)
     for case in cases:
         print(f"-- {case}", flush=True)
@@ -102,7 +109,7 @@ def _run_all(out: Path, cases: Sequence[str]) -> int:
         else:
             del run.failures[case]
             run.machine = part["machine"]
-            run.figures += [GpuFigure(**one) for one in part["figures"]]
+            run.figures += [GpuFigure(**{**one, "case": case}) for one in part["figures"]]
         run.write(out)
     print(table(run.complete()))
     return 1 if any(case in run.failures for case in cases) else 0
