@@ -21,7 +21,9 @@ def test_the_window_is_what_servers_start_with_and_its_page_shows_the_table(name
     numbers = [tuple(map(int, version.split(".")))[: len(known.NEWEST)] for version in window]
     assert (numbers[0], numbers[-1]) == (known.NEWEST, known.OLDEST)
     assert numbers == sorted(set(numbers), reverse=True)
-    shown = engines.table(name, dict.fromkeys(window, engines.PASSED))
+    refused = engines.ENGINES[name].refused
+    assert all(tuple(map(int, version.split(".")[:3])) < known.OLDEST for version in refused)
+    shown = engines.table(name, dict.fromkeys(window, engines.PASSED) | refused)
     assert f"\n{shown}\n" in (PAGES / f"{name}.md").read_text()
 
 

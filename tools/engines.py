@@ -44,6 +44,8 @@ class Engine(NamedTuple):
     """Said to be installed beside the files: by it vLLM picks the platform."""
     beside: tuple[str, ...] = ()
     """Wheels of Python alone that older releases import and the newest does not."""
+    refused: dict[str, str] = {}
+    """Older releases of the last year, which pdlink refuses at the start, and why."""
 
 
 ENGINES = {
@@ -72,6 +74,15 @@ ENGINES = {
         {},
         ("tests/integrations",),
         ("",),
+        refused={
+            **dict.fromkeys(("0.5.21", "0.5.20", "0.5.19"), "refused: acknowledged aborts name no request"),
+            **dict.fromkeys(
+                ("0.5.18", "0.5.17", "0.5.16", "0.5.15.post1", "0.5.14", "0.5.13.post1"),
+                "refused: one backend alone acknowledges aborts",
+            ),
+            **dict.fromkeys(("0.5.12.post1", "0.5.11"), "refused: aborts do not reach prefill"),
+            **dict.fromkeys(("0.5.10.post1", "0.5.9", "0.5.8.post1", "0.5.7", "0.5.6.post2"), "refused: no plugins"),
+        },
     ),
 }
 
@@ -148,8 +159,9 @@ def main(words: list[str]) -> int:
     name = words.pop(0) if words and words[0] in ENGINES else "vllm"
     CACHE.mkdir(parents=True, exist_ok=True)
     said = {version: tried(name, version) for version in words or ENGINES[name].window}
-    print(f"\n{datetime.datetime.now(datetime.UTC).date()}\n\n{table(name, said)}")
-    left = set(said.values()) - {PASSED}
+    refused = {} if words else ENGINES[name].refused
+    print(f"\n{datetime.datetime.now(datetime.UTC).date()}\n\n{table(name, said | refused)}")
+    left = set(said.values()) - {PASSED, *refused.values()}
     return 1 if left - {NOT_FETCHED} else 3 if left else 0
 
 

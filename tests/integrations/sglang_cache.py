@@ -19,16 +19,24 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.utils import get_hash_str, storage_namespace_seed
 from sglang.srt.runtime_context import get_parallel, get_serving
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
-from sglang.test.kits.unified_radix_cache.config import CacheConfig, ComponentType
-from sglang.test.kits.unified_radix_cache.fixtures import build_fixture, match_prefix, node_device_value
-from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
 from sglang.test.test_utils import CustomTestCase
 
 from pdlink.cuda.driver import Device
 from pdlink.integrations.sglang import PDLinkHiCache
 from tests.cuda.fake import fake
+from tests.integrations import sglang_kit
 from tests.integrations.sglang_process import serve
 from tests.sglang_cpu import host_pools
+
+sglang_kit.use()
+
+from sglang.test.kits.unified_radix_cache.config import CacheConfig, ComponentType  # noqa: E402
+from sglang.test.kits.unified_radix_cache.fixtures import (  # noqa: E402
+    build_fixture,
+    match_prefix,
+    node_device_value,
+)
+from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures  # noqa: E402
 
 PAGE = 16
 FORMS = {
@@ -150,19 +158,12 @@ class Engine(UnifiedRadixCacheStorageFixtures, CustomTestCase):  # type: ignore[
         controller = self.cache.cache_controller
         names, config = ["layer_first", "page_first", "page_first_direct", "page_head"], controller.storage_config
         pool = self._get_full_kv_pool(self.allocator)
-        info = pool.get_device_pool_infos()[0].buffer_info
+        described, more = pool, dict[str, Any]()  # what 0.5.22 takes
+        if hasattr(pool, "get_device_pool_infos"):
+            described = pool.get_device_pool_infos()[0].buffer_info
+            more = {"device_capacity_tokens": self.cfg.kv_size, "start_layer": 0, "end_layer": self.cfg.num_layers}
         hosts = [
-            MHATokenToKVPoolHost(
-                info,
-                2.0,
-                0,
-                PAGE,
-                name,
-                device_capacity_tokens=self.cfg.kv_size,
-                start_layer=0,
-                end_layer=self.cfg.num_layers,
-                allocator_type=kind,
-            )
+            MHATokenToKVPoolHost(described, 2.0, 0, PAGE, name, allocator_type=kind, **more)
             for name in names
             for kind in ("default", "shm")
         ]
@@ -170,7 +171,8 @@ class Engine(UnifiedRadixCacheStorageFixtures, CustomTestCase):  # type: ignore[
         for backend, host in zip(backends, hosts, strict=True):
             backend.register_mem_pool_host(host)
         values = torch.randint(0, 100, (2, self.cfg.num_layers, PAGE, self.cfg.head_num, self.cfg.head_dim))
-        values = values.to(info.dtype)
+        dtype = hosts[0].kv_buffer.dtype
+        values = values.to(dtype)
         for number, host in enumerate(hosts):
             host.kv_buffer.zero_()
             self._paged(host)[:] = values if number == 0 else 0
@@ -186,7 +188,7 @@ class Engine(UnifiedRadixCacheStorageFixtures, CustomTestCase):  # type: ignore[
             wrong += backend.batch_set_v1([f"layouts {number}"], where) != [True]
         for backend in backends:
             backend.close()
-        ranges = [(host.kv_buffer.data_ptr(), host.kv_buffer.numel() * info.dtype.itemsize) for host in hosts]
+        ranges = [(host.kv_buffer.data_ptr(), host.kv_buffer.numel() * dtype.itemsize) for host in hosts]
         return {"pools": len(hosts), "wrong": wrong, "registered": sum(one in Runtime.ranges for one in ranges)}
 
     @staticmethod
