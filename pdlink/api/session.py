@@ -26,6 +26,7 @@ KEPT = re.compile(r"kept=(\d{1,12}) of=\d{1,12}")
 MAX_OWNER_CHARS = 32
 _OWNER = re.compile(r"[0-9a-f]{0,32}")
 _ENCODED = re.compile(r"pdlink:([0-9a-f]{0,32}):(\d+(?:\.\d+)?(?:e[+-]?\d+)?):(.+)")
+_SOURCED = "pdlink@"
 SGLANG_END = "/pdlink/cache/end_session "
 """What SGLang's servers are asked begins with it; the body of that route follows."""
 DEFAULT_TTL_S = 300.0
@@ -88,13 +89,26 @@ def asked_session(session_id: str | None, ttl_s: float | None, said: Mapping[str
 
 def encode_session(session_id: str, ttl_s: float, owner: str) -> str:
     """The session id for an engine that passes on nothing else; `session_id` itself where that says all."""
-    says_all = not owner and ttl_s == DEFAULT_TTL_S and not _ENCODED.fullmatch(session_id)
+    is_like_ours = _ENCODED.fullmatch(session_id) or session_id.startswith(_SOURCED)
+    says_all = not owner and ttl_s == DEFAULT_TTL_S and not is_like_ours
     return session_id if says_all else f"pdlink:{owner}:{ttl_s!r}:{session_id}"
+
+
+def with_source(encoded: str, source: str) -> str:
+    """The same for a request whose prompt the store at this address has. encoded: empty without a session."""
+    return f"{_SOURCED}{source} {encoded}"
+
+
+def source_of(text: str) -> str:
+    """What `with_source` was given; empty for none."""
+    return text.removeprefix(_SOURCED).partition(" ")[0] if text.startswith(_SOURCED) else ""
 
 
 def decode_session(text: str) -> AskedSession | None:
     """What `encode_session` was given, or the session of a client that named it to the engine itself; None as of
     `usable`."""
+    if text.startswith(_SOURCED):
+        text = text.partition(" ")[2]
     found = _ENCODED.fullmatch(text)
     return usable(AskedSession(found[3], float(found[2]), found[1]) if found else AskedSession(text, DEFAULT_TTL_S))
 

@@ -88,8 +88,9 @@ class ProxyConfig(Section):
     "tcp://HOST:5557", or "tcp://HOST:5557,tcp://HOST:5558" with its replay endpoint; a list if there are several. For
     --kv-events-config of vLLM and SGLang; workers of pdlink's own engine say it themselves."""
     stores: dict[str, Annotated[str, Field(min_length=1, max_length=512)]] = {}
-    """Dialect vllm: by base URL of a worker, where other stores ask the one that it keeps KV in (`tiers.peer_port`):
-    "tcp://HOST:8110". It pulls what others have of a prompt, and they pull from it. Others say it themselves."""
+    """Dialects vllm, sglang: by base URL of a worker, where other stores ask the one that it keeps KV in
+    (`tiers.peer_port`): "tcp://HOST:8110". It pulls what others have of a prompt, and they from it. Others say it
+    themselves."""
     tokenize_wait_s: float = Field(default=0.05, ge=0, le=5)
     """Longest wait for the token ids of a text, with which it is looked up in KV events. 0 never asks."""
     policy: str | dict[Literal["prefill", "decode"], str] = DEFAULT_POLICIES
@@ -213,12 +214,9 @@ class ProxyConfig(Section):
                 "leave one of them out"
             )
         if self.dialect != "vllm":
-            no_use(
-                self,
-                "",
-                ("control", "data_parallel", "stores"),
-                f"is for dialect: vllm, and dialect is {self.dialect}",
-            )
+            no_use(self, "", ("control", "data_parallel"), f"is for dialect: vllm, and dialect is {self.dialect}")
+        if self.dialect not in ("vllm", "sglang"):
+            no_use(self, "", ("stores",), f"is for dialects vllm and sglang, and dialect is {self.dialect}")
         if self.dialect == "vllm":
             known = {url.rstrip("/") for url in self.control}
             for url in self.prefill:

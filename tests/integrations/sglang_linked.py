@@ -31,7 +31,7 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.fixtures import build_fixture
 
-from pdlink.api.session import SGLANG_END
+from pdlink.api.session import SGLANG_END, with_source
 from pdlink.cuda import driver
 from pdlink.cuda.buffers import DeviceMemory
 from pdlink.cuda.driver import CudaStream, Device
@@ -170,6 +170,14 @@ class Engine:
         asked = SetInternalStateReq(server_args={SGLANG_END + said: 1})
         return {"ended": Scheduler.set_internal_state(None, asked).updated}
 
+    def name(self, start: int, pages: int, source: str, session: str = "") -> dict[str, Any]:
+        """A request comes whose prompt the store at this address has."""
+        request = self._request(f"name {start}", self._tokens(start, pages), "", with_source(session, source))
+        scheduler = SimpleNamespace(tree_cache=self.cache, _set_or_validate_priority=lambda _: False)
+        scheduler._release_aborted_request = lambda _: None  # it goes no further
+        Scheduler._add_request_to_queue(scheduler, request)
+        return {}
+
     def forget(self) -> dict[str, Any]:
         self.cache.reset()
         self.allocator.clear()
@@ -216,6 +224,13 @@ class Engine:
         )
         answer = {"tokens": len(slots), "wrong": wrong, "failed": len(failed)}
         return answer | ({"launched": launched and empty} if stream is not None else {})
+
+    def found(self, start: int, pages: int) -> dict[str, Any]:
+        """What the tree promises of a prompt."""
+        tokens = self._tokens(start, pages)
+        request = self._request(f"found {start}", tokens, "")
+        key = RadixKey(array("q", tokens), cache_salt="")
+        return {"tokens": self.cache.match_prefix(MatchPrefixParams(key=key, req=request)).host_hit_length}
 
     def fail(self, call: str) -> dict[str, Any]:
         """Let the driver refuse one call."""

@@ -16,6 +16,8 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs SGLang", allow_module_level=True)
 
 from pdlink.api.session import encode_session  # noqa: E402
+from pdlink.fleet.ports import free_ports  # noqa: E402
+from tests.store.process import process  # noqa: E402
 
 from .sglang_process import Engine  # noqa: E402
 from .test_sglang_hicache import Store  # noqa: E402
@@ -118,3 +120,38 @@ def test_the_turn_of_a_session_stays_in_the_store_while_others_push(make: Make) 
     push(10)
     assert engine("fetch", start=30000, pages=4, salt="agents") == {"tokens": 0}
     engine("close")
+
+
+def test_a_prompt_is_pulled_from_the_store_that_its_request_names_while_that_one_lives(
+    make: Make, tmp_path: Path
+) -> None:
+    """Three stores that know nothing of each other, one killed between a look-up and its load."""
+    first_port = free_ports(3)
+    with ExitStack() as opened:
+        stores = []
+        for number in range(3):
+            (folder := tmp_path / f"store{number}").mkdir()
+            tiers = {"max_local_cpu_size": 0.05, "peer_port": first_port + number}
+            stores.append(opened.enter_context(process(folder, tiers=tiers)))
+        names = [f"tcp://127.0.0.1:{first_port + number}" for number in range(3)]
+        engines = [make() for _ in stores]
+        for engine, store in zip(engines, stores, strict=True):
+            engine.send("open", store=f"ipc://{store.path}")
+        for engine in engines:
+            engine.answer()
+        for engine in engines[:2]:  # both have both
+            for start in (60000, 70000):
+                assert engine("store", start=start, pages=8) == {"offered": 1, "left": 0}
+        whole = {"tokens": 8 * PAGE, "wrong": 0, "failed": 0}
+        reader = engines[2]
+        assert reader("fetch", start=60000, pages=8) == {"tokens": 0}
+        reader("name", start=60000, pages=8, source=names[0], session="agent")
+        assert reader("fetch", start=60000, pages=8) == whole
+        reader("name", start=70000, pages=8, source=names[0])
+        assert reader("found", start=70000, pages=8) == {"tokens": 8 * PAGE}
+        stores[0].kill()
+        assert reader("fetch", start=70000, pages=8) == {"tokens": 0}
+        reader("name", start=70000, pages=8, source=names[1])
+        assert reader("fetch", start=70000, pages=8) == whole
+        for engine in engines:
+            engine("close")

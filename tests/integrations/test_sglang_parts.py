@@ -505,7 +505,7 @@ def test_a_request_whose_session_cannot_be_read_goes_on(missing: str, caplog: py
     named = {"upto" if missing == "up_to" else "up_to": 1}
     assert hooks[0](insert, None, request, **named) == "inserted"
     assert told == [named]
-    assert "the session of a request keeps nothing" in caplog.text
+    assert "what a request's session_id says has no effect" in caplog.text
 
 
 def test_settings_that_are_sglangs_own_are_left_to_it(caplog: pytest.LogCaptureFixture) -> None:

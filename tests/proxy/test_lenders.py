@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pdlink._index import HeldKV
 from pdlink.api.legs import MAX_ADDRESS_CHARS
+from pdlink.api.session import source_of
 from pdlink.errors import ConfigError
 from pdlink_proxy.lenders import LEAST_TOKENS, KVSource, Lenders
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.table import WorkerState
+from tests.proxy.fake_sglang import FakeSglang
 from tests.proxy.fake_vllm import FakeVllm
 from tests.proxy.fakes import FakeServer, FakeWorker, proxy_of, until
 from tests.proxy.policies.fleets import request
@@ -232,6 +235,28 @@ async def test_settings_name_the_stores_of_vllms_servers(vllms: list[FakeVllm]) 
         await gone(proxy, other, Leg.PREFILL)
         await ask(proxy)
         assert params(decode.received[-1]) == {"source": stores[first.url]}, "it computes alone"
+
+
+async def test_prefill_of_sglang_is_named_the_store_in_its_session() -> None:
+    servers = [FakeSglang("prefill"), FakeSglang("prefill"), FakeSglang("decode")]
+    async with AsyncExitStack() as started:
+        for each in servers:
+            await each.start()
+            started.push_async_callback(each.stop)
+        one, two, decode = servers
+        stores = {each.url: f"tcp://127.0.0.1:{number}" for number, each in enumerate(servers, 7000)}
+        settings = {**SETTINGS, "dialect": "sglang", "stores": stores}
+        async with proxy_of([one, two], [decode], **settings) as proxy:
+            await ask(proxy)
+            await computed([one, two], 1)
+            first, other = (one, two) if one.received else (two, one)
+            assert "session_id" not in first.received[0].body, "nobody has it"
+            await first.stop()
+            await gone(proxy, first, Leg.PREFILL)
+            await ask(proxy)
+            await computed([one, two], 2)
+            assert source_of(other.received[0].body["session_id"]) == stores[first.url]
+            assert all("session_id" not in each.body for each in decode.received)
 
 
 async def test_plain_servers_pull_from_each_other(vllms: list[FakeVllm]) -> None:

@@ -14,7 +14,7 @@ from yarl import URL
 from pdlink.api.keys import owner_of
 from pdlink.api.legs import PrefillAddress
 from pdlink.api.openai import parse
-from pdlink.api.session import DEFAULT_TTL_S, AskedSession, decode_session
+from pdlink.api.session import DEFAULT_TTL_S, AskedSession, decode_session, encode_session, source_of
 from pdlink.integrations.vllm_parts.versions import session_of
 from pdlink_proxy.dialects import DIALECTS, TransferTerms
 from pdlink_proxy.fleet import Fleet
@@ -336,6 +336,17 @@ def test_both_legs_of_sglang_name_the_session_unless_it_is_one_of_its_own() -> N
     call = parse("/v1/completions", b'{"model":"m","prompt":"x","session_id":"agent: 7"}')
     for body in DIALECTS["sglang"].legs(call, terms):
         assert decode_session(msgspec.json.decode(body)["session_id"]) == AskedSession("agent: 7", 60.0, "0a")
+    named = msgspec.structs.replace(terms, source="tcp://127.0.0.1:7")
+    for each, session in (
+        (named, AskedSession("agent: 7", 60.0, "0a")),
+        (msgspec.structs.replace(named, turn=None), None),
+    ):
+        prefill, decode = (
+            msgspec.json.decode(body).get("session_id", "") for body in DIALECTS["sglang"].legs(call, each)
+        )
+        assert (source_of(prefill), decode_session(prefill)) == ("tcp://127.0.0.1:7", session)
+        assert source_of(decode) == "", "it computes no prompt"
+    assert source_of(encode_session("pdlink@tcp://127.0.0.1:9 agent", DEFAULT_TTL_S, "")) == "", "a client names none"
     call = parse("/v1/completions", b'{"model":"m","prompt":"x","session_params":{"id":"theirs"}}')
     for body in DIALECTS["sglang"].legs(call, terms):
         assert "session_id" not in msgspec.json.decode(body)

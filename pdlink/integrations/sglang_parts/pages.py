@@ -50,6 +50,10 @@ class PageRecords:
         """Forget the pages of this namespace, from any server, and of no other. Waits for the tiers."""
         self._store.clear(ending=hashing.ending(self._namespace))
 
+    def comes_from(self, address: str, hashes: Sequence[str]) -> None:
+        """As `AnyStore.comes_from`."""
+        self._store.comes_from(address, self._keys(hashes))
+
     def num_known(self, hashes: Sequence[str]) -> int:
         """How many leading ones are in the store."""
         return len(self._store.lookup(self._keys(hashes), self._timeout_s).keys)

@@ -1,4 +1,5 @@
-"""Sessions of agents in SGLang: what a turn leaves in its prefix tree stays in the store while tools run.
+"""Sessions of agents in SGLang: what a turn leaves in its prefix tree stays in the store while tools run. And the
+store that has a request's prompt: the proxy names both in `session_id`.
 
 SGLang hands neither HiCache nor a linker the session of a request. So the tree is watched where it takes a request's
 KV: when the first tokens of the prompt are computed, and when the turn has ended.
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pdlink.api.session import SGLANG_END, EndSessionRequest, decode_session
+from pdlink.api.session import SGLANG_END, EndSessionRequest, decode_session, source_of
 from pdlink.store.line import Line
 from pdlink.store.sessions import SessionTerms
 from pdlink.store.slots import tenant_of
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 INSERT = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree"
 """In the scheduler's process and thread, as `SET`."""
+QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
+"""Before HiCache or a linker is asked for what a request's prompt is in."""
 SET = "sglang.srt.managers.scheduler.Scheduler.set_internal_state"
 _CLOSE_S = 5.0
 _END_S = 1.0
@@ -58,14 +61,18 @@ class SessionTurns:
         if asked is None or self._kept is None:
             return
         records, scope, line = self._kept
-        salt = request.cache_salt or ""
-        terms = SessionTerms(asked.id, tenant_of(salt), asked.ttl_s, scope, asked.owner)
-        hashes = partial(_hashes, tokens, request.extra_key, salt, int(tree.page_size), bool(tree.tree_core.is_eagle))
+        terms = SessionTerms(asked.id, tenant_of(request.cache_salt or ""), asked.ttl_s, scope, asked.owner)
+        hashes = _hashes_of(tree, request, tokens)
 
         def keep() -> None:
             records.keep(terms, hashes(), waits=waits)
 
         line.put(keep)
+
+    def comes_from(self, source: str, tree: Any, request: Any) -> None:
+        """The store at this address may have the request's prompt."""
+        if self._kept is not None:
+            self._kept[0].comes_from(source, _hashes_of(tree, request, request.origin_input_ids[:])())
 
     def end(self, asked: EndSessionRequest) -> bool:
         """Whether it was known, behind what `turn` was told. Raises what the store does, and TimeoutError."""
@@ -83,7 +90,18 @@ TURNS = SessionTurns()
 def install(register: Callable[[str, Callable[..., Any]], None]) -> None:
     """register(name, around): SGLang calls around(original, tree, ...) instead of this function of its own."""
     register(INSERT, _around)
+    register(QUEUE, _queue)
     register(SET, _set)
+
+
+def _queue(original: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **named: Any) -> Any:
+    _guarded(_noted, scheduler, request)
+    return original(scheduler, request, *args, **named)
+
+
+def _noted(scheduler: Any, request: Any) -> None:
+    if source := source_of(request.session_id or ""):
+        TURNS.comes_from(source, scheduler.tree_cache, request)
 
 
 def _set(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
@@ -116,7 +134,7 @@ def _guarded(look: Callable[..., Any], *args: Any, **named: Any) -> Any:
     try:
         return look(*args, **named)
     except Exception as error:  # noqa: BLE001
-        log.warning("pdlink store: the session of a request keeps nothing: %r", error)
+        log.warning("pdlink store: what a request's session_id says has no effect: %r", error)
         return None
 
 
@@ -132,6 +150,11 @@ def _told(begun: tuple[str, bool], tree: Any, request: Any, *, up_to: int, **_: 
         TURNS.turn(session, tree, request, request.full_untruncated_fill_ids[:up_to], waits=True)
     elif begins:
         TURNS.turn(session, tree, request, request.origin_input_ids[:], waits=False)
+
+
+def _hashes_of(tree: Any, request: Any, tokens: Any) -> Callable[[], list[str]]:
+    page, is_bigram = int(tree.page_size), bool(tree.tree_core.is_eagle)
+    return partial(_hashes, tokens, request.extra_key, request.cache_salt or "", page, is_bigram)
 
 
 def _hashes(tokens: Any, extra_key: str | None, salt: str, page: int, is_bigram: bool) -> list[str]:  # noqa: FBT001

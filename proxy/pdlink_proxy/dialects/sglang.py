@@ -30,7 +30,7 @@ from pdlink.api.fields import Count  # noqa: TC001  (msgspec reads the annotatio
 from pdlink.api.health import Health
 from pdlink.api.kv_path import TRANSFERRED
 from pdlink.api.openai import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, has_several, sampling_of
-from pdlink.api.session import SGLANG_END, EndSessionRequest, encode_session
+from pdlink.api.session import SGLANG_END, EndSessionRequest, encode_session, with_source
 from pdlink.api.sse import ABORT_MARK, abort_of, rewritten
 from pdlink.config.listen import HostPort
 from pdlink.config.proxy import MAX_ENGINES
@@ -74,11 +74,14 @@ def _legs(call: Call, transfer: TransferTerms) -> tuple[bytes, bytes]:
         fields = {"bootstrap_host": [host] * num, "bootstrap_port": [port] * num, "bootstrap_room": rooms}
     if call.path != MESSAGES:
         fields["request_id" if call.path == RESPONSES else "rid"] = rids
-        turn = transfer.turn
-        if turn is not None and "session_params" not in call.fields:  # SGLang takes one of both
-            fields["session_id"] = encode_session(turn.id, turn.ttl_s, turn.owner)
+    turn, takes_session = transfer.turn, call.path != MESSAGES and "session_params" not in call.fields  # one of both
+    session = encode_session(turn.id, turn.ttl_s, turn.owner) if turn is not None else ""
+    if session and takes_session:
+        fields["session_id"] = session
     both = {**call.fields, **fields}
     alone = {name: raw for name, raw in both.items() if name not in ("stream", "stream_options")}
+    if transfer.source and takes_session:
+        alone["session_id"] = with_source(session, transfer.source)
     if call.path == RESPONSES:
         alone["store"] = False
     return msgspec.json.encode(alone), msgspec.json.encode(both)

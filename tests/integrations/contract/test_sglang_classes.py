@@ -81,7 +81,8 @@ def test_the_manager_is_asked_for_what_decode_says(method: str) -> None:
 def test_functions_that_are_wrapped_are_where_we_say() -> None:
     pools = [f"sglang.srt.mem_cache.memory_pool.{name}._create_buffers" for name in allocation._POOLS]
     changes = [f"{weights.MANAGER}.{name}" for name in (*weights._CHANGES, *weights._BEGINNINGS)]
-    others = [layerwise._RUN_BATCH, layerwise._FORWARD, giving_up._ABORTS, sessions.INSERT, sessions.SET]
+    others = [layerwise._RUN_BATCH, layerwise._FORWARD, giving_up._ABORTS]
+    others += [sessions.INSERT, sessions.QUEUE, sessions.SET]
     for name in ["sglang.srt.disaggregation.utils.get_kv_class", *pools, *changes, *others]:
         place: Any = None
         parts = name.split(".")
