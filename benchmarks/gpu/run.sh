@@ -12,6 +12,8 @@
 # cmake or a cmake beside it; pdlink's own dependencies, nanobind and libucx-cu13 may lie as wheels in the folder
 # PDLINK_WHEELS (.whl), which benchmarks/gpu/wheels.sh fills, and the native modules, too: then nothing is compiled, and
 # neither nvcc nor cmake is needed. What is missing is said at the start, a line each.
+# All stages take more than 600 s: for a visit whose commands have so much each, --only in two of them, and
+# `wheels.sh --vllm` beforehand.
 # PDLINK_GPU_SECONDS (600): end before so much time is over, and leave out what no longer fits. Each stage leaves those
 # after it the time that they need at least. Nothing is written into the source tree but results.
 # Exit: 0 all done and every bar met, 1 something failed, missed its bar or was not measured, 3 no GPU: then the stages

@@ -3,7 +3,10 @@
 # torch usually lacks. Where this machine has that Python with its headers, cmake and nvcc, the native modules are built,
 # too, so that no time there goes into compiling. The folder PDLINK_WHEELS (.whl) then goes along with the source tree.
 #
-#   benchmarks/gpu/wheels.sh [PYTHON_VERSION]     (default 3.12: of the machine with the GPU, whose torch is for CUDA)
+#   benchmarks/gpu/wheels.sh [--vllm [FILE]] [PYTHON_VERSION]
+#
+# PYTHON_VERSION (3.12) is that of the machine with the GPU, whose torch is for CUDA. --vllm adds vLLM and NIXL, cut down
+# to what its stages need (bundle.py); FILE names what the machine has, as `pip freeze` there writes it.
 set -eu
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
@@ -15,6 +18,15 @@ fetch() { # what is named, with what it needs
     "$python" -m pip download -q --disable-pip-version-check --only-binary=:all: --implementation cp \
         --python-version "${version}" "${platforms[@]}" -d "$folder" "$@"
 }
+has=() vllm=""
+if [[ ${1:-} == --vllm ]]; then
+    vllm=yes
+    shift
+    if [[ -f ${1:-} ]]; then
+        has=(--has "$1")
+        shift
+    fi
+fi
 version=${1:-3.12}
 folder=${PDLINK_WHEELS:-.whl}
 rm -rf "$folder"
@@ -46,4 +58,5 @@ sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())';
 else
     echo "no native modules were built: that takes python$version with its headers, cmake and nvcc here"
 fi
+if [[ -n $vllm ]]; then "$python" benchmarks/gpu/bundle.py "$folder" "${has[@]}"; fi
 du -sh "$folder"

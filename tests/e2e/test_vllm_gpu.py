@@ -5,7 +5,10 @@ Needs vLLM's build for CUDA; a stage of `make gpu`. Not run yet: virtual memory,
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ SHARE = [
     *("--max-num-batched-tokens", "512", "--no-enable-prefix-caching", "--attention-backend", "TRITON_ATTN"),
 ]
 LENGTHS = [1, 33, 513, 2000]
+GRAPHS = {"piecewise graphs": "--no-enforce-eager", "eager": "--enforce-eager"}
 LANES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "mapped-cuda, piecewise graphs": ({"kind": "mapped", "require": "mapped-cuda"}, []),
     "staged-tcp, eager": ({"kind": "tcp", "require": "staged-tcp"}, ["--enforce-eager"]),
@@ -48,7 +52,7 @@ def servers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_F32_DEFAULT", "ieee")
         patch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it would be compiled at the start
-        patch.setattr(Server, "ready_s", 150.0)
+        patch.setattr(Server, "ready_s", 180.0)  # all start at once
         yield
 
 
@@ -59,43 +63,74 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@dataclass
+class Cases:
+    alone: Server
+    """Without a connector."""
+    solo: dict[str, Server]
+    """With tiers, by their graphs."""
+    pairs: dict[str, Future[Pair]]
+    """By lane."""
+
+
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[int, list[int]]:
-    with Server("alone", folder / "model", folder / "alone.log", [*SHARE, "--enforce-eager"]).serving() as alone:
-        return {length: alone.complete(prompt_of(length, length)).tokens[0] for length in LENGTHS}
+def cases(folder: Path) -> Iterator[Cases]:
+    """Servers of all tests, which start at the same time: one after the other takes more than a visit has."""
+    alone = Server("alone", folder / "model", folder / "alone.log", [*SHARE, "--enforce-eager"])
+    solo = {}
+    for graphs, flag in GRAPHS.items():
+        place = place_of(folder, f"tiers-{graphs.partition(' ')[0]}")
+        solo[graphs] = server_of(place, "solo", [*SHARE, flag], local_disk=None, max_local_disk_size=None)
+    with ThreadPoolExecutor() as pool:
+        pairs = {lane: pool.submit(pair_of, folder, lane) for lane in LANES}
+        try:
+            for server in (alone, *solo.values()):
+                server.start()
+            yield Cases(alone, solo, pairs)
+        finally:
+            for server in (alone, *solo.values()):
+                server.kill()
+            for pair in pairs.values():
+                with contextlib.suppress(Exception):  # its test has told
+                    pair.result().stop()
 
 
-@pytest.mark.parametrize("graphs", ["piecewise graphs", "eager"])
-def test_a_prompt_seen_before_comes_back_from_the_tiers_of_a_gpu(
-    folder: Path, expected: dict[int, list[int]], graphs: str
-) -> None:
-    """Nothing of it is in vLLM's pool any more: it caches no prefixes there."""
-    place = place_of(folder, f"tiers-{graphs.partition(' ')[0]}")
-    flags = [*SHARE, "--enforce-eager" if graphs == "eager" else "--no-enforce-eager"]
-    with server_of(place, "solo", flags, local_disk=None, max_local_disk_size=None).serving() as server:
-        for length in LENGTHS:
-            prompt, before = prompt_of(length, length), loaded(server)
-            assert server.complete(prompt).tokens[0] == expected[length]
-            until(server.holds_nothing, "all of it is kept")
-            assert server.complete(prompt).tokens[0] == expected[length]
-            assert loaded(server) - before == min(length - 1, length // CHUNK * CHUNK)
-
-
-@pytest.mark.parametrize("lane", LANES)
-def test_tokens_are_those_of_one_server_on_the_gpu(folder: Path, expected: dict[int, list[int]], lane: str) -> None:
+def pair_of(folder: Path, lane: str) -> Pair:
     transport, more = LANES[lane]
     flags = [*SHARE, *more]
-    place = place_of(folder, lane.partition(",")[0].replace(" ", "-"))
-    pair = Pair.of(
-        place,
+    return Pair.of(
+        place_of(folder, lane.partition(",")[0].replace(" ", "-")),
         prefill_flags=[*flags, "--block-size", "16"],
         decode_flags=[*flags, "--block-size", "32"],
         transport=transport,
     )
-    try:
-        assert {length: pair.tokens(prompt_of(length, length))[0] for length in LENGTHS} == expected
-        assert pair.transferred() == sum(LENGTHS) - len(LENGTHS)
-        for server in (pair.prefill, pair.decode):
-            until(server.holds_nothing, f"{server.name} holds nothing")
-    finally:
-        pair.stop()
+
+
+@pytest.fixture(scope="module")
+def expected(cases: Cases) -> dict[int, list[int]]:
+    cases.alone.wait_ready()
+    return {length: cases.alone.complete(prompt_of(length, length)).tokens[0] for length in LENGTHS}
+
+
+@pytest.mark.parametrize("graphs", GRAPHS)
+def test_a_prompt_seen_before_comes_back_from_the_tiers_of_a_gpu(
+    cases: Cases, expected: dict[int, list[int]], graphs: str
+) -> None:
+    """Nothing of it is in vLLM's pool any more: it caches no prefixes there."""
+    server = cases.solo[graphs]
+    server.wait_ready()
+    for length in LENGTHS:
+        prompt, before = prompt_of(length, length), loaded(server)
+        assert server.complete(prompt).tokens[0] == expected[length]
+        until(server.holds_nothing, "all of it is kept")
+        assert server.complete(prompt).tokens[0] == expected[length]
+        assert loaded(server) - before == min(length - 1, length // CHUNK * CHUNK)
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_tokens_are_those_of_one_server_on_the_gpu(cases: Cases, expected: dict[int, list[int]], lane: str) -> None:
+    pair = cases.pairs[lane].result()
+    assert {length: pair.tokens(prompt_of(length, length))[0] for length in LENGTHS} == expected
+    assert pair.transferred() == sum(LENGTHS) - len(LENGTHS)
+    for server in (pair.prefill, pair.decode):
+        until(server.holds_nothing, f"{server.name} holds nothing")
