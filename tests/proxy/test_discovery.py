@@ -190,12 +190,13 @@ async def test_a_long_list_comes_in_pages(tmp_path: Path) -> None:
             assert len(seen.lists) == 1
 
 
-def test_ports_by_name_are_control_addresses_of_prefill_workers_in_the_order_of_ranks() -> None:
-    def slice_of(service: str, address: str, **ports: int) -> EndpointSlice:
-        named = [{"name": name.replace("_", "-"), "port": port} for name, port in ports.items()]
-        said = {"metadata": {"labels": {"kubernetes.io/service-name": service}}, "ports": named}
-        return msgspec.convert(said | {"endpoints": [endpoint(address)]}, EndpointSlice)
+def slice_of(service: str, address: str, **ports: int) -> EndpointSlice:
+    named = [{"name": name.replace("_", "-"), "port": port} for name, port in ports.items()]
+    said = {"metadata": {"labels": {"kubernetes.io/service-name": service}}, "ports": named}
+    return msgspec.convert(said | {"endpoints": [endpoint(address)]}, EndpointSlice)
 
+
+def test_ports_by_name_are_control_addresses_of_prefill_workers_in_the_order_of_ranks() -> None:
     slices = {
         "p": slice_of("pre", "10.0.0.1", control_1=8102, http=8100, control=8101),
         "6": slice_of("pre", "fd00::1", http=8100, control=8101),
@@ -209,6 +210,19 @@ def test_ports_by_name_are_control_addresses_of_prefill_workers_in_the_order_of_
     )
     assert found.decode == (ListedWorker("http://10.0.1.1:8100", cell="rack-1"),)
     assert not members_of(slices, {"pre": "prefill"}, "http").prefill[0].control
+
+
+def test_a_port_by_name_is_where_the_store_of_a_worker_is_asked() -> None:
+    slices = {
+        "p": slice_of("pre", "10.0.0.1", http=8100, control=8101, lends=8110),
+        "6": slice_of("pre", "fd00::1", http=8100, control=8101),
+        "d": slice_of("dec", "10.0.1.1", http=8100, lends=8110),
+    }
+    text = "prefill=pre,decode=dec,port=http,control=control"
+    found = KubernetesSource(f"{text},store=lends")._members(slices)
+    stores = [each.store for each in (*found.prefill, *found.decode)]
+    assert stores == ["tcp://10.0.0.1:8110", "", "tcp://10.0.1.1:8110"]
+    assert not KubernetesSource(text)._members(slices).prefill[0].store
 
 
 # ---- together

@@ -89,10 +89,12 @@ def members_of(
     control: str = "",
     cell: str = "",
     data_parallel: int = 1,
+    store: str = "",
 ) -> Members:
     """Workers of these slices. services: role by name of a Service. port: by name; empty takes the first. control:
     what the names of the ports begin with that connectors of prefill workers listen on, a rank each; without such a
-    port nobody is listed. data_parallel: engines of each prefill worker.
+    port nobody is listed. data_parallel: engines of each prefill worker. store: the name of the port where other
+    stores ask that of a worker (`ListedWorker.store`), if its Service has one.
 
     An address may be in two slices while one replaces the other: it is in use if either says so.
     """
@@ -108,6 +110,7 @@ def members_of(
         )
         if wanted and not named:
             continue
+        lends = next((one.port for one in each.ports or () if store and one.name == store), None)
         for endpoint in each.endpoints or ():
             said = endpoint.conditions
             drains = said.ready is False or bool(said.terminating)
@@ -117,7 +120,8 @@ def members_of(
                 addresses = tuple(url_of(address, one, "tcp") for one in named)
                 engines = data_parallel if role == "prefill" else 1
                 drain = drains and (known is None or known.drain)
-                found[role][url] = ListedWorker(url, drain, addresses, data_parallel=engines, cell=cell)
+                at = "" if lends is None else url_of(address, lends, "tcp")
+                found[role][url] = ListedWorker(url, drain, addresses, data_parallel=engines, cell=cell, store=at)
     return Members(*(tuple(each for _, each in sorted(found[role].items())) for role in ROLES))
 
 
@@ -129,6 +133,7 @@ class KubernetesSource:
         pairs = pairs_of(text, f"kubernetes:{text}")
         self._port, self._namespace = pairs.pop("port", ""), pairs.pop("namespace", "")
         self._control, self._cell = pairs.pop("control", ""), pairs.pop("cell", "")
+        self._store = pairs.pop("store", "")
         engines = pairs.pop("data_parallel", "1")
         several = engines != "1"
         if not engines.isdecimal() or not 1 <= int(engines) <= MAX_ENGINES or (several and not self._control):
@@ -141,8 +146,8 @@ class KubernetesSource:
         if not pairs or not pairs.keys() <= set(ROLES) or len(self._services) != len(pairs):
             raise ConfigError(
                 f"discover: got kubernetes:{text}; expected ROLE=SERVICE with another Service for each role (roles "
-                f"{', '.join(ROLES)}), and port=NAME, control=NAME, data_parallel=N, cell=NAME, namespace=NAME; "
-                "correct it"
+                f"{', '.join(ROLES)}), and port=NAME, control=NAME, store=NAME, data_parallel=N, cell=NAME, "
+                "namespace=NAME; correct it"
             )
         self._api, self._account, self._watch_s = api, account, watch_s
 
@@ -221,9 +226,8 @@ class KubernetesSource:
                     tell(self._members(slices))
 
     def _members(self, slices: Mapping[str, EndpointSlice]) -> Members:
-        return members_of(
-            slices, self._services, self._port, self._control, self._cell, data_parallel=self._data_parallel
-        )
+        names = self._port, self._control, self._cell
+        return members_of(slices, self._services, *names, data_parallel=self._data_parallel, store=self._store)
 
     def _get(self, session: aiohttp.ClientSession, query: Mapping[str, str]) -> Any:
         namespace = self._namespace or self._read("namespace")
