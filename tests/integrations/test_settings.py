@@ -53,6 +53,14 @@ def test_known_versions_are_accepted(version: str) -> None:
     assert versions.check(version, accept_newer=False) >= versions.OLDEST
 
 
+def test_blocks_on_the_host_beside_the_gpus_are_refused_by_name() -> None:
+    """HiSparse's, which MultiConnector brings: no other server lets a promise wait (0.33)."""
+    config, cache = SimpleNamespace(parallel_config=SimpleNamespace()), caches()
+    cache.hisparse_host_num_blocks = 8
+    with pytest.raises(UnsupportedCache, match=r"hisparse_host_num_blocks: got 8.*take HiSparseConnector out"):
+        versions.check_config(config, cache, (0, 33), tiers=None)
+
+
 def test_a_model_runner_that_calls_no_connector_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config, cache = SimpleNamespace(parallel_config=SimpleNamespace()), caches()
     for runner_v2 in (False, True):

@@ -25,7 +25,8 @@ from vllm.v1.engine.core import EngineCore  # noqa: E402
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin  # noqa: E402
 
 from pdlink.integrations.vllm import PDLinkConnector, PDLinkMetadata  # noqa: E402
-from pdlink.integrations.vllm_parts import versions  # noqa: E402
+from pdlink.integrations.vllm_parts import rank, versions  # noqa: E402
+from pdlink.integrations.vllm_parts.memory import regions  # noqa: E402
 from pdlink.integrations.vllm_parts.requests import NOTHING, StepPlan  # noqa: E402
 from pdlink.integrations.vllm_parts.steps import Steps  # noqa: E402
 from pdlink.peers.link import PeerLink  # noqa: E402
@@ -425,6 +426,27 @@ def test_caches_on_a_device_stay_in_the_pool_that_sleep_discards(tmp_path: Path)
         assert server.connector.get_mem_pool_context() is not None
         server.config.device_config.device_type = "cuda"
         assert server.connector.get_mem_pool_context() is None
+
+
+def test_memory_that_sleep_takes_away_is_registered_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So nothing is to be done when vLLM tells of sleep and of waking (0.33)."""
+    stays, made = list[bool](), vllm_server._config
+
+    def sleeps(*given: Any, **more: Any) -> Any:
+        config = made(*given, **more)
+        config.model_config.enable_sleep_mode = True
+        return config
+
+    def borrowed(*given: Any, **more: Any) -> Any:
+        stays.append(more["stays"])
+        return regions(*given, **more)
+
+    monkeypatch.setattr(rank, "regions", borrowed)
+    for config in (made, sleeps):
+        monkeypatch.setattr(vllm_server, "_config", config)
+        with servers(tmp_path, {}):
+            pass
+    assert stays == [True, False]
 
 
 def test_blocks_that_a_step_under_way_writes_are_kept_or_waited_for(tmp_path: Path) -> None:
