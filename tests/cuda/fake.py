@@ -67,6 +67,7 @@ class Fake:
         self._library.fake_hold()
 
     def go_on(self) -> None:
+        """Those that waited have run when this returns, unless a stream is held."""
         self._library.fake_go_on()
 
     def hold_stream(self, stream: int) -> None:
@@ -104,11 +105,12 @@ class Fake:
 
 @functools.cache
 def fake() -> Fake:
-    """The double of this process. Built when its sources are new, for all processes of this user."""
+    """The double of this process. Built when its sources are new, for all processes of this checkout."""
     assert COMPILER is not None
     headers = [*sorted((_ROOT / "csrc/cuda").glob("*.h")), *sorted((_ROOT / "tests/cuda").glob("*.h"))]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in (*_SOURCES, *headers))).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"pdlink-fake-cuda-{os.getuid()}"
+    checkout = hashlib.sha256(bytes(_ROOT)).hexdigest()[:8]
+    folder = Path(tempfile.gettempdir()) / f"pdlink-fake-cuda-{os.getuid()}-{checkout}"
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"libcuda-double-{digest}.so"
     with open(folder / "lock", "w") as lock:

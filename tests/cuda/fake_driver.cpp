@@ -170,13 +170,13 @@ int cuCtxPopCurrent_v2(void** context) {
 }
 int cuCtxSynchronize() {
     ENTER(true);
-    std::vector<Stream*> all;
+    std::vector<std::shared_ptr<Stream>> all;
     std::vector<void*> handles;
     {
         const std::lock_guard lock(world().mutex);
-        for (auto& [handle, stream] : world().streams) all.push_back(stream.get()), handles.push_back(handle);
+        for (const auto& [handle, stream] : world().streams) all.push_back(stream), handles.push_back(handle);
     }
-    for (Stream* stream : all) stream->drain();
+    for (const auto& stream : all) stream->drain();
     const std::lock_guard lock(world().mutex);
     for (void* handle : handles) world().order.see(handle);
     return kSuccess;
@@ -370,12 +370,12 @@ int cuStreamCreate(void** stream, unsigned) {
     static std::atomic<std::uintptr_t> next = 1;
     *stream = reinterpret_cast<void*>(next++ << 4);
     const std::lock_guard lock(world().mutex);
-    world().streams[*stream] = std::make_unique<Stream>();
+    world().streams[*stream] = std::make_shared<Stream>();
     return kSuccess;
 }
 int cuStreamDestroy_v2(void* stream) {
     ENTER(true);
-    std::unique_ptr<Stream> gone;
+    std::shared_ptr<Stream> gone;
     {
         const std::lock_guard lock(world().mutex);
         const auto at = world().streams.find(stream);
@@ -384,7 +384,7 @@ int cuStreamDestroy_v2(void* stream) {
         world().streams.erase(at);
     }
     // "the function will return immediately": work that is left still runs.
-    std::thread([left = gone.release()] { delete left; }).detach();
+    std::thread([left = std::move(gone)] {}).detach();
     return kSuccess;
 }
 // "Makes all future work submitted to hStream wait for all work captured in hEvent", which "use[s] the most recently
@@ -550,9 +550,20 @@ int fake_let_go() {
 }
 // From now on every call in a context answers this, as after a kernel's fault; 0 ends it.
 void fake_break(int result) { world().sticky = result; }
-// Kernels and copies wait from now on (another thread must not hold it), or go on.
+// Kernels and copies wait from now on (another thread must not hold it), or go on; then those that waited have run when
+// it returns, unless a stream is held: a test may be about to give back what they use.
 void fake_hold() { world().gate.lock(); }
-void fake_go_on() { world().gate.unlock(); }
+void fake_go_on() {
+    World& w = world();
+    w.gate.unlock();
+    std::vector<std::shared_ptr<Stream>> all;
+    {
+        const std::lock_guard lock(w.mutex);
+        if (!w.held.empty()) return;
+        for (const auto& [handle, stream] : w.streams) all.push_back(stream);
+    }
+    for (const auto& stream : all) stream->drain();
+}
 // What is put into this stream from now on waits, or goes on.
 void fake_hold_stream(void* stream) {
     const auto mark = std::make_shared<Mark>();

@@ -168,7 +168,7 @@ struct World {
     std::map<std::uint64_t, std::uint64_t> registered;  // host memory: address to nbytes
     Order order;
     std::map<void*, std::shared_ptr<Mark>> held;  // streams that a test holds
-    std::map<void*, std::unique_ptr<Stream>> streams;
+    std::map<void*, std::shared_ptr<Stream>> streams;
     std::set<Event*> events;
     int modules = 0, contexts = 0;
     std::vector<std::string> log;
@@ -226,7 +226,7 @@ inline int enter(const char* call, bool needs_context) {
 inline Stream* stream_of(void* handle) {
     World& w = world();
     const std::lock_guard lock(w.mutex);
-    if (!handle && !w.streams.contains(handle)) w.streams[handle] = std::make_unique<Stream>();
+    if (!handle && !w.streams.contains(handle)) w.streams[handle] = std::make_shared<Stream>();
     const auto at = w.streams.find(handle);
     return at == w.streams.end() ? nullptr : at->second.get();
 }
