@@ -104,23 +104,26 @@ class RunQueue:
         """
 
 class KernelLauncher:
-    """Launches into one stream, each with everything it asks of the driver in one call; any thread may call."""
+    """Launches, each with everything it asks of the driver in one call; any thread may call.
 
-    def __init__(self, library: str, context: int, kernel: int, work: int, bell: int) -> None:
-        """Handles of the driver: context, the kernel "pdlink_runs", the stream of the launches and another one.
+    Streams and events are handles of the driver.
+    """
 
-        Raises RuntimeError if `library` has not what is needed.
-        """
+    def __init__(self, library: str, context: int, kernel: int) -> None:
+        """kernel: "pdlink_runs". Raises RuntimeError if `library` has not what is needed."""
 
-    def launch_runs(self, runs: RunQueue, launch_nbytes: int, slot: _Slot) -> tuple[str, int]:
-        """Launch about `launch_nbytes` of `runs`, keep their list in the slot, and record its event.
+    def launch_runs(self, runs: RunQueue, launch_nbytes: int, slot: _Slot, work: int) -> tuple[str, int]:
+        """Launch about `launch_nbytes` of `runs` in the stream `work`, keep their list in the slot, record its event.
 
         Returns the call that failed and its number, or "" and 0. Unless it is "cuEventRecord", no kernel was launched
         then.
         """
 
-    def ring_after(self, event: int, fd: int) -> tuple[str, int]:
-        """Make an eventfd readable when `event` is reached; not after a fault. Returns as `launch_runs` does."""
+    def ring_after(self, event: int, fd: int, bell: int) -> tuple[str, int]:
+        """Make an eventfd readable when `event` is reached; not after a fault. Returns as `launch_runs` does.
+
+        bell: a stream for this alone.
+        """
 
 class PeerUnusable(RuntimeError):
     """The peer is unknown, failed or closed, or the GPU has failed."""
@@ -131,8 +134,18 @@ class NameTaken(ValueError):
 class GpuCopier:
     """Kernels that store into peers' device memory, and a native thread that sees them end (`csrc/cuda/copier.h`)."""
 
-    def __init__(self, launcher: KernelLauncher, slots: Sequence[_Slot], launch_nbytes: int) -> None:
-        """slots, launcher: stay until `close`. launch_nbytes: about the most bytes of one launch. Raises OSError."""
+    def __init__(
+        self,
+        launcher: KernelLauncher,
+        slots: Sequence[_Slot],
+        streams: Sequence[tuple[int, int]],
+        launch_nbytes: int,
+    ) -> None:
+        """launcher, slots, streams: stay until `close`. streams: for launches, each with one for host functions; the
+        first is for launches that wait for nothing. launch_nbytes: about the most bytes of one launch.
+
+        Raises OSError.
+        """
 
     def add_region(self, ptr: int, nbytes: int) -> int:
         """Memory that kernels read, by its address for them; returns its index. It stays until `close`."""
@@ -150,7 +163,19 @@ class GpuCopier:
     def submit(
         self, peer: str, lists: Sequence[tuple[int, int, int, int, NDArray[np.int64]]], timeout_s: float
     ) -> int:
-        """As `_copy.Copier.submit`. Launched before it returns, while a slot is free."""
+        """As `_copy.Copier.submit`."""
+
+    def submit_after(
+        self,
+        peer: str,
+        lists: Sequence[tuple[int, int, int, int, NDArray[np.int64]]],
+        timeout_s: float,
+        after: Sequence[tuple[int, int]],
+    ) -> int:
+        """The same, and the GPU waits for these events before it reads: each with the stream it was recorded in.
+
+        timeout_s counts from when all are reached. They must stay as they are until the batch is reported.
+        """
 
     def connected(self, peer: str) -> bool: ...
     def poll(self) -> list[tuple[str, str, int, str, int, float, float, str]]: ...

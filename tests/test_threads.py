@@ -204,7 +204,7 @@ def gpu_order(patch: pytest.MonkeyPatch, __: Path) -> None:
         assert waits.wait(WAIT_S)
         bug()
 
-    order = GpuOrder(lambda: None, synchronize, 0)  # type: ignore[arg-type,return-value]
+    order = GpuOrder(lambda _, __: None, synchronize, 0)
     for _ in range(3):
         order.after_all(bug, failed.append)
     order.after_all(bug, bug)
@@ -219,7 +219,7 @@ def gpu_order(patch: pytest.MonkeyPatch, __: Path) -> None:
 def gpu_acts(patch: pytest.MonkeyPatch, _: Path) -> None:
     """One that fails fails alone."""
     failed, done = list[Reason](), threading.Event()
-    order = GpuOrder(lambda: None, lambda: None, 0)  # type: ignore[arg-type,return-value]
+    order = GpuOrder(lambda _, __: None, lambda: None, 0)
     order.after_all(bug, failed.append)
     order.after_all(done.set, failed.append)
     assert done.wait(WAIT_S)

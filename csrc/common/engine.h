@@ -129,7 +129,12 @@ class Engine {
     }
 
     // Queue one batch and return its ticket. Throws std::invalid_argument for a run outside its region, Unusable.
+    // set(batch): the transport's own part of it.
     std::uint64_t submit(const std::string& name, std::span<const RunList> lists, double timeout_s) {
+        return submit(name, lists, timeout_s, [](Batch&) {});
+    }
+    template <class Set>
+    std::uint64_t submit(const std::string& name, std::span<const RunList> lists, double timeout_s, Set&& set) {
         refuse_fork();
         if (std::isnan(timeout_s)) throw std::invalid_argument("timeout_s is not a number");
         std::list<Batch> one(1);
@@ -141,6 +146,7 @@ class Engine {
         const std::vector<Extent> local = regions_;
         lock.unlock();
         batch.fill(lists, local, reach);
+        set(batch);
 
         lock.lock();
         Peer& peer = to_write(name);  // a name is not used twice, so it is the peer whose regions were looked at
@@ -284,7 +290,7 @@ class Engine {
     void stop(Peer&, Lock&) {}
     void keep_out(Peer&) {}
     void give_up(Peer&, Lock&) {}
-    void look(double) {}
+    void look(double, Lock&) {}
     bool may_wait(Lock&) { return true; }
     double earliest(const Peer& peer) const {
         double earliest_s = kForever;
@@ -367,7 +373,7 @@ class Engine {
     // Check all deadlines, and find the next one.
     void look_at_deadlines(double now, Lock& lock) {
         look_s_ = give_up_s_;
-        self().look(now);
+        self().look(now, lock);
         for (auto& [name, peer] : peers_) {
             if (peer->usable()) {
                 const double earliest_s = self().earliest(*peer);

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <stdexcept>
 #include <string_view>
 #include <system_error>
 #include <utility>
@@ -13,6 +14,14 @@ namespace {
 
 // When launches in flight are looked at although nothing rings: after a fault no host function runs.
 constexpr double kLook_s = 0.25;
+// When a batch is looked at that waits for its marks without a line: no host function tells of them.
+constexpr double kLateLook_s = 0.002;
+
+// The stream that all its marks are of, if it is one.
+std::optional<std::uintptr_t> one_stream(const GpuBatch& batch) {
+    if (batch.after.size() != 1) return std::nullopt;
+    return batch.after.front().stream;
+}
 
 }  // namespace
 
@@ -22,11 +31,17 @@ void GpuBatch::fill(std::span<const RunList> lists, std::span<const Extent> loca
     nbytes = runs.nbytes();
 }
 
-GpuCopier::GpuCopier(const KernelLauncher& launcher, std::vector<Slot> slots, std::uint64_t launch_nbytes)
+GpuCopier::GpuCopier(const KernelLauncher& launcher, std::vector<Slot> slots, std::span<const LineStreams> streams,
+                     std::uint64_t launch_nbytes)
     : launcher_(launcher), slots_(std::move(slots)), launch_nbytes_(launch_nbytes) {
     for (const Slot& slot : slots_) free_.push_back(&slot);
-    if (!watch(ring_.fd(), &ring_, EPOLLIN))
-        throw std::system_error(errno, std::generic_category(), "epoll of the GPU's bell");
+    for (const LineStreams& one : streams) {
+        Line& line = lines_.emplace_back();
+        line.streams = one;
+        if (!watch(line.ring.fd(), &line, EPOLLIN))
+            throw std::system_error(errno, std::generic_category(), "epoll of the GPU's bell");
+    }
+    if (lines_.empty()) throw std::invalid_argument("streams: got none, expected one or more");
     start("pdlink-gpu-copy");
 }
 
@@ -59,19 +74,27 @@ void GpuCopier::connect(const std::string& name, std::int64_t pid, std::vector<E
     peer.memory = std::move(memory);
 }
 
+std::uint64_t GpuCopier::submit(const std::string& name, std::span<const RunList> lists, double timeout_s,
+                                std::vector<Mark> after) {
+    return submit(name, lists, timeout_s, [&](GpuBatch& batch) {
+        if (after.empty()) return;
+        batch.after = std::move(after);
+        batch.timeout_s = timeout_s;
+        batch.deadline_s = kForever;
+    });
+}
+
 bool GpuCopier::idle() {
     if (forked()) return false;
     const std::lock_guard lock(mutex_);
-    return in_flight_.empty() && std::ranges::none_of(peers_, [](const auto& one) { return one.second->unfinished; });
+    return std::ranges::all_of(lines_, [](const Line& line) { return line.in_flight.empty(); }) &&
+           std::ranges::none_of(peers_, [](const auto& one) { return one.second->unfinished; });
 }
 
-// Launch a batch here and now if there is a free slot.
+// No launch here: the caller may hold locks that others wait for.
 bool GpuCopier::at_once(GpuPeer& peer, GpuBatch&) {
-    const bool looks = !in_flight_.empty();  // the thread, within kLook_s
     take_turn(peer);
-    if (free_.empty()) collect();
-    launch();
-    return looks && !due_;
+    return std::exchange(woken_, true);
 }
 
 void GpuCopier::refuse_broken() const {
@@ -85,28 +108,32 @@ void GpuCopier::keep_out(GpuPeer& peer) {
 // ---- the thread -------------------------------------------------------------------------------------------------
 
 bool GpuCopier::round(Lock& lock) {
-    due_ = false;
-    collect();
-    if (!broken_.empty()) {
-        fail_all(lock);
-        return false;
+    due_ = woken_ = false;
+    for (Line& line : lines_) collect(line, lock);
+    if (broken_.empty()) {
+        for (const auto& [name, peer] : peers_)
+            if (peer->refused && peer->usable()) fail(*peer, "peer closed", Outcome::kCancelled, lock);
+        launch(lock);
     }
-    for (const auto& [name, peer] : peers_)
-        if (peer->refused && peer->usable()) fail(*peer, "peer closed", Outcome::kCancelled, lock);
-    launch();
-    return due_;
+    if (broken_.empty()) return due_;
+    fail_all(lock);
+    return due_ = false;
 }
 
-void GpuCopier::look(double now) {
-    if (!in_flight_.empty()) look_by(now + kLook_s);
+void GpuCopier::look(double now, Lock& lock) {
+    if (std::ranges::any_of(lines_, [](const Line& line) { return !line.in_flight.empty(); })) look_by(now + kLook_s);
+    for (const auto& [name, peer] : peers_)
+        for (GpuBatch& batch : peer->batches)
+            if (batch.launched && broken_.empty()) is_written(batch, lock);
 }
 
 void GpuCopier::heard(void* what, std::uint32_t, Lock& lock) {
-    if (what == &ring_) {
-        ring_.hush();
-        bell_set_ = false;
-        return;
-    }
+    for (Line& line : lines_)
+        if (what == &line) {
+            line.ring.hush();
+            line.bell_set = false;
+            return;
+        }
     GpuPeer& peer = *static_cast<GpuPeer*>(what);
     if (!peer.memory) return;
     unwatch(peer.memory->life.get());
@@ -138,8 +165,10 @@ void GpuCopier::report_open(GpuPeer& peer, Outcome outcome, const std::string& d
 
 void GpuCopier::fail_all(Lock& lock) {
     const std::string reason = "the GPU has failed: " + broken_;
-    for (const InFlight& one : in_flight_) one.peer->unfinished = true;
-    in_flight_.clear();
+    for (Line& line : lines_) {
+        for (const InFlight& one : line.in_flight) one.peer->unfinished = true;
+        line.in_flight.clear();
+    }
     for (const auto& [name, peer] : peers_) {
         peer->in_flight = 0;
         if (peer->usable())
@@ -149,37 +178,85 @@ void GpuCopier::fail_all(Lock& lock) {
     }
 }
 
-// ---- both, with the mutex held ----------------------------------------------------------------------------------
-
-bool GpuCopier::holds(const Failure& failure) {
+template <class Call>
+bool GpuCopier::drive(Lock& lock, Call&& call) {
+    lock.unlock();
+    const Failure failure = call();
+    lock.lock();
     if (failure.number == 0) return true;
     broken_ = launcher_.words(failure);
     due_ = true;
     return false;
 }
 
-void GpuCopier::take_turn(GpuPeer& peer) {
-    if (!std::exchange(peer.in_turn, true)) turns_.push_back(&peer);
-}
-
-void GpuCopier::launch() {
-    while (broken_.empty() && !turns_.empty() && !free_.empty()) {
+void GpuCopier::launch(Lock& lock) {
+    std::size_t stuck = 0;  // peers in a row, none of whose batches can go now
+    while (broken_.empty() && stuck < turns_.size() && !free_.empty()) {
         GpuPeer& peer = *turns_.front();
         turns_.pop_front();
         peer.in_turn = false;
         if (!peer.memory || !peer.usable() || peer.refused) continue;
-        const auto next = [&] { return std::ranges::find(peer.batches, false, &GpuBatch::launched); };
-        if (const auto at = next(); at != peer.batches.end()) begin(peer, *at);
-        if (next() != peer.batches.end()) take_turn(peer);
+        const bool began = launch_one(peer, lock);
+        if (std::ranges::find(peer.batches, false, &GpuBatch::launched) == peer.batches.end()) continue;
+        take_turn(peer);
+        stuck = began ? 0 : stuck + 1;
     }
-    set_bell();
+    if (stuck) look_by(now_s() + kLateLook_s);
+    for (Line& line : lines_) set_bell(line, lock);
 }
 
-void GpuCopier::begin(GpuPeer& peer, GpuBatch& batch) {
+// Its first batch that has a line.
+bool GpuCopier::launch_one(GpuPeer& peer, Lock& lock) {
+    std::optional<std::uintptr_t> late;  // has no line; nor has what follows after the same stream
+    for (GpuBatch& batch : peer.batches) {
+        if (batch.launched || (late && one_stream(batch) == late)) continue;
+        Line* line = line_for(batch, lock);
+        if (!broken_.empty()) return false;
+        if (line) {
+            begin(peer, batch, *line, lock);
+            return true;
+        }
+        late = one_stream(batch);
+    }
+    return false;
+}
+
+Line* GpuCopier::line_for(GpuBatch& batch, Lock& lock) {
+    if (batch.line) return batch.line;
+    if (batch.runs.empty() || is_written(batch, lock)) return &lines_.front();
+    if (free_.size() <= slots_.size() / 4) return nullptr;
+    const auto behind = one_stream(batch);
+    const auto takes = [&](const Line& line) { return behind && line.behind == behind && !line.in_flight.empty(); };
+    auto line = std::find_if(lines_.begin() + 1, lines_.end(), takes);
+    if (line == lines_.end())
+        line = std::find_if(lines_.begin() + 1, lines_.end(), [](const Line& one) { return one.in_flight.empty(); });
+    if (line == lines_.end()) return nullptr;
+    line->behind = behind;
+    return &*line;
+}
+
+// Whether its marks are reached; its time counts from then on.
+bool GpuCopier::is_written(GpuBatch& batch, Lock& lock) {
+    if (batch.after.empty()) return true;
+    std::vector<Mark> late;
+    for (const Mark& mark : batch.after) {
+        bool reached = false;
+        if (!drive(lock, [&] { return launcher_.query(mark.event, reached); })) return false;
+        if (!reached) late.push_back(mark);
+    }
+    batch.after = std::move(late);
+    if (!batch.after.empty()) return false;
+    batch.deadline_s = now_s() + batch.timeout_s;
+    look_by(batch.deadline_s);
+    return true;
+}
+
+void GpuCopier::begin(GpuPeer& peer, GpuBatch& batch, Line& line, Lock& lock) {
+    batch.line = &line;
     if (batch.runs.empty()) {
         batch.launched = true;
-        due_ |= in_flight_.empty();
-        in_flight_.push_back({&peer, batch.ticket, nullptr, true});
+        due_ |= line.in_flight.empty();
+        line.in_flight.push_back({&peer, batch.ticket, nullptr, true});
         ++peer.in_flight;
         return;
     }
@@ -189,29 +266,35 @@ void GpuCopier::begin(GpuPeer& peer, GpuBatch& batch) {
         return;
     }
     const Slot* slot = free_.back();
-    const Failure failure = launcher_.launch_runs(batch.runs, launch_nbytes_, slot->list, slot->event);
+    free_.pop_back();
+    std::vector<std::uintptr_t> after;
+    for (const Mark& mark : batch.after) after.push_back(mark.event);
+    Failure failure;
+    drive(lock, [&] {
+        return failure = launcher_.launch_runs(batch.runs, launch_nbytes_, slot->list, slot->event, line.streams.work,
+                                               after);
+    });
     if (failure.number == 0 || std::string_view(failure.call) == "cuEventRecord") {  // it is on its way
-        free_.pop_back();
         batch.launched = batch.runs.empty();
-        in_flight_.push_back({&peer, batch.ticket, slot, batch.launched});
+        line.in_flight.push_back({&peer, batch.ticket, slot, batch.launched});
         ++peer.in_flight;
     } else {
+        free_.push_back(slot);
         gate.leave();
     }
-    holds(failure);
 }
 
 // Report what has run.
-void GpuCopier::collect() {
-    while (broken_.empty() && !in_flight_.empty()) {
-        const InFlight one = in_flight_.front();
+void GpuCopier::collect(Line& line, Lock& lock) {
+    while (broken_.empty() && !line.in_flight.empty()) {
+        const InFlight one = line.in_flight.front();
         if (one.slot) {
             bool reached = false;
-            if (!holds(launcher_.query(one.slot->event, reached)) || !reached) return;
+            if (!drive(lock, [&] { return launcher_.query(one.slot->event, reached); }) || !reached) return;
             free_.push_back(one.slot);
             one.peer->memory->gate->leave();
         }
-        in_flight_.pop_front();
+        line.in_flight.pop_front();
         if (--one.peer->in_flight == 0 && one.peer->closing) look_at_ends();
         auto& batches = one.peer->batches;
         const auto batch = std::ranges::find(batches, one.ticket, &GpuBatch::ticket);
@@ -224,12 +307,17 @@ void GpuCopier::collect() {
 
 // Have the oldest launch in flight ring when it has run. The bell rings once: what is launched meanwhile is looked at
 // then, too.
-void GpuCopier::set_bell() {
-    if (!broken_.empty() || in_flight_.empty()) return;
+void GpuCopier::set_bell(Line& line, Lock& lock) {
+    if (!broken_.empty() || line.in_flight.empty()) return;
     look_by(now_s() + kLook_s);
-    const auto oldest = std::ranges::find_if(in_flight_, [](const InFlight& one) { return one.slot != nullptr; });
-    if (bell_set_ || oldest == in_flight_.end()) return;
-    bell_set_ = holds(launcher_.ring_after(oldest->slot->event, ring_.fd()));
+    const auto oldest = std::ranges::find_if(line.in_flight, [](const InFlight& one) { return one.slot != nullptr; });
+    if (line.bell_set || oldest == line.in_flight.end()) return;
+    const std::uintptr_t event = oldest->slot->event;
+    line.bell_set = drive(lock, [&] { return launcher_.ring_after(event, line.ring.fd(), line.streams.bell); });
+}
+
+void GpuCopier::take_turn(GpuPeer& peer) {
+    if (!std::exchange(peer.in_turn, true)) turns_.push_back(&peer);
 }
 
 }  // namespace pdlink::cuda

@@ -1,14 +1,20 @@
 // `GpuCopier`: puts batches of runs into the device memory of peers on this host by kernels, and fences peers from
 // our memory (common/engine.h).
 //
-// A batch is one launch, or several if it is larger than any layer. The caller launches it itself while a slot is
-// free: that takes as long as waking the thread. What is left is launched when a slot has become free; peers take
-// turns, a launch each. Launches are in one stream, so they end in the order in which they began, and a host function
-// behind the oldest wakes the thread.
+// A batch is one launch, or several if it is larger than any layer. Its thread launches it when a slot is free; peers
+// take turns, a launch each. The driver is called with the mutex free, so one that stands holds up no caller.
 //
-// A launch is in flight until the event behind it is reached, and cannot be called off. The gate of its destination
-// (common/gate.h) is entered before it and left after it: the owner's PeerClosed follows the last store of the last
-// kernel. A deadline is reported in time all the same; ours waits for the kernel.
+// Marks. The sources of a batch may be written by kernels that have not run yet: events that it is `after` stand for
+// them. It is launched all the same, and its stream waits. So that it holds back nobody, a *line* (a stream) that has
+// such a launch in flight takes no other than those after the same stream of the caller's, which could not go sooner.
+// What waits for nothing goes in the first line, and has a part of the slots for itself. A batch for which no line is
+// left is launched when one is, or when its marks are reached. Its time counts from then on. The events are its
+// caller's, until it is reported.
+//
+// A host function behind the oldest launch of each line wakes the thread. A launch is in flight until the event
+// behind it is reached, and cannot be called off. The gate of its destination (common/gate.h) is entered before it
+// and left after it: the owner's PeerClosed follows the last store of the last kernel, and that the mark. A deadline
+// is reported in time all the same; ours waits for the kernel.
 //
 // After a failure of the driver the context is dead, and with it every peer. Nobody knows whether the stores of what
 // was in flight have ended: their gates stay entered until this process ends, and nothing that they use may be freed.
@@ -17,6 +23,8 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -32,9 +40,25 @@ struct Slot {
     std::uintptr_t event;
 };
 
+// An event of the caller's, and the stream that it was recorded in.
+struct Mark {
+    std::uintptr_t event, stream;
+};
+
+// Of the driver: where launches go, and one beside it for host functions, since what follows those waits for the
+// host.
+struct LineStreams {
+    std::uintptr_t work, bell;
+};
+
+struct Line;
+
 struct GpuBatch : BatchBase {
-    RunQueue runs;          // not launched yet
-    bool launched = false;  // all of it
+    RunQueue runs;            // not launched yet
+    std::vector<Mark> after;  // not reached, as far as is known
+    double timeout_s = 0;     // from when all are
+    Line* line = nullptr;     // that the first part of it went to
+    bool launched = false;    // all of it
 
     void fill(std::span<const RunList> lists, std::span<const Extent> local, const std::vector<Extent>& remote);
 };
@@ -61,11 +85,27 @@ struct GpuPeer : PeerBase<GpuBatch> {
     bool connected() const { return memory != nullptr && failure.empty(); }
 };
 
+struct InFlight {
+    GpuPeer* peer;
+    std::uint64_t ticket;
+    const Slot* slot;  // null for a batch of no bytes, which ends when its turn has come
+    bool last;         // of its batch
+};
+
+struct Line {
+    LineStreams streams;
+    std::deque<InFlight> in_flight;        // they end in this order
+    std::optional<std::uintptr_t> behind;  // the stream of the marks of what is in flight, if it is one
+    Bell ring;                             // by the GPU
+    bool bell_set = false;                 // the oldest launch will ring
+};
+
 class GpuCopier final : public Engine<GpuCopier, GpuPeer, GpuBatch> {
   public:
-    // Starts the thread. launcher, slots: stay until `close`, and if that says so until the process ends.
+    // Starts the thread. launcher, slots, streams: stay until `close`, and if that says so until the process ends.
     // launch_nbytes: about the most bytes of one launch. Throws std::system_error.
-    GpuCopier(const KernelLauncher& launcher, std::vector<Slot> slots, std::uint64_t launch_nbytes);
+    GpuCopier(const KernelLauncher& launcher, std::vector<Slot> slots, std::span<const LineStreams> streams,
+              std::uint64_t launch_nbytes);
     ~GpuCopier() { close(0); }
 
     // Make a gate for a peer that will write into our memory. Throws Taken, Unusable.
@@ -75,24 +115,22 @@ class GpuCopier final : public Engine<GpuCopier, GpuPeer, GpuBatch> {
     // Taken, Unusable.
     void connect(const std::string& peer, std::int64_t pid, std::vector<Extent> regions, const GateName& gate);
 
+    using Base::submit;
+    // after: what its sources are written by; timeout_s counts from when all are reached.
+    std::uint64_t submit(const std::string& name, std::span<const RunList> lists, double timeout_s,
+                         std::vector<Mark> after);
+
     // After `close`: whether the GPU uses neither slots nor peers' memory any more.
     bool idle();
 
   private:
     friend Base;
 
-    struct InFlight {
-        GpuPeer* peer;
-        std::uint64_t ticket;
-        const Slot* slot;  // null for a batch of no bytes, which ends when its turn has come
-        bool last;         // of its batch
-    };
-
     const std::vector<Extent>& reach(const GpuPeer& peer) const { return peer.memory->regions; }
-    bool at_once(GpuPeer& peer, GpuBatch& batch);
+    bool at_once(GpuPeer& peer, GpuBatch&);
     bool round(Lock& lock);
     bool may_wait(Lock&) { return !due_; }
-    void look(double now);
+    void look(double now, Lock& lock);
     void heard(void* what, std::uint32_t events, Lock& lock);
     void keep_out(GpuPeer& peer);
     bool quiet(GpuPeer& peer, Lock& lock);
@@ -101,24 +139,27 @@ class GpuCopier final : public Engine<GpuCopier, GpuPeer, GpuBatch> {
 
     void refuse_broken() const;
     void take_turn(GpuPeer& peer);
-    void launch();
-    void begin(GpuPeer& peer, GpuBatch& batch);
-    void collect();
-    void set_bell();
+    void launch(Lock& lock);
+    bool launch_one(GpuPeer& peer, Lock& lock);
+    Line* line_for(GpuBatch& batch, Lock& lock);
+    bool is_written(GpuBatch& batch, Lock& lock);
+    void begin(GpuPeer& peer, GpuBatch& batch, Line& line, Lock& lock);
+    void collect(Line& line, Lock& lock);
+    void set_bell(Line& line, Lock& lock);
     void fail_all(Lock& lock);
-    // Whether the driver has done it; if not, everything ends.
-    bool holds(const Failure& failure);
+    // Whether the driver has done what `call` asks of it, with the mutex free; if not, everything ends.
+    template <class Call>
+    bool drive(Lock& lock, Call&& call);
 
     const KernelLauncher& launcher_;
     const std::vector<Slot> slots_;
     const std::uint64_t launch_nbytes_;
     std::vector<const Slot*> free_;
+    std::deque<Line> lines_;
     std::deque<GpuPeer*> turns_;  // peers with something to launch, in order
-    std::deque<InFlight> in_flight_;
-    Bell ring_;              // by the GPU
-    bool bell_set_ = false;  // the oldest launch will ring
-    bool due_ = false;       // the thread has something to do now
-    std::string broken_;     // what the driver has said
+    bool woken_ = false;          // the thread will make a round
+    bool due_ = false;            // it has something to do now
+    std::string broken_;          // what the driver has said
 };
 
 }  // namespace pdlink::cuda

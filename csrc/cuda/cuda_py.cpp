@@ -91,11 +91,24 @@ PyGate invite(GpuCopier& copier, const std::string& peer) {
     return py_gate(gate);
 }
 
-GpuCopier* make_copier(const KernelLauncher& launcher, const std::vector<PySlot>& given,
+using Pairs = std::vector<std::tuple<std::uintptr_t, std::uintptr_t>>;
+
+GpuCopier* make_copier(const KernelLauncher& launcher, const std::vector<PySlot>& given, const Pairs& streams,
                        std::uint64_t launch_nbytes) {
     std::vector<Slot> slots;
     for (const PySlot& one : given) slots.push_back(slot_of(one));
-    return new GpuCopier(launcher, std::move(slots), launch_nbytes);
+    std::vector<LineStreams> lines;
+    for (const auto& [work, bell] : streams) lines.push_back({work, bell});
+    return new GpuCopier(launcher, std::move(slots), lines, launch_nbytes);
+}
+
+std::uint64_t submit_after(GpuCopier& copier, const std::string& peer, const std::vector<PyRunList>& lists,
+                           double timeout_s, const Pairs& after) {
+    const std::vector<RunList> views = views_of(lists);
+    std::vector<Mark> marks;
+    for (const auto& [event, stream] : after) marks.push_back({event, stream});
+    const nb::gil_scoped_release release;
+    return copier.submit(peer, views, timeout_s, std::move(marks));
 }
 
 }  // namespace
@@ -106,7 +119,8 @@ NB_MODULE(_cuda, m) {
     using namespace pdlink::cuda;
 
     add_engine<GpuCopier>(m, "GpuCopier")
-        .def(nb::new_(&make_copier), "launcher"_a, "slots"_a, "launch_nbytes"_a)
+        .def(nb::new_(&make_copier), "launcher"_a, "slots"_a, "streams"_a, "launch_nbytes"_a)
+        .def("submit_after", &submit_after, "peer"_a, "lists"_a.noconvert(), "timeout_s"_a, "after"_a)
         .def("add_region", &GpuCopier::add_region, "ptr"_a, "nbytes"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("invite", &invite, "peer"_a)
         .def(
@@ -149,21 +163,21 @@ NB_MODULE(_cuda, m) {
 
     nb::class_<RunQueue>(m, "RunQueue").def(nb::new_(&make_queue), "lists"_a.noconvert(), "local"_a, "remote"_a);
     nb::class_<KernelLauncher>(m, "KernelLauncher")
-        .def(nb::init<const std::string&, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t>(),
-             "library"_a, "context"_a, "kernel"_a, "work"_a, "bell"_a)
+        .def(nb::init<const std::string&, std::uintptr_t, std::uintptr_t>(), "library"_a, "context"_a, "kernel"_a)
         .def(
             "launch_runs",
-            [](const KernelLauncher& launcher, RunQueue& runs, std::uint64_t launch_nbytes, const PySlot& given) {
+            [](const KernelLauncher& launcher, RunQueue& runs, std::uint64_t launch_nbytes, const PySlot& given,
+               std::uintptr_t work) {
                 const Slot slot = slot_of(given);
                 const nb::gil_scoped_release release;
-                return told(launcher.launch_runs(runs, launch_nbytes, slot.list, slot.event));
+                return told(launcher.launch_runs(runs, launch_nbytes, slot.list, slot.event, work));
             },
-            "runs"_a, "launch_nbytes"_a, "slot"_a)
+            "runs"_a, "launch_nbytes"_a, "slot"_a, "work"_a)
         .def(
             "ring_after",
-            [](const KernelLauncher& launcher, std::uintptr_t event, int fd) {
+            [](const KernelLauncher& launcher, std::uintptr_t event, int fd, std::uintptr_t bell) {
                 const nb::gil_scoped_release release;
-                return told(launcher.ring_after(event, fd));
+                return told(launcher.ring_after(event, fd, bell));
             },
-            "event"_a, "fd"_a);
+            "event"_a, "fd"_a, "bell"_a);
 }

@@ -56,13 +56,8 @@ void RunQueue::take(const RunRange& range) {
     cut.nbytes -= range.cut_nbytes;
 }
 
-KernelLauncher::KernelLauncher(const std::string& library, std::uintptr_t context, std::uintptr_t kernel,
-                               std::uintptr_t work, std::uintptr_t bell)
-    : library_(::dlopen(library.c_str(), RTLD_NOW)),
-      context_(handle(context)),
-      kernel_(handle(kernel)),
-      work_(handle(work)),
-      bell_(handle(bell)) {
+KernelLauncher::KernelLauncher(const std::string& library, std::uintptr_t context, std::uintptr_t kernel)
+    : library_(::dlopen(library.c_str(), RTLD_NOW)), context_(handle(context)), kernel_(handle(kernel)) {
     if (!library_) throw std::runtime_error("no CUDA driver: " + library);
     try {
         look_up(library_, "cuCtxPushCurrent_v2", calls_.push);
@@ -84,33 +79,37 @@ KernelLauncher::KernelLauncher(const std::string& library, std::uintptr_t contex
 KernelLauncher::~KernelLauncher() { ::dlclose(library_); }
 
 Failure KernelLauncher::launch_runs(RunQueue& runs, std::uint64_t launch_nbytes, const SlotMemory& slot,
-                                    std::uintptr_t event) const {
+                                    std::uintptr_t event, std::uintptr_t work,
+                                    std::span<const std::uintptr_t> after) const {
+    const Handle stream = handle(work);
     const RunRange range = runs.copy_next({slot.host, slot.num_runs}, launch_nbytes);
     const bool copied = slot.copy && range.num_runs >= kCopiedRuns;
     Launch launch = plan_runs(copied ? slot.copy : slot.device, range.num_runs, range.longest_nbytes);
     void* arguments[] = {launch.argument.data()};
     if (const int failed = calls_.push(context_)) return {"cuCtxPushCurrent_v2", failed};
     Failure failure;
-    if (copied)
+    for (const std::uintptr_t one : after)
+        if (failure.number == 0) failure = {"cuStreamWaitEvent", calls_.wait(stream, handle(one), 0)};
+    if (failure.number == 0 && copied)
         failure = {"cuMemcpyAsync", calls_.copy(slot.copy, reinterpret_cast<std::uintptr_t>(slot.host),
-                                                range.num_runs * sizeof(KernelRun), work_)};
+                                                range.num_runs * sizeof(KernelRun), stream)};
     if (failure.number == 0)
-        failure = {"cuLaunchKernel", calls_.launch(kernel_, launch.grid_x, launch.grid_y, 1, kThreads, 1, 1, 0, work_,
-                                                   arguments, nullptr)};
+        failure = {"cuLaunchKernel", calls_.launch(kernel_, launch.grid_x, launch.grid_y, 1, kThreads, 1, 1, 0,
+                                                   stream, arguments, nullptr)};
     if (failure.number == 0) {
         runs.take(range);
-        failure = {"cuEventRecord", calls_.record(handle(event), work_)};
+        failure = {"cuEventRecord", calls_.record(handle(event), stream)};
     }
     void* popped;
     calls_.pop(&popped);
     return failure.number ? failure : Failure{};
 }
 
-Failure KernelLauncher::ring_after(std::uintptr_t event, int fd) const {
+Failure KernelLauncher::ring_after(std::uintptr_t event, int fd, std::uintptr_t bell) const {
     if (const int failed = calls_.push(context_)) return {"cuCtxPushCurrent_v2", failed};
-    Failure failure{"cuStreamWaitEvent", calls_.wait(bell_, handle(event), 0)};
+    Failure failure{"cuStreamWaitEvent", calls_.wait(handle(bell), handle(event), 0)};
     if (failure.number == 0)
-        failure = {"cuLaunchHostFunc", calls_.host(bell_, &ring, handle(static_cast<std::uintptr_t>(fd)))};
+        failure = {"cuLaunchHostFunc", calls_.host(handle(bell), &ring, handle(static_cast<std::uintptr_t>(fd)))};
     void* popped;
     calls_.pop(&popped);
     return failure.number ? failure : Failure{};

@@ -66,25 +66,24 @@ struct SlotMemory {
 // time: 32,768 runs of 256 bytes took 560 us (H200), where the copy of their list, 0.8 MB, should take 15.
 constexpr std::size_t kCopiedRuns = 1024;
 
-// The calls of the driver in `library`, for one context, one kernel and two streams. Any thread may call.
+// The calls of the driver in `library`, for one context and one kernel. Streams and events are handles of the driver.
+// Any thread may call.
 class KernelLauncher {
   public:
-    // All are handles of the driver. work: where launches go, one after the other; bell: another stream.
     // Throws std::runtime_error if the library cannot be loaded or lacks a call.
-    KernelLauncher(const std::string& library, std::uintptr_t context, std::uintptr_t kernel, std::uintptr_t work,
-                   std::uintptr_t bell);
+    KernelLauncher(const std::string& library, std::uintptr_t context, std::uintptr_t kernel);
     ~KernelLauncher();
     KernelLauncher(const KernelLauncher&) = delete;
     KernelLauncher& operator=(const KernelLauncher&) = delete;
 
-    // Launch the next range of `runs` and record `event` behind it. If "cuLaunchKernel" or a call before it failed,
-    // no kernel was launched and `runs` is as it was.
-    Failure launch_runs(RunQueue& runs, std::uint64_t launch_nbytes, const SlotMemory& slot,
-                        std::uintptr_t event) const;
+    // In the stream `work`: wait for the events `after`, launch the next range of `runs`, and record `event` behind
+    // it. If "cuLaunchKernel" or a call before it failed, no kernel was launched and `runs` is as it was.
+    Failure launch_runs(RunQueue& runs, std::uint64_t launch_nbytes, const SlotMemory& slot, std::uintptr_t event,
+                        std::uintptr_t work, std::span<const std::uintptr_t> after = {}) const;
 
-    // Make an eventfd readable once `event` is reached. Uses the bell stream: on the work stream the next launch
-    // would wait for the host.
-    Failure ring_after(std::uintptr_t event, int fd) const;
+    // Make an eventfd readable once `event` is reached. bell: a stream for this alone, since what follows in it waits
+    // for the host.
+    Failure ring_after(std::uintptr_t event, int fd, std::uintptr_t bell) const;
 
     // Whether `event` is reached. Fails if the work before it has.
     Failure query(std::uintptr_t event, bool& reached) const;
@@ -109,7 +108,7 @@ class KernelLauncher {
     };
     void* library_;
     Calls calls_;
-    Handle context_, kernel_, work_, bell_;
+    Handle context_, kernel_;
 };
 
 }  // namespace pdlink::cuda

@@ -121,7 +121,7 @@ class Engine final : public pdlink::Engine<Engine, Peer, Batch> {
     void heard(void* what, std::uint32_t events, Lock& lock);
     bool quiet(Peer& peer, Lock& lock);
     void give_up(Peer& peer, Lock& lock);
-    void look(double now);
+    void look(double now, Lock&);
     bool may_wait(Lock&) const { return !knocked_.in; }
     void cleanup(Lock& lock);
 

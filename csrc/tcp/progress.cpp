@@ -242,7 +242,7 @@ void Engine::took(Peer& peer, const std::vector<Batch*>& answered) {
 
 // ---- ends -------------------------------------------------------------------------------------------------------
 
-void Engine::look(double now) {
+void Engine::look(double now, Lock&) {
     if (now >= accept_again_s_) {
         accept_again_s_ = kForever;
         knocked_.in = true;

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 
+from pdlink.cuda.bells import Bells
 from pdlink.cuda.driver import CudaUnavailable
 from pdlink.cuda.virtual import PeerRange, Range
 from pdlink.memory.buffers import Buffer
@@ -72,6 +73,10 @@ class DeviceMemory:
         """As in the contract: torch's, so that it follows the stream that torch computes on."""
         return _TorchEvent(self.device.index)
 
+    def make_bells(self) -> Bells:
+        """What tells when such events are reached; its maker closes it. Raises CudaUnavailable, OSError."""
+        return Bells(self.device)
+
     def compute_stream(self) -> int:
         """The stream that torch computes on in the calling thread, as the driver's handle; 0 is the default one."""
         import torch
@@ -92,11 +97,22 @@ class _TorchEvent:
 
         self._index = index
         self._event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self.stream = 0
+
+    @property
+    def handle(self) -> int:
+        """Of the last recording: torch makes the driver's event then."""
+        return int(self._event.cuda_event)
 
     def record(self) -> None:
         import torch
 
-        self._event.record(torch.cuda.current_stream(self._index))
+        stream = torch.cuda.current_stream(self._index)
+        self._event.record(stream)
+        self.stream = int(stream.cuda_stream)
+
+    def reached(self) -> bool:
+        return bool(self._event.query())
 
     def synchronize(self) -> None:
         self._event.synchronize()

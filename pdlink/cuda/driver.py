@@ -86,6 +86,13 @@ class Driver:
             raise CudaUnavailable(f"this CUDA driver is too old: it has no {name}") from None
         return int(function(*arguments))
 
+    def is_done(self, query: str, handle: int) -> bool:
+        """Whether the work of an event or stream is done. Raises CudaFailure if some of it failed."""
+        number = self.status(query, c_void_p(handle))
+        if number not in (0, _NOT_READY):
+            raise self.failure(query, number)
+        return number == 0
+
     def has(self, name: str) -> bool:
         """Whether this driver knows a call."""
         return hasattr(self._library, name)
@@ -341,6 +348,11 @@ class CudaStream:
         with self._device.current() as driver:
             driver.call("cuStreamSynchronize", c_void_p(self.handle))
 
+    def is_idle(self) -> bool:
+        """Whether all that it was given has run. Raises CudaFailure if some of it failed."""
+        with self._device.current() as driver:
+            return driver.is_done("cuStreamQuery", self.handle)
+
     def close(self) -> None:
         """Work in the stream still runs. Safe to call twice."""
         handle, self.handle = self.handle, 0
@@ -366,10 +378,7 @@ class CudaEvent:
     def done(self) -> bool:
         """Whether the recorded work is done. Raises CudaFailure if some of it failed."""
         with self._device.current() as driver:
-            number = driver.status("cuEventQuery", c_void_p(self.handle))
-            if number not in (0, _NOT_READY):
-                raise driver.failure("cuEventQuery", number)
-        return number == 0
+            return driver.is_done("cuEventQuery", self.handle)
 
     def close(self) -> None:
         """Safe to call twice, and before it is done."""

@@ -90,9 +90,8 @@ class Launches(Generic[Work]):
                 made.callback(self._all_slots[-1].close)
             self._slots = list(self._all_slots)
             kernel = 0 if kernels is None else kernels.function("pdlink_runs")
-            handles = (device.context, kernel, self._stream.handle, self._bell.handle)
             try:
-                self._launcher = _cuda.KernelLauncher(device.driver.path, *handles)
+                self._launcher = _cuda.KernelLauncher(device.driver.path, device.context, kernel)
             except RuntimeError as error:
                 raise CudaUnavailable(str(error)) from None
             made.pop_all()
@@ -105,6 +104,11 @@ class Launches(Generic[Work]):
     @property
     def slots(self) -> list[tuple[int, int, int, int, int]]:
         return [slot.native for slot in self._all_slots]
+
+    @property
+    def streams(self) -> tuple[int, int]:
+        """Of the work, and of the bell."""
+        return self._stream.handle, self._bell.handle
 
     @property
     def has_room(self) -> bool:
@@ -125,7 +129,7 @@ class Launches(Generic[Work]):
         Raises CudaFailure: the context is dead. `work` is in flight then if the kernel was launched.
         """
         slot = self._slots.pop()
-        answer = self._launcher.launch_runs(runs, launch_nbytes, slot.native)
+        answer = self._launcher.launch_runs(runs, launch_nbytes, slot.native, self._stream.handle)
         if answer[0] in ("", "cuEventRecord"):
             self.in_flight.append(LaunchedWork(work, slot))
         self._check(answer)
@@ -169,7 +173,7 @@ class Launches(Generic[Work]):
         """Have the oldest launch in flight ring when it has run. Raises CudaFailure."""
         slot = next((launch.slot for launch in self.in_flight if launch.slot is not None), None)
         if slot is not None and not self._bell_is_set:
-            self._check(self._launcher.ring_after(slot.event.handle, self._wake))
+            self._check(self._launcher.ring_after(slot.event.handle, self._wake, self._bell.handle))
             self._bell_is_set = True
 
     def rung(self) -> None:

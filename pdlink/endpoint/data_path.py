@@ -5,9 +5,9 @@ brings its pushes to their transports, and the ends of pushes back to its machin
 there and the transport has room. It never waits for a peer.
 
 A push is one batch of its transport. Pushes over one transport leave in the order of its `Order`: what fits into the
-window is handed over, the rest waits. A stopped transfer takes back its waiting pushes at once, because they never
-were in flight. A push that cannot be handed over fails its transfer if it has no plan; otherwise bytes may have left,
-and its session ends.
+window is handed over, the rest waits. What may not be written yet stays out of it (`Marks`). A stopped transfer takes
+back its waiting pushes at once, because they never were in flight. A push that cannot be handed over fails its
+transfer if it has no plan; otherwise bytes may have left, and its session ends.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pdlink.endpoint.half import Half, Transfer
@@ -31,10 +32,11 @@ from pdlink.reasons import ABORTED, Code, Reason
 from pdlink.transport.base import BatchStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Collection, Generator, Sequence
     from types import TracebackType
 
     from pdlink.endpoint.half import Common
+    from pdlink.endpoint.marks import Mark
     from pdlink.endpoint.order import Backlog
     from pdlink.endpoint.peer import Peer
     from pdlink.endpoint.sharing import Sharing
@@ -82,6 +84,10 @@ class Outgoing(Transfer):
     """The receiver, once it has shown interest."""
     backlog: Backlog[PushBatch] | None = None
     """Its waiting pushes, from the first one on."""
+    marks: dict[int, dict[int, Mark]]
+    """Of device memory, by layer and stream: the latest behind what is reported as written."""
+    held: Sequence[PushBatch] = ()
+    """Its pushes that wait for their marks here, because the transport does not."""
     plans: dict[tuple[int, int, int], Plan]
     """Byte runs by group and token range: every layer of a chunk uses the same."""
     checksums: list[Checksum]
@@ -103,7 +109,7 @@ class Outgoing(Transfer):
         self.accepted = Signal()
         self._sender = sender
         self.machine = Sending(transfer_id, sender.groups, sender.cut_at_nbytes)
-        self.plans, self.checksums = {}, []
+        self.plans, self.checksums, self.marks = {}, [], {}
         self.started_s = sender.clock.now_s()
         sender.announce(self)
 
@@ -202,6 +208,8 @@ class PushBatch(QueuedPush):
     asked_s: float
     """When the machine asked for it."""
     submitted_s: float = 0.0
+    after: Sequence[Mark] = ()
+    """The GPU waits for these. Not in the `Order`, which has no room for what may be late."""
 
 
 @dataclass(slots=True, eq=False)
@@ -221,7 +229,7 @@ class DataPath:
         """batch_timeout_s: counts from the hand-over of a push, not from the start of its wait."""
         self._now_s, self._sessions, self._verifier = common.clock.now_s, common.sessions, common.verifier
         self._sender, self._batch_timeout_s, self._sharing = sender, batch_timeout_s, sharing
-        self._groups = common.groups
+        self._groups, self._marks = common.groups, common.marks
         self.lanes: dict[str, PushLane] = {}
         """By name of the transport."""
         self._ended, self._num_waiting = threading.Condition(common.work.lock), 0
@@ -240,8 +248,13 @@ class DataPath:
                 peer.flow = lane.order.flow()
             backlog = transfer.backlog = lane.order.backlog(peer.flow, transfer.machine.nbytes)
         for push in pushes:
-            lane.order.add(PushBatch(backlog, push.nbytes, transfer, push, now_s))
-        self._release(lane)
+            batch = PushBatch(backlog, push.nbytes, transfer, push, now_s)
+            if transfer.marks:
+                self._push_after(lane, batch)
+            else:
+                lane.order.add(batch)
+        if lane.order.waiting_nbytes:
+            self._release(lane)
 
     def take_back(self, transfer: Outgoing) -> None:
         """Drop the waiting pushes of this transfer, which never were in flight, and forget its blocks."""
@@ -250,8 +263,8 @@ class DataPath:
         assert transfer.peer is not None
         assert transfer.peer.transport is not None
         lane = self.lanes.get(transfer.peer.transport.name)  # None once the endpoint is closed
-        batches = lane.order.drop(transfer.backlog) if lane is not None else []
-        transfer.backlog = None
+        batches = [*(lane.order.drop(transfer.backlog) if lane is not None else ()), *transfer.held]
+        transfer.backlog, transfer.held = None, ()
         transfer.plans.clear()
         for batch in batches:
             self._sender.act(transfer, transfer.machine.dropped(batch.push.push_id))
@@ -276,10 +289,10 @@ class DataPath:
 
     def nbytes(self) -> dict[str, int]:
         """KV bytes `waiting` for room on their transport, and those `in_flight`."""
-        orders = [lane.order for lane in self.lanes.values()]
+        lanes = self.lanes.values()
         return {
-            "waiting": sum(order.waiting_nbytes for order in orders),
-            "in_flight": sum(order.in_flight_nbytes for order in orders),
+            "waiting": sum(lane.order.waiting_nbytes for lane in lanes),
+            "in_flight": sum(batch.nbytes for lane in lanes for batch in lane.in_flight.values()),
         }
 
     def handed(self) -> dict[str, set[int]]:
@@ -297,7 +310,8 @@ class DataPath:
         if lane is None or batch is None:
             return
         transfer, push, order = batch.transfer, batch.push, lane.order
-        order.ended(batch, self._now_s())
+        if not batch.after:
+            order.ended(batch, self._now_s())
         if self._num_waiting:
             self.notify()
         if done.status is not BatchStatus.OK:
@@ -326,10 +340,34 @@ class DataPath:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _release(self, lane: PushLane) -> None:
-        """Hand over pushes as far as there is room."""
+    def _push_after(self, lane: PushLane, batch: PushBatch) -> None:
+        """A push of what may not be written yet: the transport waits for its marks, or it waits here."""
+        transfer = batch.transfer
+        marks: Collection[Mark] = transfer.marks[batch.push.layers.start].values()
+        if len(batch.push.layers) > 1:
+            marks = {mark for layer in batch.push.layers for mark in transfer.marks[layer].values()}
+        if lane.transport.follows_events:
+            batch.after = tuple(marks)
+            lane.order.pass_by(batch)
+            self._release(lane, batch)
+        else:
+            assert self._marks is not None
+            transfer.held = (*transfer.held, batch)
+            self._marks.when_reached(tuple(marks), partial(self._written, lane, batch), transfer.cancel)
+
+    def _written(self, lane: PushLane, batch: PushBatch) -> None:
+        """The marks of a push that waits here are reached. Not under the lock."""
+        transfer = batch.transfer
+        with self._sender.lock:
+            if batch in transfer.held:  # else it was taken back
+                transfer.held = tuple(one for one in transfer.held if one is not batch)
+                lane.order.add(batch)
+                self._release(lane)
+
+    def _release(self, lane: PushLane, batch: PushBatch | None = None) -> None:
+        """Hand over this push, and others as far as there is room."""
         order = lane.order
-        while order.waiting_nbytes and (batch := order.next(self._now_s())) is not None:
+        while batch is not None or (order.waiting_nbytes and (batch := order.next(self._now_s())) is not None):
             transfer, push, planned = batch.transfer, batch.push, False
             peer = transfer.peer
             assert peer is not None
@@ -343,10 +381,17 @@ class DataPath:
                 for index in range(first + 1, first + len(push.layers)):
                     lists += plan.run_lists(index)
                 planned, batch.submitted_s = True, self._now_s()
-                lane.in_flight[lane.transport.submit(peer.key, lists, self._batch_timeout_s)] = batch
+                if batch.after:
+                    events = [(mark.event.handle, mark.event.stream) for mark in batch.after]
+                    ticket = lane.transport.submit_after(peer.key, lists, self._batch_timeout_s, events)
+                else:
+                    ticket = lane.transport.submit(peer.key, lists, self._batch_timeout_s)
+                lane.in_flight[ticket] = batch
             except Exception as error:  # noqa: BLE001  a peer's numbers, in the engine's thread: they cost only it
-                order.ended(batch, self._now_s())
+                if not batch.after:
+                    order.ended(batch, self._now_s())
                 self._refused(transfer, push, error, planned=planned)
+            batch = None
 
     def _refused(self, transfer: Outgoing, push: Push, error: Exception, *, planned: bool) -> None:
         """A push cannot be handed to the transport. Without a plan for it nothing of it can have left."""

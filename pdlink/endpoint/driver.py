@@ -28,6 +28,7 @@ from pdlink.endpoint.blame import Blame
 from pdlink.endpoint.channel import Channel, ClientRefused, Disconnected, Received
 from pdlink.endpoint.clock import AwakeClock, RecentMaximum
 from pdlink.endpoint.half import Common
+from pdlink.endpoint.marks import LOOK_S
 from pdlink.endpoint.peer import Local
 from pdlink.endpoint.receiver import Receiver
 from pdlink.endpoint.sender import Sender
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from pdlink.endpoint.clock import Clock
     from pdlink.endpoint.data_path import DataPath
     from pdlink.endpoint.known import RefusedPeer
+    from pdlink.endpoint.marks import Marks
     from pdlink.endpoint.peer import Peer
     from pdlink.memory.blocks import BlockPool
     from pdlink.memory.checksums import Checksums
@@ -177,6 +179,7 @@ class Endpoint:
         on_death: Callable[[], None] = lambda: None,
         short_of_blocks: Callable[[], bool] = lambda: False,
         pool: BlockPool | None = None,
+        marks: Marks | None = None,
     ) -> None:
         """transports: opened, with the KV buffers registered, the preferred one first; the endpoint closes them.
 
@@ -184,12 +187,14 @@ class Endpoint:
         credentials: our keys and allow-list; None has sessions with anybody who can reach the control port.
         short_of_blocks: whether requests of this worker wait for blocks.
         pool: counts the blocks; the endpoint then holds those of transfers.
+        marks: of device memory.
         on_death: called in the endpoint's thread if its loop dies (a bug).
         channel: makes the control channel of an identity, NAME@EPOCH. With a clock of its own, a caller of `turn`
         needs no sockets and no real time.
         """
         self.name, self.groups = name, identity.groups
         self.fingerprint = fingerprint(identity)
+        self._marks, self._marks_fd = marks, -1
         self.local = Local(name, secrets.token_hex(8), identity, credentials)
         self.work = Work()
         self.lock = self.work.lock
@@ -205,7 +210,7 @@ class Endpoint:
         self._timeouts = timeouts
         self._channel = channel(f"{name}@{self.local.epoch}")
         sessions = self.sessions = Sessions(self.local, work, clock, self._channel, self.transports, require_lane)
-        common = Common(self.groups, work, clock, sessions, verifier, timeouts, pool)
+        common = Common(self.groups, work, clock, sessions, verifier, timeouts, pool, marks)
         self.receiver = sessions.receiver = Receiver(common)
         self.sender = sessions.sender = Sender(common, batch_timeout_s, sharing or Sharing(), self._short_of_blocks)
         self._blame = Blame(name, clock.now_s)
@@ -240,6 +245,9 @@ class Endpoint:
             self.work.open()
             self._channel.watch(self.work.wake_fd)
             self.reports.watch()
+            if self._marks is not None:
+                self._marks_fd = self._marks.open(self.work)
+                self._channel.watch(self._marks_fd)
             self.clock.turn()
             self.ticked_s = self.clock.now_s()
             self._thread = threading.Thread(target=self._main, name=f"pdlink-endpoint-{self.name}", daemon=True)
@@ -391,9 +399,9 @@ class Endpoint:
 
     def _go_round(self) -> bool:
         """Wait for something to do, and do it; False at the end of the endpoint's life."""
-        work, clock = self.work, self.clock
+        work, clock, marks = self.work, self.clock, self._marks
         with self.lock:
-            work.asleep = not (work.commands or work.callbacks or self.sessions.unsent)
+            work.asleep = not (work.commands or work.callbacks or self.sessions.unsent or (marks and marks.new))
             if work.asleep and self._stopping and not self.sessions.closing:
                 work.asleep = False
                 return False
@@ -401,6 +409,8 @@ class Endpoint:
         wait_s = max(0.0, self._next_tick_s - polled_s) if work.asleep else 0.0
         if self.sessions.waiting:
             wait_s = min(wait_s, _RETRY_S)
+        if marks is not None and marks.is_waiting:
+            wait_s = min(wait_s, LOOK_S)
         absence_s = polled_s - self._returned_s
         arrived, ready = self._channel.poll(wait_s)
         self._returned_s = clock.now_s()
@@ -410,6 +420,12 @@ class Endpoint:
         if work.wake_fd in ready:
             ready.discard(work.wake_fd)
             os.eventfd_read(work.wake_fd)
+        if marks is not None:
+            if self._marks_fd in ready:
+                ready.discard(self._marks_fd)
+                marks.hush()
+            if marks.is_waiting:
+                marks.look()  # calls the GPU's driver, so without the lock
         self.turn(arrived, ready)
         return True
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pdlink.endpoint.clock import Clock
+    from pdlink.endpoint.marks import Marks
     from pdlink.endpoint.peer import Peer
     from pdlink.endpoint.sessions import Sessions
     from pdlink.endpoint.verifying import Verifier
@@ -43,6 +44,8 @@ class Common:
     timeouts: Deadlines
     pool: BlockPool | None
     """Counts the blocks of transfers; None leaves that to the caller."""
+    marks: Marks | None
+    """None for memory of the host."""
 
 
 class Half(Generic[AnyTransfer]):

@@ -131,6 +131,11 @@ class Order(Generic[AnyEntry]):
                     flow.served_nbytes = self._virtual_time
             heappush(flow.waiting, (backlog.left_nbytes + backlog.since, backlog.number, backlog))
 
+    def pass_by(self, entry: AnyEntry) -> None:
+        """This entry goes at once, outside the windows: nobody waits for it."""
+        entry.backlog.left_nbytes -= entry.nbytes
+        self._moved_nbytes += entry.nbytes
+
     def next(self, now: float) -> AnyEntry | None:
         """The entry that goes now, counted as in flight from here on; None if nothing waits that has room.
 

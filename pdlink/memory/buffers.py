@@ -13,7 +13,7 @@ import errno
 import fcntl
 import mmap
 import os
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
@@ -61,11 +61,31 @@ class AnyBuffer(Protocol):
 class StreamEvent(Protocol):
     """What is needed of `torch.cuda.Event`."""
 
+    @property
+    def handle(self) -> int:
+        """The driver's."""
+
+    @property
+    def stream(self) -> int:
+        """The driver's handle of the stream that it was last recorded in; 0 is the default one."""
+
     def record(self) -> None:
         """Stand for what this thread has launched on its current stream by now."""
 
+    def reached(self) -> bool:
+        """Whether that has run. Raises RuntimeError if it has failed."""
+
     def synchronize(self) -> None:
         """Wait for that without the GIL. Raises RuntimeError if it has failed."""
+
+
+class StreamBells(Protocol):
+    """`pdlink.cuda.bells.Bells`."""
+
+    def fileno(self) -> int: ...
+    def ring_after(self, event: Any) -> None: ...  # as its maker makes them
+    def hush(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class HostBuffer(AnyBuffer, Protocol):

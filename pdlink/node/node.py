@@ -32,6 +32,7 @@ from pdlink.config.listen import LinkListen, is_every_address
 from pdlink.endpoint.channel import Channel
 from pdlink.endpoint.data_path import Outgoing as Outgoing
 from pdlink.endpoint.driver import Endpoint
+from pdlink.endpoint.marks import Marks
 from pdlink.endpoint.receiver import Incoming as Incoming
 from pdlink.errors import ConfigError, TransferFailed, TransportUnavailable
 from pdlink.kv.plan import warm_up
@@ -39,7 +40,7 @@ from pdlink.memory.borrowed import buffers_of
 from pdlink.memory.checksums import Checksums
 from pdlink.memory.host import host_id
 from pdlink.node import report
-from pdlink.node.layer_order import LaunchedIncoming, LaunchedOutgoing, LayerOrder
+from pdlink.node.launched import LaunchedIncoming, LaunchedOutgoing
 from pdlink.protocol.auth import NAME_RULE, ControlAddress, check_dial, is_worker_name
 from pdlink.protocol.deadlines import Deadlines
 from pdlink.protocol.handshake import ModelId
@@ -147,10 +148,11 @@ class Node:
         with ExitStack() as opened:
             self.buffers = buffers_of(groups, buffers, opened)
             kind = self.buffers[0].kind
-            self._order: LayerOrder | None = None
+            self._marks: Marks | None = None
             if kind == "cuda":
-                self._order = LayerOrder(cast("Callable[[], Any]", self.buffers[0].make_event))
-                opened.callback(self._order.close)
+                memory = cast("Any", self.buffers[0])
+                self._marks = Marks(memory.make_event, memory.make_bells())
+                opened.callback(self._marks.close)
             if transports is None:
                 told = listen.advertise if listen.data is None or is_every_address(listen.data) else None
                 host = listen.data or listen.control_host
@@ -188,6 +190,7 @@ class Node:
                 on_death=lambda: self._died(on_death),
                 short_of_blocks=lambda: self.short_of_blocks(),
                 pool=pool,
+                marks=self._marks,
             )
             opened.callback(self.endpoint.close)
             self.endpoint.open(listen.control_host, listen.control_port, listen.advertise)
@@ -215,8 +218,8 @@ class Node:
         """
         if self._closed:
             raise self._closed_error()
-        sender, order = self.endpoint.sender, self._order
-        outgoing = Outgoing(sender, transfer_id) if order is None else LaunchedOutgoing(sender, transfer_id, order)
+        sender, marks = self.endpoint.sender, self._marks
+        outgoing = Outgoing(sender, transfer_id) if marks is None else LaunchedOutgoing(sender, transfer_id, marks)
         if blocks is not None:
             outgoing.publish(blocks, num_tokens, num_cached_tokens)
         return outgoing
@@ -247,11 +250,11 @@ class Node:
             self._check_dial(peer)
         if self._no_invitations:
             raise TransportUnavailable(self._no_invitations)
-        receiver, order, verify = self.endpoint.receiver, self._order, self._verify
+        receiver, marks, verify = self.endpoint.receiver, self._marks, self._verify
         incoming = (
             Incoming(receiver, transfer_id, peer, verify=verify, by_layer=by_layer)
-            if order is None
-            else LaunchedIncoming(receiver, transfer_id, peer, order, verify=verify, by_layer=by_layer)
+            if marks is None
+            else LaunchedIncoming(receiver, transfer_id, peer, marks, verify=verify, by_layer=by_layer)
         )
         if blocks is not None and tokens is not None:
             try:
@@ -260,6 +263,14 @@ class Node:
                 incoming.cancel(Reason(Code.ABORTED, "its offer is invalid"))
                 raise
         return incoming
+
+    def when_written(self, act: Callable[[], None], failed: Callable[[Reason], None]) -> None:
+        """Act in this node's thread when all that this thread has launched on its current stream has run.
+
+        For device memory. failed(reason): instead, if the GPU has failed; also if `act` raises.
+        """
+        assert self._marks is not None
+        self._marks.when_reached((self._marks.mark(),), act, failed)
 
     def other_side_failed(self, transfer_id: str, words: str) -> None:
         """Somebody else, such as a proxy, says that the other side of this transfer has failed.

@@ -127,6 +127,8 @@ class Transport(ABC):
     trust: Trust
     connects_aside: ClassVar[bool] = False
     """Whether `connect` may ask the peer, or take long: the endpoint calls it in a thread of its own."""
+    follows_events: ClassVar[bool] = False
+    """Whether it has `submit_after`."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -216,6 +218,16 @@ class Transport(ABC):
     def heard(self, peer: str, data: bytes) -> None:
         """A note of this peer's, once both sides are ready. Raises ProtocolError, which costs the session."""
         raise ProtocolError(f"{self.name}: got a note of {len(data)} bytes from {peer}; it has none")
+
+    def submit_after(
+        self, peer: str, lists: Sequence[RunList], timeout_s: float, after: Sequence[tuple[int, int]]
+    ) -> int:
+        """As `submit`, and the GPU waits for these events before it reads: each with the stream it was recorded in.
+
+        Where `follows_events`. Batches that wait hold up no others. `timeout_s` counts from when all are reached. An
+        event must stay as it is until the batch is reported.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def poll(self) -> list[Occurrence]:

@@ -5,9 +5,9 @@ the registered device buffers, or says where those of virtual memory are given o
 the memory once, and every batch is one kernel launch, whatever its number of runs: a layer of scattered pages costs
 what one copy does, and the owner's CPU and streams take no part.
 
-What orders a write: `submit` means that the source bytes are there. Who makes them on a stream submits after their
-event is reached (`pdlink.node.layer_order`), so this transport needs to know no stream but its own. What orders a
-read: `BatchDone` follows the event behind the kernel, whose stores are visible to every kernel launched after it.
+What orders a write: `submit` means that the source bytes are there, `submit_after` that they are behind these events,
+for which the launch waits on the GPU. What orders a read: `BatchDone` follows the event behind the kernel, whose
+stores are visible to every kernel launched after it.
 
 The fence is the gate of `csrc/common/gate.h`, which stays entered while a kernel is in flight (`csrc/cuda/copier.h`).
 If the writer is killed the driver tears its contexts down before the process is a zombie, which is what "a dead
@@ -26,7 +26,7 @@ import msgspec
 
 from pdlink import _cuda
 from pdlink.cuda.buffers import DeviceBuffer, Export, PeerBuffer
-from pdlink.cuda.driver import CudaFailure, CudaUnavailable, Device
+from pdlink.cuda.driver import CudaFailure, CudaStream, CudaUnavailable, Device
 from pdlink.cuda.kernels import Kernels
 from pdlink.cuda.launches import Launches
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
@@ -34,19 +34,22 @@ from pdlink.memory.host import boot_id, pid_namespace
 from pdlink.transport.base import Occurrence, PeerClosed, Probe, Site
 from pdlink.transport.edge import decoded, require_this_host, translated
 from pdlink.transport.handle_door import DoorPlace, HandleDoor, handles
-from pdlink.transport.native import CLOSE_GRACE_S, NativeTransport
+from pdlink.transport.native import CLOSE_GRACE_S, NativeTransport, refused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from pdlink.capabilities import MemoryKind
     from pdlink.config import TransportConfig
     from pdlink.cuda.buffers import DeviceMemory, PinnedBuffer
     from pdlink.cuda.virtual import Range, SharedMemory
+    from pdlink.kv.layout import RunList
     from pdlink.memory.buffers import AnyBuffer
 
 LAUNCH_NBYTES = 256 << 20
 """Longer than a layer of any model, so that a layer is one launch. How long one takes is not measured."""
+NUM_STREAMS = 4
+"""One for what waits for nothing, and for as many streams of the engine that are late at a time."""
 _PROBE_NBYTES = 2 << 20
 _MAP_S = 2.0
 """Time limit for fetching one peer's handles. Only its session waits."""
@@ -88,6 +91,7 @@ class MappedCudaTransport(NativeTransport[_cuda.GpuCopier, "AnyBuffer"]):
     memory: tuple[MemoryKind, ...] = ("cuda",)
     trust = "pool"
     connects_aside = True
+    follows_events = True
 
     def __init__(
         self,
@@ -107,7 +111,7 @@ class MappedCudaTransport(NativeTransport[_cuda.GpuCopier, "AnyBuffer"]):
         self._device, self._library = Device(device_index, library), library
         self._image, self._launch_nbytes = image, launch_nbytes
         self._launches: Launches[object] | None = None
-        """Holds the streams and slots of the copier, which uses them natively."""
+        """Holds the slots of the copier, which uses them natively."""
         self._opened = contextlib.ExitStack()
         """What is closed when the GPU is quiet."""
         self._door: HandleDoor | None = None
@@ -149,7 +153,14 @@ class MappedCudaTransport(NativeTransport[_cuda.GpuCopier, "AnyBuffer"]):
                 made.callback(kernels.close)
                 launches: Launches[object] = Launches(self._device, kernels, wake=-1)
                 made.callback(launches.close)
-                copier = _cuda.GpuCopier(launches.launcher, launches.slots, self._launch_nbytes)
+                streams = [launches.streams]
+                for _ in range(NUM_STREAMS - 1):
+                    work, bell = CudaStream(self._device), CudaStream(self._device)
+                    for one in (work, bell):
+                        made.callback(one.close)
+                        made.callback(one.synchronize)
+                    streams.append((work.handle, bell.handle))
+                copier = _cuda.GpuCopier(launches.launcher, launches.slots, streams, self._launch_nbytes)
             except (CudaUnavailable, CudaFailure, OSError) as error:
                 raise TransportUnavailable(f"mapped-cuda does not work here: {error}") from error
             self._launches, self._opened = launches, made.pop_all()
@@ -177,6 +188,14 @@ class MappedCudaTransport(NativeTransport[_cuda.GpuCopier, "AnyBuffer"]):
             self._door.add(len(self._regions), memory)
         self._regions.append(_Region(buffer.ptr, buffer.nbytes, export))
         return copier.add_region(buffer.ptr, buffer.nbytes)
+
+    def submit_after(
+        self, peer: str, lists: Sequence[RunList], timeout_s: float, after: Sequence[tuple[int, int]]
+    ) -> int:
+        try:
+            return self._engine.submit_after(peer, lists, timeout_s, after)
+        except (RuntimeError, TypeError) as error:
+            raise refused(error) from error
 
     def invite(self, peer: str) -> bytes:
         copier = self._engine

@@ -95,10 +95,8 @@ class NativeTransport(Transport, Generic[AnyEngine, Kept]):
             native = self._engine  # says why there is none
         try:
             return native.submit(peer, lists, timeout_s)
-        except RuntimeError as error:  # `PeerUnusable` of this engine
-            raise TransportFailure(str(error)) from error
-        except TypeError as error:
-            raise ValueError(f"lists need 64-bit numbers and C-contiguous int64 runs [n, 3]: {error}") from error
+        except (RuntimeError, TypeError) as error:
+            raise refused(error) from error
 
     def poll(self) -> list[Occurrence]:
         """As in the contract; what was not fetched before `close()` can still be fetched after it."""
@@ -123,6 +121,13 @@ class NativeTransport(Transport, Generic[AnyEngine, Kept]):
         self._closed = True
         if self._native is not None:
             self._native.close(CLOSE_GRACE_S)
+
+
+def refused(error: RuntimeError | TypeError) -> Exception:
+    """What `submit` raises for an error of the engine."""
+    if isinstance(error, RuntimeError):  # `PeerUnusable` of this engine
+        return TransportFailure(str(error))
+    return ValueError(f"lists need 64-bit numbers and C-contiguous int64 runs [n, 3]: {error}")
 
 
 def _occurrence(

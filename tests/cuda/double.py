@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,13 +10,14 @@ import numpy as np
 
 from pdlink.capabilities import MemoryKind, Trust
 from pdlink.cuda.buffers import DeviceBuffer
-from pdlink.cuda.driver import Device
+from pdlink.cuda.driver import CudaEvent, Device
 from pdlink.cuda.ways import Ways
 from pdlink.memory.buffers import AnyBuffer, Buffer
 from pdlink.transport.base import Transport
 from pdlink.transport.mapped_cuda import MappedCudaTransport
 from pdlink.transport.staged import StagedTransport
 from tests.cuda.fake import IMAGE, fake
+from tests.events import EventBells
 
 
 class LentBuffer(DeviceBuffer):
@@ -27,33 +29,58 @@ class LentBuffer(DeviceBuffer):
         self._closed = True  # not ours to free
 
 
+class DriverEvent:
+    """A node's event, recorded on the stream that the test computes on."""
+
+    def __init__(self, device: Device, stream: Callable[[], int]) -> None:
+        self._event, self._stream, self.stream = CudaEvent(device), stream, 0
+
+    @property
+    def handle(self) -> int:
+        return self._event.handle
+
+    def record(self) -> None:
+        self.stream = self._stream()
+        self._event.record(self.stream)
+
+    def reached(self) -> bool:
+        return self._event.done()
+
+    def synchronize(self) -> None:
+        while not self._event.done():
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        self._event.close()
+
+
 class Kv(LentBuffer):
     """Device memory of a node on the double, which the test reads and writes as the host's."""
 
-    def __init__(self, device: Device, nbytes: int, seed: int, make_event: Callable[[], Any]) -> None:
-        """make_event: of what the test's compute stream has been given."""
+    def __init__(
+        self,
+        device: Device,
+        nbytes: int,
+        seed: int,
+        make_event: Callable[[], Any],
+        make_bells: Callable[[], Any] = EventBells,
+    ) -> None:
+        """make_event: of what the test's compute stream has been given. make_bells: what rings after these."""
         self.host = Buffer(nbytes)
         self.array = self.host.array
         self.array[:] = np.random.default_rng(seed).integers(0, 256, len(self.array), np.uint8)
-        self._make_event = make_event
+        self._make_event, self._make_bells = make_event, make_bells
         super().__init__(device, self.host)
 
     def make_event(self) -> Any:
         return self._make_event()
 
+    def make_bells(self) -> Any:
+        return self._make_bells()
+
     def close(self) -> None:
         fake().lend(self.ptr, 0, -1)
         self.host.close()
-
-
-class Reached:
-    """An event whose work is done."""
-
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
 
 
 class _Lends(Transport):

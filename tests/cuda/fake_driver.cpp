@@ -413,6 +413,11 @@ int cuStreamSynchronize(void* stream) {
     world().order.see(before);
     return kSuccess;
 }
+int cuStreamQuery(void* stream) {
+    ENTER(true);
+    STREAM(line, stream);
+    return line->is_empty() ? kSuccess : kNotReady;
+}
 // "The function will be called after currently enqueued work and will block work added after it", and "will not be
 // called in the event of an error in the CUDA context".
 int cuLaunchHostFunc(void* stream, void (*function)(void*), void* argument) {
@@ -550,8 +555,8 @@ int fake_let_go() {
 }
 // From now on every call in a context answers this, as after a kernel's fault; 0 ends it.
 void fake_break(int result) { world().sticky = result; }
-// Kernels and copies wait from now on (another thread must not hold it), or go on; then those that waited have run when
-// it returns, unless a stream is held: a test may be about to give back what they use.
+// Kernels and copies wait from now on (another thread must not hold it), or go on; then those that waited have run
+// when it returns, unless a stream is held: a test may be about to give back what they use.
 void fake_hold() { world().gate.lock(); }
 void fake_go_on() {
     World& w = world();

@@ -108,6 +108,10 @@ class Stream {
         work_.push_back(std::move(work));
         changed_.notify_all();
     }
+    bool is_empty() {
+        const std::lock_guard lock(mutex_);
+        return work_.empty();
+    }
     void drain() {
         std::unique_lock lock(mutex_);
         changed_.wait(lock, [this] { return work_.empty(); });

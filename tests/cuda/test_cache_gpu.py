@@ -14,7 +14,8 @@ import pdlink
 from pdlink.cuda.driver import CudaStream, Device
 from pdlink.errors import InvalidRequest, TransferFailed
 from pdlink.memory.buffers import Buffer
-from tests.cuda.double import Kv, Reached
+from tests.cuda.double import Kv
+from tests.events import Reached
 from tests.store.stubs import StubTier
 from tests.store.test_cache import CHUNK, LAYERS, PROMPT, Pages, forget_memory
 from tests.waiting import WAIT_S

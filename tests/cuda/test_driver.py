@@ -16,9 +16,10 @@ from pdlink import _cuda
 from pdlink.cuda import driver, virtual
 from pdlink.cuda.driver import CudaEvent, CudaFailure, CudaStream, CudaUnavailable, Device
 from pdlink.cuda.kernels import Kernels
-from tests.cuda.double import Kv, Reached
+from tests.cuda.double import Kv
 from tests.cuda.fake import IMAGE, Fake
 from tests.cuda.virtual import AllocationProp
+from tests.events import Reached
 from tests.waiting import WAIT_S
 
 HEADER = Path("/usr/local/cuda/include/cuda.h")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -31,30 +30,14 @@ from pdlink.kv.groups import KVGroups
 from pdlink.node.node import Node
 from pdlink.protocol.handshake import ModelId
 from pdlink.reasons import ABORTED, Reason
-from tests.cuda.double import Kv, Reached
+from tests.cuda.double import DriverEvent, Kv
 from tests.cuda.fake import Fake
+from tests.events import Reached
 from tests.waiting import WAIT_S
 
 PAGE, TOKEN, PAGES, LAYERS = 4, 64, 32, 3
 ITEM = PAGE * TOKEN
 SRC, DST = [3, 9, 4, 12, 20], [4, 0, 15, 7, 21]
-
-
-class DriverEvent:
-    """A node's event, recorded on the stream that the test computes on."""
-
-    def __init__(self, device: Device, stream: Callable[[], int]) -> None:
-        self._event, self._stream = CudaEvent(device), stream
-
-    def record(self) -> None:
-        self._event.record(self._stream())
-
-    def synchronize(self) -> None:
-        while not self._event.done():
-            time.sleep(0.001)
-
-    def close(self) -> None:
-        self._event.close()
 
 
 class Rank:
@@ -76,7 +59,7 @@ class Rank:
             )
 
         self.ends = Ends(groups, self.layers, [], node, memory)
-        self.gpu = GpuOrder(memory[0].make_event, device.synchronize, 0)  # type: ignore[arg-type]
+        self.gpu = GpuOrder(self.ends.own.port.node.when_written, device.synchronize, 0)
         self.lost: list[Reason] = []
         self.over = threading.Event()
         self.sending = PrefillRooms(self._concluded, lambda _: None)
@@ -330,14 +313,16 @@ def test_rooms_of_a_gpu_that_has_failed_hear_of_it(ranks: Make, double: Fake) ->
 
 def test_an_event_is_recorded_on_the_stream_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that has chosen no GPU has number 0."""
-    recorded: list[object] = []
-    event = SimpleNamespace(record=recorded.append, synchronize=lambda: None)
+    recorded: list[Any] = []
+    event = SimpleNamespace(record=recorded.append, synchronize=lambda: None, query=lambda: True, cuda_event=77)
     monkeypatch.setattr(torch.cuda, "Event", lambda blocking: event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: f"stream of {index}")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=1000 + index))
     memory: Any = DeviceMemory()
     memory.device = SimpleNamespace(index=3)
-    memory.make_event().record()
-    assert recorded == ["stream of 3"]
+    made = memory.make_event()
+    made.record()
+    assert [one.cuda_stream for one in recorded] == [1003]
+    assert (made.handle, made.stream, made.reached()) == (77, 1003, True)
     assert isinstance(memory.make_event(), buffers._TorchEvent)
 
 

@@ -24,9 +24,10 @@ from pdlink.integrations.sglang_parts.device_pages import DevicePages
 from pdlink.integrations.sglang_parts.hicache import RankScheme
 from pdlink.integrations.sglang_parts.pages import StillCopied
 from pdlink.integrations.sglang_parts.settings import read_linker
-from tests.cuda.double import Kv, Reached
+from tests.cuda.double import DriverEvent, Kv
 from tests.cuda.fake import Fake
-from tests.cuda.test_sglang_gpu import DriverEvent, wait
+from tests.cuda.test_sglang_gpu import wait
+from tests.events import Reached
 from tests.integrations.test_sglang_parts import pages_of, pool
 from tests.waiting import WAIT_S
 

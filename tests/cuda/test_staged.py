@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -26,8 +25,9 @@ from pdlink.transport.tcp import TcpTransport
 from pdlink.transport.ucx import UcxTransport
 from pdlink_bench.carried import Carried
 from tests.conformance.transports.side import Side, join, run_list
-from tests.cuda.double import DoubleStaged, Kv, Reached
+from tests.cuda.double import DoubleStaged, Kv
 from tests.cuda.fake import COMPILER, IMAGE, Fake, fake
+from tests.events import Gpu, Reached
 from tests.node.conftest import DST, LAYERS, SRC, TIMEOUTS, TOKENS, groups
 from tests.waiting import WAIT_S, until
 
@@ -116,13 +116,8 @@ def test_nothing_is_gathered_before_the_layer_is_written(
     pair: Callable[..., tuple[GpuNode, GpuNode]], double: Fake
 ) -> None:
     """The event behind a layer stands for kernels that still run (sglang#33970)."""
-    written = threading.Event()
-
-    class Held(Reached):
-        def synchronize(self) -> None:
-            assert written.wait(WAIT_S)
-
-    prefill, decode = pair(make_event=Held)
+    gpu = Gpu()
+    prefill, decode = pair(make_event=gpu.make_event)
     outgoing = prefill.send("t", [SRC], TOKENS)
     incoming = decode.receive("t", prefill.address, [DST], range(TOKENS))
     assert outgoing.accepted.wait(WAIT_S)
@@ -132,7 +127,7 @@ def test_nothing_is_gathered_before_the_layer_is_written(
     outgoing.finish(1)
     prefill.kv.array[:] += 1  # what the kernels write meanwhile
     assert calls(double, "cuLaunchKernel", "cuMemcpyAsync", "cuMemcpyBatchAsync_v2") == 0
-    written.set()
+    gpu.reach()
     assert incoming.wait(WAIT_S) == 1
     assert_same(prefill, decode)
 

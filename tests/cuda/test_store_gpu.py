@@ -26,8 +26,9 @@ from pdlink.memory.buffers import Buffer
 from pdlink.store import gpu_pages
 from pdlink.store.gpu_pages import GpuPages
 from pdlink_bench.gpu.tiers import measured
-from tests.cuda.double import Kv, Reached
+from tests.cuda.double import Kv
 from tests.cuda.fake import IMAGE, Fake, fake
+from tests.events import Reached
 from tests.store.stubs import GatedTier
 from tests.store.test_source import (
     CHUNK,

@@ -20,8 +20,9 @@ from pdlink.store import gpu_pages
 from pdlink.store.eviction import Lru
 from pdlink.store.gpu_pages import GpuPages
 from pdlink.store.store import Store
-from tests.cuda.double import Kv, Reached
+from tests.cuda.double import Kv
 from tests.cuda.fake import IMAGE, Fake
+from tests.events import Reached
 from tests.integrations.test_store_groups import PROMPT, Request, Server, new_request
 from tests.waiting import WAIT_S
 

@@ -26,8 +26,9 @@ from pdlink.store.gpu_pages import GpuPages
 from pdlink.store.groups import Blocks, RecordGroup
 from pdlink.store.record import shape_of
 from pdlink.store.source import Source
-from tests.cuda.double import Kv, Reached
+from tests.cuda.double import Kv
 from tests.cuda.fake import IMAGE, Fake
+from tests.events import Reached
 from tests.store.test_source import opened
 from tests.waiting import WAIT_S
 

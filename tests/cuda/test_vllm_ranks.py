@@ -27,9 +27,10 @@ from pdlink.integrations.vllm_parts.rank import Rank
 from pdlink.integrations.vllm_parts.requests import RequestBook, Scheduled
 from pdlink.integrations.vllm_parts.settings import read
 from pdlink.integrations.vllm_parts.store_book import StoreBook
-from tests.cuda.double import Kv, Reached
+from tests.cuda.double import DriverEvent, Kv
 from tests.cuda.fake import Fake, fake
 from tests.cuda.virtual import Segment
+from tests.events import Reached
 from tests.waiting import WAIT_S
 
 LAYERS, BLOCKS, HEADS, TOKENS, SIZE = 3, 16, 2, 4, 8
@@ -145,11 +146,17 @@ class Server:
 @pytest.fixture
 def server(double: Fake, device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
     monkeypatch.setattr(driver, "LIBRARY", double.path)
-    monkeypatch.setattr(DeviceMemory, "make_event", lambda _: Reached())
     monkeypatch.setattr(DeviceMemory, "compute_stream", lambda _: 0)
     monkeypatch.setattr(versions, "content", lambda _: "digest")
     monkeypatch.setattr(versions, "frees_early", lambda: False)  # asks vLLM's scheduler
     with ExitStack() as made:
+
+        def make_event(_: DeviceMemory) -> DriverEvent:
+            event = DriverEvent(device, lambda: 0)
+            made.callback(event.close)
+            return event
+
+        monkeypatch.setattr(DeviceMemory, "make_event", make_event)
 
         def make(name: str, seed: int, extra: dict[str, Any] | None = None, **more: Any) -> Server:
             one = Server(name, device, seed, extra or {}, **more)

@@ -36,8 +36,8 @@ from pdlink.cuda import driver
 from pdlink.cuda.buffers import DeviceMemory
 from pdlink.cuda.driver import CudaStream, Device
 from pdlink.integrations.sglang_parts import sessions
-from tests.cuda.double import Reached
 from tests.cuda.fake import fake
+from tests.events import Reached
 from tests.integrations.sglang_process import serve
 from tests.waiting import WAIT_S
 

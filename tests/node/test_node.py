@@ -23,8 +23,8 @@ from pdlink.errors import (
     TransferFailed,
 )
 from pdlink.memory.blocks import BlockPool
-from pdlink.memory.buffers import Buffer
 from pdlink.reasons import Code, Reason
+from tests.events import DeviceLike
 from tests.loopback import LoopbackHub, LoopbackTransport
 from tests.waiting import WAIT_S, until
 
@@ -325,35 +325,6 @@ def test_buffer_that_is_too_small_is_refused_with_both_sizes() -> None:
         pdlink.Node("n", groups(4), [bytearray(100)])
 
 
-class Event:
-    """Stands for a CUDA event that is reached when the test says so."""
-
-    def __init__(self) -> None:
-        self.reached, self.recorded, self.problem = threading.Event(), False, ""
-
-    def record(self) -> None:
-        self.recorded = True
-
-    def synchronize(self) -> None:
-        assert self.reached.wait(WAIT_S)
-        if self.problem:
-            raise RuntimeError(self.problem)
-
-
-class DeviceLike(Buffer):
-    """Host memory that says it is a GPU's: the loopback transport does not mind."""
-
-    kind = "cuda"  # type: ignore[assignment]
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes)
-        self.events: list[Event] = []
-
-    def make_event(self) -> Any:
-        self.events.append(Event())
-        return self.events[-1]
-
-
 def device_pair(pair: Pair) -> tuple[pdlink.Node, DeviceLike]:
     memory = DeviceLike(groups(4).extent(0))
     node = pdlink.Node("gpu", groups(4), [memory], transports=[LoopbackTransport(pair.hub)])
@@ -367,9 +338,9 @@ def test_layers_in_device_memory_leave_when_their_event_is_reached(pair: Pair) -
     with node.send("t", [SRC], TOKENS) as outgoing:
         compute(outgoing)
         assert not incoming.done.wait(0.05), "nothing is written yet"
-        for event in memory.events:
-            assert event.recorded
-            event.reached.set()
+        for event in memory.gpu.events:
+            assert event.num_records
+            event.reach()
         assert incoming.wait(WAIT_S) == 42
     assert_same(node, pair.decode)
     node.close()
@@ -381,8 +352,7 @@ def test_kernel_that_fails_ends_the_transfer(pair: Pair) -> None:
     incoming = pair.decode.receive("t", node.address, [DST], range(TOKENS))
     with node.send("t", [SRC], TOKENS) as outgoing:
         outgoing.layer_ready(0)
-        memory.events[0].problem = "an illegal memory access"
-        memory.events[0].reached.set()
+        memory.gpu.reach(failure="an illegal memory access")
         with pytest.raises(TransferFailed, match="illegal memory access"):
             incoming.wait(WAIT_S)
     node.close()

@@ -21,14 +21,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pdlink import threads
 from pdlink.errors import PdlinkError
-from pdlink.node.layer_order import LayerOrder
 from pdlink.reasons import Code, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pdlink.integrations.sglang_parts.rooms import PrefillRooms
-    from pdlink.memory.buffers import StreamEvent
 
     Act = Callable[[], None]
     Failed = Callable[[Reason], None]
@@ -41,21 +39,15 @@ _STOP_S: Final = 5.0
 class GpuOrder:
     """Of one rank. Every method may be called from any thread."""
 
-    def __init__(self, make_event: Callable[[], StreamEvent], synchronize: Callable[[], None], index: int) -> None:
-        """make_event, synchronize: of the rank's GPU, whose number is `index`."""
+    def __init__(self, later: Callable[[Act, Failed], None], synchronize: Callable[[], None], index: int) -> None:
+        """later: `Node.when_written`. synchronize: of the rank's GPU, whose number is `index`."""
+        self.later = later
+        """Act in another thread when what this thread has launched on its current stream has run."""
         self._synchronize, self._index = synchronize, index
-        self._written = LayerOrder(make_event)
         self._waiting: queue.SimpleQueue[tuple[Act, Failed] | None] = queue.SimpleQueue()
         self._died = ""
         self._thread = threads.guarded("pdlink-sglang-gpu", self._run, self._fail)
         self._thread.start()
-
-    def later(self, act: Act, failed: Failed) -> None:
-        """Act in another thread when what this thread has launched on its current stream has run; in order.
-
-        failed(reason): instead, if the GPU has failed.
-        """
-        self._written.when_written(act, failed)
 
     @contextlib.contextmanager
     def behind(self, event: Any) -> Iterator[None]:
@@ -78,7 +70,6 @@ class GpuOrder:
 
     def close(self) -> None:
         """What waits by then does not happen. Safe to call twice."""
-        self._written.close()
         self._waiting.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(_STOP_S)

@@ -85,7 +85,7 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         self.gpu: GpuOrder | None = None
         """None where the KV is the host's."""
         if memory.kind == "cuda":
-            self.gpu = GpuOrder(memory.make_event, memory.device.synchronize, memory.device.index)
+            self.gpu = GpuOrder(self.node.when_written, memory.device.synchronize, memory.device.index)
         self.sending = PrefillRooms(self._sent, self._drained)
         self.receiving = DecodeRooms(self._lost)
         self._teller = Line("pdlink-sglang-tell")

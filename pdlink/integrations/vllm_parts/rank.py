@@ -121,7 +121,7 @@ class Rank:
     def open(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """vLLM has allocated its cache: describe it, register it, and listen.
 
-        On a GPU every layer is pushed behind an event of vLLM's own stream (`node/layer_order.py`).
+        On a GPU every layer is pushed behind an event of vLLM's own stream (`endpoint/marks.py`).
         Raises UnsupportedCache, ConfigError, TransportUnavailable, CudaUnavailable, CudaFailure, OSError.
         """
         self._content = versions.content(self._config)

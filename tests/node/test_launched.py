@@ -6,51 +6,26 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 
 import pytest
 
 import pdlink
+from pdlink.capabilities import MemoryKind
 from pdlink.errors import InvalidRequest, TransferFailed
-from pdlink.node.layer_order import LayerOrder
 from pdlink.reasons import Code, Reason
 from pdlink.transport.tcp import TcpTransport
+from tests.events import DeviceLike, Gpu
 from tests.waiting import WAIT_S
 
 from .conftest import DST, SRC, TOKENS, assert_same, fill, groups
 
 
-class HeldEvent:
-    """Reached when the test lets it."""
+class AnyTcp(TcpTransport):
+    """Takes the double's memory for the host's, as it is."""
 
-    def __init__(self) -> None:
-        self.reached = threading.Event()
-        self.failure = ""
-        self.num_records = 0
-
-    def record(self) -> None:
-        self.num_records += 1
-
-    def synchronize(self) -> None:
-        assert self.reached.wait(WAIT_S)
-        if self.failure:
-            raise RuntimeError(self.failure)
-
-
-class Gpu:
-    """Hands out events, and lets them be reached."""
-
-    def __init__(self) -> None:
-        self.events: list[HeldEvent] = []
-
-    def make_event(self) -> HeldEvent:
-        self.events.append(HeldEvent())
-        return self.events[-1]
-
-    def reach(self, *, failure: str = "") -> None:
-        for event in self.events:
-            event.failure = event.failure or failure
-            event.reached.set()
+    memory: tuple[MemoryKind, ...] = ("host", "cuda")  # type: ignore[assignment]
 
 
 def never(reason: Reason) -> None:
@@ -58,17 +33,22 @@ def never(reason: Reason) -> None:
 
 
 @pytest.fixture
-def held() -> Iterator[tuple[Gpu, LayerOrder]]:
-    gpu = Gpu()
-    order = LayerOrder(gpu.make_event)
-    yield gpu, order
-    gpu.reach()
-    order.close()
-    order.close()
+def nodes() -> Iterator[tuple[Gpu, pdlink.Node, pdlink.Node]]:
+    """A sender whose memory is written when the test says so."""
+    with (
+        closing(DeviceLike(groups(4).extent(0))) as memory,
+        pdlink.Node("prefill", groups(4), [memory], transports=[AnyTcp()]) as prefill,
+        pdlink.Node("decode", groups(8), transports=[AnyTcp()]) as decode,
+    ):
+        fill(prefill)
+        yield memory.gpu, prefill, decode
+        memory.gpu.reach()
 
 
-def test_nothing_is_done_before_its_event_and_all_in_order(held: tuple[Gpu, LayerOrder]) -> None:
-    gpu, order = held
+def test_what_follows_happens_in_order_and_not_before_its_event(
+    nodes: tuple[Gpu, pdlink.Node, pdlink.Node],
+) -> None:
+    gpu, node, _ = nodes
     done: list[int] = []
     first, last = threading.Event(), threading.Event()
 
@@ -77,17 +57,28 @@ def test_nothing_is_done_before_its_event_and_all_in_order(held: tuple[Gpu, Laye
         (last if layer == 2 else first).set()
 
     for layer in range(3):
-        order.when_written(partial(act, layer), never)
-    gpu.events[1].reached.set()
-    gpu.events[2].reached.set()
+        node.when_written(partial(act, layer), never)
+    gpu.events[1].reach()
+    gpu.events[2].reach()
     assert not first.wait(0.05)
-    gpu.events[0].reached.set()
+    gpu.events[0].reach()
     assert last.wait(WAIT_S)
     assert done == [0, 1, 2]
 
 
-def test_failed_event_does_nothing_and_says_why(held: tuple[Gpu, LayerOrder]) -> None:
-    gpu, order = held
+def test_a_late_stream_holds_back_no_other(nodes: tuple[Gpu, pdlink.Node, pdlink.Node]) -> None:
+    gpu, node, _ = nodes
+    done, late = threading.Event(), threading.Event()
+    node.when_written(late.set, never)
+    gpu.stream = 1
+    node.when_written(done.set, never)
+    gpu.events[1].reach()
+    assert done.wait(WAIT_S)
+    assert not late.is_set()
+
+
+def test_failed_event_does_nothing_and_says_why(nodes: tuple[Gpu, pdlink.Node, pdlink.Node]) -> None:
+    gpu, node, _ = nodes
     done: list[int] = []
     reasons: list[Reason] = []
     failed = threading.Event()
@@ -96,65 +87,66 @@ def test_failed_event_does_nothing_and_says_why(held: tuple[Gpu, LayerOrder]) ->
         reasons.append(reason)
         failed.set()
 
-    order.when_written(partial(done.append, 0), fail)
+    node.when_written(partial(done.append, 0), fail)
     gpu.reach(failure="an illegal memory access was encountered")
     assert failed.wait(WAIT_S)
     assert done == []
     assert "illegal memory access" in reasons[0].words
 
 
-def test_events_are_used_again(held: tuple[Gpu, LayerOrder]) -> None:
-    gpu, order = held
+def test_events_are_used_again(nodes: tuple[Gpu, pdlink.Node, pdlink.Node]) -> None:
+    gpu, node, _ = nodes
     for _ in range(5):
         done = threading.Event()
-        order.when_written(done.set, never)
+        node.when_written(done.set, never)
         gpu.reach()
         assert done.wait(WAIT_S)
     assert sum(event.num_records for event in gpu.events) == 5
     assert len(gpu.events) <= 2, "the one before may still be on its way back"
 
 
-def test_layer_reported_after_the_end_is_ignored(held: tuple[Gpu, LayerOrder]) -> None:
+def test_what_follows_a_node_s_end_is_ignored(nodes: tuple[Gpu, pdlink.Node, pdlink.Node]) -> None:
     """An engine's forward pass may still run while its node is closed."""
-    gpu, order = held
+    gpu, node, _ = nodes
     done: list[int] = []
-    order.close()
-    order.when_written(partial(done.append, 0), never)
+    node.close()
+    node.when_written(partial(done.append, 0), never)
     gpu.reach()
     assert not done
 
 
+def test_an_error_behind_a_launched_layer_is_told(nodes: tuple[Gpu, pdlink.Node, pdlink.Node]) -> None:
+    """The caller has gone on by then: an error that nobody hears of would leave the transfer to its deadline."""
+    gpu, node, _ = nodes
+    failures: list[Reason] = []
+    failed = threading.Event()
+
+    def fail(reason: Reason) -> None:
+        failures.append(reason)
+        failed.set()
+
+    def act() -> None:
+        raise IndexError("layer 7 of 2")
+
+    node.when_written(act, fail)
+    gpu.reach()
+    assert failed.wait(WAIT_S)
+    words = "what was reported of its layers cannot be handled: IndexError: layer 7 of 2"
+    assert failures == [Reason(Code.HANDLING_FAILED, words)]
+
+
 def test_process_ends_although_its_gpu_never_reaches_an_event() -> None:
     program = """
-import threading
-from pdlink.node.layer_order import LayerOrder
+import pdlink
+from tests.events import DeviceLike
+from tests.node.conftest import groups
+from tests.node.test_launched import AnyTcp
 
-class Event:
-    def record(self): pass
-    def synchronize(self):
-        waits.set()
-        threading.Event().wait()
-
-waits = threading.Event()
-LayerOrder(Event).when_written(lambda: None, print)
-assert waits.wait(60)
+memory = DeviceLike(groups(4).extent(0))
+node = pdlink.Node("prefill", groups(4), [memory], transports=[AnyTcp()])
+node.when_written(lambda: None, print)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=WAIT_S)
-
-
-@pytest.fixture
-def nodes() -> Iterator[tuple[Gpu, pdlink.Node, pdlink.Node]]:
-    """A sender whose memory is written when the test says so."""
-    gpu = Gpu()
-    with (
-        pdlink.Node("prefill", groups(4), transports=[TcpTransport()]) as prefill,
-        pdlink.Node("decode", groups(8), transports=[TcpTransport()]) as decode,
-    ):
-        prefill._order = LayerOrder(gpu.make_event)
-        fill(prefill)
-        yield gpu, prefill, decode
-        gpu.reach()
-        prefill._order.close()
 
 
 def test_first_token_follows_the_last_written_layer(nodes: tuple[Gpu, pdlink.Node, pdlink.Node]) -> None:
@@ -168,7 +160,7 @@ def test_first_token_follows_the_last_written_layer(nodes: tuple[Gpu, pdlink.Nod
     for index, event in enumerate(gpu.events):
         assert not incoming.done.is_set()
         assert not any(incoming.has_layer(layer) for layer in range(index, 3))
-        event.reached.set()
+        event.reach()
     assert incoming.wait(WAIT_S) == 42
     assert_same(prefill, decode)
 
@@ -208,8 +200,7 @@ def test_layers_that_were_launched_before_blocks_were_withdrawn_are_not_in_the_n
     gpu.reach()
     assert not incoming.has_layer(0)
     reached = threading.Event()
-    assert prefill._order is not None
-    prefill._order.when_written(reached.set, never)
+    prefill.when_written(reached.set, never)
     gpu.reach()
     assert reached.wait(WAIT_S)
     assert outgoing.machine.num_in_flight == 0
@@ -234,13 +225,22 @@ def test_fault_of_the_gpu_fails_the_transfer(nodes: tuple[Gpu, pdlink.Node, pdli
         incoming.wait(WAIT_S)
 
 
+@pytest.fixture
+def receiver() -> Iterator[tuple[Gpu, pdlink.Node]]:
+    """Whose blocks are used until the test says otherwise."""
+    with (
+        closing(DeviceLike(groups(8).extent(0))) as memory,
+        pdlink.Node("later", groups(8), [memory], transports=[AnyTcp()]) as node,
+    ):
+        yield memory.gpu, node
+        memory.gpu.reach()
+
+
 def test_blocks_are_offered_when_what_was_launched_before_has_run(
-    nodes: tuple[Gpu, pdlink.Node, pdlink.Node],
+    nodes: tuple[Gpu, pdlink.Node, pdlink.Node], receiver: tuple[Gpu, pdlink.Node]
 ) -> None:
     """A kernel that zeroes them, or a step scheduled ahead, must not write over what peers have put there."""
-    gpu, prefill, decode = nodes
-    later = Gpu()
-    decode._order = LayerOrder(later.make_event)
+    (gpu, prefill, _), (later, decode) = nodes, receiver
     outgoing = prefill.send("t", [SRC], TOKENS, TOKENS)
     outgoing.finish(42)
     gpu.reach()
@@ -253,42 +253,48 @@ def test_blocks_are_offered_when_what_was_launched_before_has_run(
     assert_same(prefill, decode)
     with pytest.raises(InvalidRequest, match="a range from 0"):
         decode.receive("u", prefill.address, [DST], range(0, TOKENS, 2))
-    decode._order.close()
 
 
 def test_a_transfer_that_is_cancelled_before_its_offer_has_left_offers_nothing(
-    nodes: tuple[Gpu, pdlink.Node, pdlink.Node],
+    nodes: tuple[Gpu, pdlink.Node, pdlink.Node], receiver: tuple[Gpu, pdlink.Node]
 ) -> None:
-    _, prefill, decode = nodes
-    later = Gpu()
-    decode._order = LayerOrder(later.make_event)
+    (_, prefill, _), (later, decode) = nodes, receiver
     incoming = decode.receive("t", prefill.address, [DST], range(TOKENS))
     incoming.cancel()
     assert incoming.released.wait(WAIT_S)
     later.reach()
     reached = threading.Event()
-    decode._order.when_written(reached.set, never)
+    decode.when_written(reached.set, never)
     later.reach()
     assert reached.wait(WAIT_S)
     assert decode.report().receiving.get("offered", 0) == 0
-    decode._order.close()
 
 
-def test_an_error_behind_a_launched_layer_fails_its_transfer(held: tuple[Gpu, LayerOrder]) -> None:
-    """The caller has gone on by then: an error that nobody hears of would leave the transfer to its deadline."""
-    gpu, order = held
-    failures: list[Reason] = []
-    failed = threading.Event()
+def test_a_transfer_that_ends_takes_back_what_waits_for_its_event(
+    nodes: tuple[Gpu, pdlink.Node, pdlink.Node],
+) -> None:
+    """Nothing of it is in flight, so nothing is waited for."""
+    _, prefill, decode = nodes
+    incoming = decode.receive("t", prefill.address, [DST], range(TOKENS))
+    outgoing = prefill.send("t", [SRC], TOKENS)
+    assert outgoing.accepted.wait(WAIT_S)
+    for layer in range(3):
+        outgoing.layer_ready(layer)
+    incoming.cancel()
+    assert outgoing.released.wait(WAIT_S)
+    assert incoming.released.wait(WAIT_S)
 
-    def fail(reason: Reason) -> None:
-        failures.append(reason)
-        failed.set()
 
-    def act() -> None:
-        raise IndexError("layer 7 of 2")
-
-    order.when_written(act, fail)
-    gpu.reach()
-    assert failed.wait(WAIT_S)
-    words = "what was reported of its layers cannot be handled: IndexError: layer 7 of 2"
-    assert failures == [Reason(Code.HANDLING_FAILED, words)]
+def test_a_late_chunk_holds_back_no_other_transfer(nodes: tuple[Gpu, pdlink.Node, pdlink.Node]) -> None:
+    gpu, prefill, decode = nodes
+    late, incoming = (decode.receive(name, prefill.address, [DST], range(TOKENS)) for name in ("late", "t"))
+    prefill.send("late", [SRC], TOKENS).layer_ready(0)
+    gpu.stream, before = 1, len(gpu.events)
+    with prefill.send("t", [SRC], TOKENS) as outgoing:
+        for layer in range(3):
+            outgoing.layer_ready(layer)
+        outgoing.finish(42)
+    for event in gpu.events[before:]:
+        event.reach()
+    assert incoming.wait(WAIT_S) == 42
+    assert not late.has_layer(0)
