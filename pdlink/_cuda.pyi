@@ -76,8 +76,11 @@ def plan_reshape(
     max_strands: most threads of one launch and plane. Raises ValueError.
     """
 
-def plan_runs(runs: int, num_runs: int, longest_nbytes: int) -> Launch:
-    """One launch that copies `num_runs` runs; `runs` is the address of [num_runs, 3] uint64 addresses and lengths."""
+def plan_runs(runs: int, num_runs: int, longest_nbytes: int, max_blocks: int = ...) -> Launch:
+    """One launch that copies `num_runs` runs; `runs` is the address of [num_runs, 3] uint64 addresses and lengths.
+
+    max_blocks: of its grid.
+    """
 
 def run_on_cpu(launch: Launch) -> None:
     """Do it here, with the same code, without the GIL."""
@@ -109,8 +112,8 @@ class KernelLauncher:
     Streams and events are handles of the driver.
     """
 
-    def __init__(self, library: str, context: int, kernel: int) -> None:
-        """kernel: "pdlink_runs". Raises RuntimeError if `library` has not what is needed."""
+    def __init__(self, library: str, context: int, kernel: int, max_blocks: int = ...) -> None:
+        """kernel: "pdlink_runs". max_blocks: of a launch. Raises RuntimeError if `library` has not what is needed."""
 
     def launch_runs(self, runs: RunQueue, launch_nbytes: int, slot: _Slot, work: int) -> tuple[str, int]:
         """Launch about `launch_nbytes` of `runs` in the stream `work`, keep their list in the slot, record its event.

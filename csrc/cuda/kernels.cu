@@ -16,7 +16,7 @@ namespace pdlink::cuda {
 PDLINK_UNITS(PDLINK_KERNELS)
 
 extern "C" __global__ void __launch_bounds__(kThreads) pdlink_runs(const __grid_constant__ CopyRuns list) {
-    copy_share(list, (blockIdx.x * kThreads + threadIdx.x) / kLanes, threadIdx.x % kLanes);
+    copy_shares(list, blockIdx.x, gridDim.x, threadIdx.x);
 }
 
 }  // namespace pdlink::cuda

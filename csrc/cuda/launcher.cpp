@@ -56,8 +56,12 @@ void RunQueue::take(const RunRange& range) {
     cut.nbytes -= range.cut_nbytes;
 }
 
-KernelLauncher::KernelLauncher(const std::string& library, std::uintptr_t context, std::uintptr_t kernel)
-    : library_(::dlopen(library.c_str(), RTLD_NOW)), context_(handle(context)), kernel_(handle(kernel)) {
+KernelLauncher::KernelLauncher(const std::string& library, std::uintptr_t context, std::uintptr_t kernel,
+                               std::uint32_t max_blocks)
+    : library_(::dlopen(library.c_str(), RTLD_NOW)),
+      context_(handle(context)),
+      kernel_(handle(kernel)),
+      max_blocks_(max_blocks) {
     if (!library_) throw std::runtime_error("no CUDA driver: " + library);
     try {
         look_up(library_, "cuCtxPushCurrent_v2", calls_.push);
@@ -84,7 +88,7 @@ Failure KernelLauncher::launch_runs(RunQueue& runs, std::uint64_t launch_nbytes,
     const Handle stream = handle(work);
     const RunRange range = runs.copy_next({slot.host, slot.num_runs}, launch_nbytes);
     const bool copied = slot.copy && range.num_runs >= kCopiedRuns;
-    Launch launch = plan_runs(copied ? slot.copy : slot.device, range.num_runs, range.longest_nbytes);
+    Launch launch = plan_runs(copied ? slot.copy : slot.device, range.num_runs, range.longest_nbytes, max_blocks_);
     void* arguments[] = {launch.argument.data()};
     if (const int failed = calls_.push(context_)) return {"cuCtxPushCurrent_v2", failed};
     Failure failure;

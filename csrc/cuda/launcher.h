@@ -70,8 +70,9 @@ constexpr std::size_t kCopiedRuns = 1024;
 // Any thread may call.
 class KernelLauncher {
   public:
-    // Throws std::runtime_error if the library cannot be loaded or lacks a call.
-    KernelLauncher(const std::string& library, std::uintptr_t context, std::uintptr_t kernel);
+    // max_blocks: of a launch, 1 or more. Throws std::runtime_error if the library cannot be loaded or lacks a call.
+    KernelLauncher(const std::string& library, std::uintptr_t context, std::uintptr_t kernel,
+                   std::uint32_t max_blocks);
     ~KernelLauncher();
     KernelLauncher(const KernelLauncher&) = delete;
     KernelLauncher& operator=(const KernelLauncher&) = delete;
@@ -109,6 +110,7 @@ class KernelLauncher {
     void* library_;
     Calls calls_;
     Handle context_, kernel_;
+    const std::uint32_t max_blocks_;
 };
 
 }  // namespace pdlink::cuda

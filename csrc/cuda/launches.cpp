@@ -96,7 +96,7 @@ void loop_runs(const Launch& launch) {
     const auto list = argument_of<CopyRuns>(launch);
     for (std::uint32_t block = 0; block < launch.grid_x; ++block)
         for (std::uint32_t thread = 0; thread < kThreads; ++thread)
-            copy_share(list, (block * kThreads + thread) / kLanes, thread % kLanes);
+            copy_shares(list, block, launch.grid_x, thread);
 }
 
 #define PDLINK_LOOPS(nbytes) \
@@ -146,7 +146,7 @@ std::vector<Launch> plan_reshape(Request request) {
     return launches;
 }
 
-Launch plan_runs(std::uint64_t runs, std::uint64_t num_runs, std::uint64_t longest_nbytes) {
+Launch plan_runs(std::uint64_t runs, std::uint64_t num_runs, std::uint64_t longest_nbytes, std::uint32_t max_blocks) {
     require(num_runs > 0 && longest_nbytes > 0, "no runs");
     require(runs % 8 == 0, "runs are int64 and must lie at a multiple of 8 bytes");
     // Very many or very long runs: fewer, longer segments, so that the shares can still be counted.
@@ -160,7 +160,9 @@ Launch plan_runs(std::uint64_t runs, std::uint64_t num_runs, std::uint64_t longe
     list.num_shares = static_cast<std::uint32_t>(num_runs * segments);
     list.segments = Divider(static_cast<std::uint32_t>(segments));
     list.segment_nbytes = segment;
-    return make_launch("pdlink_runs", std::uint64_t{list.num_shares} * kLanes, 1, list);
+    Launch launch = make_launch("pdlink_runs", std::uint64_t{list.num_shares} * kLanes, 1, list);
+    launch.grid_x = std::min(launch.grid_x, max_blocks);
+    return launch;
 }
 
 void run_on_cpu(const Launch& launch) {

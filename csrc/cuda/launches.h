@@ -38,8 +38,12 @@ struct Request {
 // limit). Does not check that addresses are mapped.
 std::vector<Launch> plan_reshape(Request request);
 
+constexpr std::uint32_t kAnyBlocks = 0x7fffffff;
+
 // `runs`: address, in the launching process, of [num_runs][3] uint64; `longest_nbytes`: the longest of them.
-Launch plan_runs(std::uint64_t runs, std::uint64_t num_runs, std::uint64_t longest_nbytes);
+// max_blocks: of the grid, 1 or more.
+Launch plan_runs(std::uint64_t runs, std::uint64_t num_runs, std::uint64_t longest_nbytes,
+                 std::uint32_t max_blocks = kAnyBlocks);
 
 // Do on this CPU what the GPU would do, block by block, thread by thread. Throws std::invalid_argument for a kernel
 // that does not exist or an argument of another size.

@@ -1,7 +1,7 @@
 // The kernel behind a one-sided put: a list of byte runs between any addresses, in one launch.
 //
-// A run is cut into segments of equal length and every segment is the work of one warp, whose lanes touch consecutive
-// words. The widest word that both addresses of a run allow is used for it, and single bytes for what is left over.
+// A run is cut into segments of equal length and every segment is a share of the work: one warp's, whose lanes touch
+// consecutive words. A grid of fewer warps than shares takes them in turns, so that it can leave room for others. The widest word that both addresses of a run allow is used for it, and single bytes for what is left over.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +43,6 @@ PDLINK_HD void copy_words(std::uint64_t src, std::uint64_t dst, std::uint64_t nb
 
 // One lane of one warp.
 PDLINK_HD void copy_share(const CopyRuns& list, std::uint32_t share, std::uint32_t lane) {
-    if (share >= list.num_shares) return;
     const std::uint32_t run = list.segments.divide(share);
     const std::uint64_t start = (share - run * list.segments.divisor()) * list.segment_nbytes;
     const std::uint64_t entry = list.runs + std::uint64_t{run} * 24;
@@ -60,6 +59,13 @@ PDLINK_HD void copy_share(const CopyRuns& list, std::uint32_t share, std::uint32
         copy_words<4>(src, dst, nbytes, lane);
     else
         copy_words<1>(src, dst, nbytes, lane);
+}
+
+// One thread of a grid of `blocks`.
+PDLINK_HD void copy_shares(const CopyRuns& list, std::uint32_t block, std::uint32_t blocks, std::uint32_t thread) {
+    constexpr std::uint32_t kWarps = kThreads / kLanes;
+    for (std::uint32_t share = block * kWarps + thread / kLanes; share < list.num_shares; share += blocks * kWarps)
+        copy_share(list, share, thread % kLanes);
 }
 
 }  // namespace pdlink::cuda

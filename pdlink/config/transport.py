@@ -47,6 +47,9 @@ class TransportConfig(Section):
     """Of `kind: ucx`."""
     tcp: TcpConfig = TcpConfig()
     """Of `kind: tcp`."""
+    gpu_share: float = Field(default=0.125, gt=0, le=1)
+    """Of the threads that a GPU runs at a time, the most that a push of mapped-cuda takes from the model beside it.
+    0.125 is a block of 256 on each multiprocessor of today's GPUs. Not measured."""
     verify: Literal["off", "sample", "all"] = "off"
     """Checksums of what decode receives, compared before a request may use it: of every pushed layer, of one in
     eight, or none."""

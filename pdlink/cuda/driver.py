@@ -40,6 +40,8 @@ _HOST_MAPPED: Final = 2
 _IPC_LAZY_PEER_ACCESS: Final = 1
 _SRC_ACCESS_ORDER_STREAM: Final = 1
 _ATTRIBUTE_IPC_CAPABLE: Final = 10
+_ATTRIBUTE_NUM_MULTIPROCESSORS: Final = 16
+_ATTRIBUTE_THREADS_OF_EACH: Final = 39
 _DEVICE_ATTRIBUTE_DMA_BUF: Final = 124
 
 
@@ -175,6 +177,16 @@ class Device:
         return self._ordinal.value
 
     # -- Facts -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def num_threads(self) -> int:
+        """That it runs at a time."""
+        answers = []
+        for attribute in (_ATTRIBUTE_NUM_MULTIPROCESSORS, _ATTRIBUTE_THREADS_OF_EACH):
+            answer = c_int()
+            self.driver.call("cuDeviceGetAttribute", byref(answer), c_int(attribute), self._ordinal)
+            answers.append(answer.value)
+        return answers[0] * answers[1]
 
     @cached_property
     def name(self) -> str:

@@ -67,8 +67,16 @@ class LaunchedWork(Generic[Work]):
 class Launches(Generic[Work]):
     """Used with the lock of its owner held."""
 
-    def __init__(self, device: Device, kernels: Kernels | None, wake: int, num_slots: int = NUM_SLOTS) -> None:
-        """kernels: None where there are none; then only `copy` can be used. wake: the eventfd to ring.
+    def __init__(
+        self,
+        device: Device,
+        kernels: Kernels | None,
+        wake: int,
+        num_slots: int = NUM_SLOTS,
+        gpu_share: float = 1.0,
+    ) -> None:
+        """kernels: None where there are none; then only `copy` can be used. wake: the eventfd to ring. gpu_share: of
+        the threads that the GPU runs at a time, the most that a launch of runs takes.
 
         Raises CudaFailure, CudaUnavailable.
         """
@@ -91,7 +99,8 @@ class Launches(Generic[Work]):
             self._slots = list(self._all_slots)
             kernel = 0 if kernels is None else kernels.function("pdlink_runs")
             try:
-                self._launcher = _cuda.KernelLauncher(device.driver.path, device.context, kernel)
+                most = max(1, int(gpu_share * device.num_threads / _cuda.THREADS))
+                self._launcher = _cuda.KernelLauncher(device.driver.path, device.context, kernel, most)
             except RuntimeError as error:
                 raise CudaUnavailable(str(error)) from None
             made.pop_all()

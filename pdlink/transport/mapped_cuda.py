@@ -100,16 +100,18 @@ class MappedCudaTransport(NativeTransport[_cuda.GpuCopier, "AnyBuffer"]):
         library: str | None = None,
         image: bytes | None = None,
         launch_nbytes: int = LAUNCH_NBYTES,
+        gpu_share: float = 1.0,
     ) -> None:
         """Retains the device's context for itself; the caller makes its buffers on a `Device` of its own.
 
         image: kernels other than the built-in ones, as `cuModuleLoadData` takes them.
 
         launch_nbytes: about the most bytes of one launch, and so of what has to be waited for when a peer is closed.
+        gpu_share: as in the settings.
         """
         super().__init__()
         self._device, self._library = Device(device_index, library), library
-        self._image, self._launch_nbytes = image, launch_nbytes
+        self._image, self._launch_nbytes, self._gpu_share = image, launch_nbytes, gpu_share
         self._launches: Launches[object] | None = None
         """Holds the slots of the copier, which uses them natively."""
         self._opened = contextlib.ExitStack()
@@ -121,7 +123,7 @@ class MappedCudaTransport(NativeTransport[_cuda.GpuCopier, "AnyBuffer"]):
 
     @classmethod
     def configured(cls, config: TransportConfig, site: Site) -> MappedCudaTransport:
-        return cls(site.device_index)
+        return cls(site.device_index, gpu_share=config.gpu_share)
 
     def probe(self) -> Probe:
         """As in the contract: holds the GPU's context for a moment, loads the kernels, exports memory.
@@ -151,7 +153,7 @@ class MappedCudaTransport(NativeTransport[_cuda.GpuCopier, "AnyBuffer"]):
                 made.callback(self._device.close)
                 kernels = Kernels(self._device, self._image)
                 made.callback(kernels.close)
-                launches: Launches[object] = Launches(self._device, kernels, wake=-1)
+                launches: Launches[object] = Launches(self._device, kernels, wake=-1, gpu_share=self._gpu_share)
                 made.callback(launches.close)
                 streams = [launches.streams]
                 for _ in range(NUM_STREAMS - 1):

@@ -130,11 +130,19 @@ int cuDeviceGetName(char* name, int nbytes, int) {
     std::snprintf(name, nbytes, "test double");
     return kSuccess;
 }
-// CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED, which is all that pdlink asks for
+// MULTIPROCESSOR_COUNT, MAX_THREADS_PER_MULTIPROCESSOR and DMA_BUF_SUPPORTED, which is all that pdlink asks for
 int cuDeviceGetAttribute(int* value, int attribute, int) {
     ENTER(false);
-    if (attribute != 124) return kInvalidValue;
-    return *value = 1, kSuccess;
+    switch (attribute) {
+        case 16:
+            return *value = 4, kSuccess;
+        case 39:
+            return *value = 2048, kSuccess;
+        case 124:
+            return *value = 1, kSuccess;
+        default:
+            return kInvalidValue;
+    }
 }
 int cuDeviceGetUuid_v2(char* uuid, int) {
     std::memcpy(uuid, "pdlink-test-dbl!", 16);

@@ -14,15 +14,20 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 
+from pdlink import _cuda
+from pdlink.config import TransportConfig
+from pdlink.cuda import driver, launches
 from pdlink.cuda.buffers import DeviceBuffer, PinnedBuffer
 from pdlink.cuda.driver import Device
 from pdlink.cuda.launches import NUM_SLOTS, SLOT_NBYTES
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
+from pdlink.transport.base import Site
 from pdlink.transport.mapped_cuda import MappedCudaTransport
 from tests.conformance.transports.other_process import OtherProcess
 from tests.conformance.transports.side import PATIENCE_S, Side, join, run_list
@@ -326,6 +331,25 @@ def test_a_launch_whose_event_could_not_be_recorded_counts_as_on_its_way() -> No
     assert not owner.closed_within("writer", 0.1)
     for side in (writer, owner):
         side.close()
+
+
+@pytest.mark.parametrize(("gpu_share", "blocks"), [(1.0, 32), (0.125, 4), (0.001, 1)])
+def test_a_launch_takes_a_share_of_the_gpu(
+    double: Fake, monkeypatch: pytest.MonkeyPatch, gpu_share: float, blocks: int
+) -> None:
+    """The double has 4 multiprocessors of 2,048 threads, and a block has 256."""
+    most: list[int] = []
+
+    def launcher(library: str, context: int, kernel: int, max_blocks: int) -> _cuda.KernelLauncher:
+        most.append(max_blocks)
+        return _cuda.KernelLauncher(library, context, kernel, max_blocks)
+
+    monkeypatch.setattr(launches, "_cuda", SimpleNamespace(KernelLauncher=launcher, THREADS=_cuda.THREADS))
+    monkeypatch.setattr(driver, "LIBRARY", double.path)
+    transport = MappedCudaTransport.configured(TransportConfig(gpu_share=gpu_share), Site("cuda"))
+    with closing(transport):
+        transport.open()
+    assert most == [blocks]
 
 
 ONCE = ["cuDevicePrimaryCtxRetain", "cuModuleLoadData", "cuStreamCreate"]

@@ -30,7 +30,10 @@ def test_runs_land_byte_for_byte_and_nothing_beside_them(data: st.DataObject) ->
     if not rows:
         return
     runs = np.array(rows, dtype=np.uint64) + np.array([src.ctypes.data, dst.ctypes.data, 0], dtype=np.uint64)
-    _cuda.run_on_cpu(_cuda.plan_runs(runs.ctypes.data, len(runs), int(runs[:, 2].max())))
+    most = data.draw(st.sampled_from([1, 2, 2**31 - 1]))
+    launch = _cuda.plan_runs(runs.ctypes.data, len(runs), int(runs[:, 2].max()), most)
+    assert launch.grid[0] <= most
+    _cuda.run_on_cpu(launch)
     assert np.array_equal(dst, expected)
 
 
