@@ -152,8 +152,7 @@ NB_MODULE(_cuda, m) {
                      [](const Launch& launch) { return nb::bytes(launch.argument.data(), launch.argument.size()); });
     m.def("plan_reshape", &plan, "src"_a, "dst"_a, nb::kw_only(), "num_tokens"_a, "num_layers"_a = 1,
           "num_parts"_a = 1, "num_heads"_a = 1, "head_nbytes"_a, "refused"_a = 0, "max_strands"_a = 0x7fffffff);
-    m.def("plan_runs", &plan_runs, "runs"_a, "num_runs"_a, "longest_nbytes"_a,
-          "max_blocks"_a = kAnyBlocks);
+    m.def("plan_runs", &plan_runs, "runs"_a, "num_runs"_a, "longest_nbytes"_a, "max_blocks"_a = kAnyBlocks);
     m.def("run_on_cpu", &run_on_cpu, "launch"_a, nb::call_guard<nb::gil_scoped_release>());
     m.def("kernel_names", &kernel_names);
     m.def("fatbin", [] { return nb::bytes(fatbin().data(), fatbin().size()); });

@@ -95,8 +95,7 @@ void loop(const Launch& launch) {
 void loop_runs(const Launch& launch) {
     const auto list = argument_of<CopyRuns>(launch);
     for (std::uint32_t block = 0; block < launch.grid_x; ++block)
-        for (std::uint32_t thread = 0; thread < kThreads; ++thread)
-            copy_shares(list, block, launch.grid_x, thread);
+        for (std::uint32_t thread = 0; thread < kThreads; ++thread) copy_shares(list, block, launch.grid_x, thread);
 }
 
 #define PDLINK_LOOPS(nbytes) \

@@ -1,7 +1,8 @@
 // The kernel behind a one-sided put: a list of byte runs between any addresses, in one launch.
 //
 // A run is cut into segments of equal length and every segment is a share of the work: one warp's, whose lanes touch
-// consecutive words. A grid of fewer warps than shares takes them in turns, so that it can leave room for others. The widest word that both addresses of a run allow is used for it, and single bytes for what is left over.
+// consecutive words. A grid of fewer warps than shares takes them in turns, so that it can leave room for others. The
+// widest word that both addresses of a run allow is used for it, and single bytes for what is left over.
 #pragma once
 
 #include <cstdint>

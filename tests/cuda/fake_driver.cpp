@@ -69,6 +69,11 @@ int begin_copies(const char* call, void* stream, const std::vector<Run>& runs) {
 // Where the latest copy to an address of the GPU's own memory came from.
 std::map<std::uint64_t, std::uint64_t> copied_from;
 
+// Other memory is at these addresses now, or may be soon. The caller holds the mutex.
+void forget_copies(std::uint64_t address, std::uint64_t nbytes) {
+    copied_from.erase(copied_from.lower_bound(address), copied_from.lower_bound(address + nbytes));
+}
+
 // Null: there is no such event (any more).
 Event* event_of(void* handle) {
     const std::lock_guard lock(world().mutex);
@@ -208,7 +213,7 @@ int cuMemFree_v2(std::uint64_t address) {
     const auto at = world().allocations.find(address);
     if (at == world().allocations.end()) return kInvalidValue;
     world().order.forget(address, at->second.nbytes);
-    copied_from.erase(copied_from.lower_bound(address), copied_from.lower_bound(address + at->second.nbytes));
+    forget_copies(address, at->second.nbytes);
     ::munmap(reinterpret_cast<void*>(address), at->second.nbytes);
     ::close(at->second.fd);
     world().allocations.erase(at);
@@ -221,6 +226,7 @@ int cuMemHostRegister_v2(void* address, std::size_t nbytes, unsigned) {
     for (const auto& [at, size] : world().registered)
         if (begin < at + size && at < begin + nbytes) return kAlreadyRegistered;
     world().registered[begin] = nbytes;
+    forget_copies(begin, nbytes);
     return kSuccess;
 }
 int cuMemHostGetDevicePointer_v2(std::uint64_t* there, void* address, unsigned) {
@@ -642,6 +648,7 @@ void fake_lend(std::uint64_t address, std::uint64_t nbytes, int fd) {
         world().allocations[address] = {nbytes, fd, false};
     else if (const auto at = world().allocations.find(address); at != world().allocations.end()) {
         world().order.forget(address, at->second.nbytes);
+        forget_copies(address, at->second.nbytes);
         world().allocations.erase(at);
     }
 }

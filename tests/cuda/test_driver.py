@@ -7,15 +7,19 @@ import re
 import shutil
 import subprocess
 import threading
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from pdlink import _cuda
 from pdlink.cuda import driver, virtual
+from pdlink.cuda.buffers import DeviceBuffer
 from pdlink.cuda.driver import CudaEvent, CudaFailure, CudaStream, CudaUnavailable, Device
 from pdlink.cuda.kernels import Kernels
+from pdlink.memory.buffers import Buffer
 from tests.cuda.double import Kv
 from tests.cuda.fake import IMAGE, Fake
 from tests.cuda.virtual import AllocationProp
@@ -247,3 +251,21 @@ def test_every_call_is_spelt_as_the_library_spells_it() -> None:
         base = re.sub(r"_v\d+$", "", name)
         assert renamed.get(base, base) == name
         assert re.search(rf"\b{base}\(", header), f"cuda.h knows no {base}"
+
+
+def test_the_double_reads_a_list_where_it_is_and_not_where_other_memory_there_came_from(device: Device) -> None:
+    """Memory that was the target of a copy is given back, and pinned again for a list of runs."""
+    memory = Buffer(4096)
+    with closing(CudaStream(device)) as stream, closing(DeviceBuffer(device, 8192)) as pool:
+        with closing(DeviceBuffer(device, 4096)) as gone:
+            device.pin(memory.ptr, memory.nbytes)
+            device.copy(memory.ptr, gone.ptr, 4096, stream.handle)
+            stream.synchronize()
+            device.unpin(memory.ptr)
+        device.pin(memory.ptr, memory.nbytes)
+        memory.array[:24] = np.array([pool.ptr, pool.ptr + 4096, 512], np.uint64).view(np.uint8)
+        with closing(Kernels(device, IMAGE)) as kernels:
+            kernels.launch(_cuda.plan_runs(memory.ptr, 1, 512), stream.handle)
+            stream.synchronize()
+        device.unpin(memory.ptr)
+    memory.close()
