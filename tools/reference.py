@@ -65,10 +65,13 @@ def settings() -> str:
     lines += [f"[{title}](#{_anchor(title)})" + (" ·" if title != list(_KINDS)[-1] else "") for title in _KINDS]
     first: dict[str, str] = {}
     """Row to the section that has it."""
+    num: dict[str, int] = {}
+    """Of a section's settings."""
     for title, (kind, used_by) in _KINDS.items():
         lines += ["", f"## {title}", used_by[0].upper() + used_by[1:] + "."]
         for section, fields in _sections(title, kind).items():
-            own, again = [], {}
+            own: list[str] = []
+            again: dict[str, list[str]] = {}
             for key, field in fields.items():
                 value = f"{_type(field)}; {_default(field)}"
                 row = f"| `{key}` | {value} | {_cell(field.description or '')} |"
@@ -80,9 +83,10 @@ def settings() -> str:
                 lines += ["", f"### {section}"]
             if own:
                 lines += ["", "| key | type; default | what |", "|---|---|---|", *own]
+            num[section] = len(own)
             for there, keys in again.items():
-                words = ", ".join(f"`{key}`" for key in keys)
-                lines += ["", f"As in [{there}](#{_anchor(there)}): {words}."]
+                some = "" if len(keys) == num[there] else ": " + ", ".join(f"`{key}`" for key in keys)
+                lines += ["", f"As in [{there}](#{_anchor(there)}){some}."]
     return "\n".join(lines) + "\n"
 
 
