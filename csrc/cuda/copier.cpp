@@ -222,9 +222,10 @@ bool GpuCopier::launch_one(GpuPeer& peer, Lock& lock) {
 }
 
 Line* GpuCopier::line_for(GpuBatch& batch, Lock& lock) {
-    if (batch.line) return batch.line;
-    if (batch.runs.empty() || is_written(batch, lock)) return &lines_.front();
+    if (batch.line == &lines_.front()) return batch.line;
+    if (batch.runs.empty() || is_written(batch, lock)) return batch.line ? batch.line : &lines_.front();
     if (free_.size() <= slots_.size() / 4) return nullptr;
+    if (batch.line) return batch.line;
     const auto behind = one_stream(batch);
     const auto takes = [&](const Line& line) { return behind && line.behind == behind && !line.in_flight.empty(); };
     auto line = std::find_if(lines_.begin() + 1, lines_.end(), takes);

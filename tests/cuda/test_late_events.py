@@ -126,6 +126,21 @@ def test_a_late_forward_pass_leaves_slots_for_others(pair: tuple[Side, Side], he
     assert (owner.buffers[0].array[: 64 * len(late)] == writer.buffers[0].array[: 64 * len(late)]).all()
 
 
+def test_a_late_batch_of_many_launches_leaves_slots_for_others(pair: tuple[Side, Side], held: Make) -> None:
+    """A layer of small runs takes several: each has a list, and a list a slot."""
+    writer, owner = pair
+    work = held()
+    runs = [[at, at, 512] for at in range(0, POOL_NBYTES // 2, 1024)] * 4 * (NUM_SLOTS + 1)
+    late = writer.transport.submit_after("owner", [run_list(runs)], WAIT_S, [work.mark()])
+    for _ in range(NUM_SLOTS):
+        assert writer.wait_batch(writer.submit_block("owner", POOL_NBYTES // 2, 64)) == "ok"
+    assert not writer.done(late)
+    work.run()
+    assert writer.wait_batch(late) == "ok"
+    mine, theirs = (side.buffers[0].array[: POOL_NBYTES // 2].reshape(-1, 1024)[:, :512] for side in pair)
+    assert np.array_equal(mine, theirs)
+
+
 def test_a_batch_after_several_streams_waits_for_all(pair: tuple[Side, Side], double: Fake, held: Make) -> None:
     writer, owner = pair
     first, last, before = held(), held(), owner.snapshot()
