@@ -32,7 +32,7 @@ from pdlink.reasons import ABORTED, Code, Reason
 from pdlink.transport.base import BatchStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Sequence
+    from collections.abc import Generator, Sequence
     from types import TracebackType
 
     from pdlink.endpoint.half import Common
@@ -343,17 +343,22 @@ class DataPath:
     def _push_after(self, lane: PushLane, batch: PushBatch) -> None:
         """A push of what may not be written yet: the transport waits for its marks, or it waits here."""
         transfer = batch.transfer
-        marks: Collection[Mark] = transfer.marks[batch.push.layers.start].values()
+        latest = transfer.marks[batch.push.layers.start]
         if len(batch.push.layers) > 1:
-            marks = {mark for layer in batch.push.layers for mark in transfer.marks[layer].values()}
+            latest = {}
+            for layer in batch.push.layers:
+                for stream, mark in transfer.marks[layer].items():
+                    if stream not in latest or latest[stream].number < mark.number:
+                        latest[stream] = mark
+        marks = tuple(latest.values())
         if lane.transport.follows_events:
-            batch.after = tuple(marks)
+            batch.after = marks
             lane.order.pass_by(batch)
             self._release(lane, batch)
         else:
             assert self._marks is not None
             transfer.held = (*transfer.held, batch)
-            self._marks.when_reached(tuple(marks), partial(self._written, lane, batch), transfer.cancel)
+            self._marks.when_reached(marks, partial(self._written, lane, batch), transfer.cancel)
 
     def _written(self, lane: PushLane, batch: PushBatch) -> None:
         """The marks of a push that waits here are reached. Not under the lock."""

@@ -359,6 +359,30 @@ def test_layers_are_launched_before_they_are_written_and_land_after(
             assert np.array_equal(nodes.decode.rows(DST, layer, part), nodes.prefill.rows(SRC, layer, part))
 
 
+def test_layers_that_share_a_push_wait_for_the_last_of_them(
+    nodes: Nodes, double: Fake, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one event, or the copier would take each such push for one of several streams, and give it a line alone."""
+    marks: list[tuple[tuple[int, int], ...]] = []
+    submit = DoubleTransport.submit_after
+
+    def noted(transport: DoubleTransport, peer: str, lists: Any, timeout_s: float, after: Any) -> int:
+        marks.append(tuple(after))
+        return submit(transport, peer, lists, timeout_s, after)
+
+    monkeypatch.setattr(DoubleTransport, "submit_after", noted)
+    with closing(Work(double, device)) as work:
+        outgoing = nodes.prefill.send("t", [SRC], TOKENS)
+        nodes.stream = work.stream.handle
+        nodes.compute(outgoing)
+        incoming = nodes.decode.receive("t", nodes.prefill.address, [DST], range(TOKENS))
+        until(lambda: bool(marks), "a push is handed over")
+        last = outgoing.marks[LAYERS - 1][work.stream.handle].event
+        assert marks == [((last.handle, work.stream.handle),)], "of one stream, the last one stands for all"
+        work.run()
+        assert incoming.wait(WAIT_S) == 42
+
+
 def test_a_late_chunk_holds_back_no_other_transfer(nodes: Nodes, double: Fake, device: Device) -> None:
     with closing(Work(double, device)) as work:
         (late, late_incoming), (outgoing, incoming) = nodes.begin("late"), nodes.begin("t", [4, 8, 1])
