@@ -181,6 +181,7 @@ class Carried(Transport):
         with self._lock:
             for line in [line for line in self._lines if line.peer == peer]:
                 self._drop(line)
+            self._expected = {token: name for token, name in self._expected.items() if name != peer}
             self._tell(self._lost.pop(peer, []))
         self.inner.close_peer(peer)
 
