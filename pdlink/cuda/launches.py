@@ -123,6 +123,10 @@ class Launches(Generic[Work]):
     def has_room(self) -> bool:
         return bool(self._slots)
 
+    def is_in_flight(self, work: Work) -> bool:
+        """Whether it may be on its way, also after its launch has failed."""
+        return any(launch.work is work for launch in self.in_flight)
+
     def follow(self, event: CudaEvent) -> None:
         """What is begun from now on runs behind what `event` stands for now. Raises CudaFailure."""
         self._device.wait(self._stream.handle, event)

@@ -36,9 +36,13 @@ class Slots:
 
     def make(self, below: Transport) -> None:
         """Pin count * nbytes of host memory. Raises OSError, CudaFailure, TransportUnavailable."""
-        self.buffer = PinnedBuffer(self._device, self.count * self.nbytes)
-        self.made = True
-        self.region = below.register(self.buffer)
+        buffer = PinnedBuffer(self._device, self.count * self.nbytes)
+        try:
+            self.region = below.register(buffer)
+        except BaseException:
+            buffer.close()
+            raise
+        self.buffer, self.made = buffer, True
 
     def close(self) -> None:
         """Safe to call twice, and before `make`."""

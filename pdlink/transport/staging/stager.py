@@ -73,6 +73,8 @@ class Stager:
         self._pid, self._below = os.getpid(), below
         self._lock = threading.Lock()
         self._peers: dict[str, StagingPeer] = {}
+        self._lost_early: dict[str, str] = {}
+        """Peers that `below` lost between its `connect` and ours, and why; until it has closed them."""
         self._reports: list[Occurrence] = []
         self._next = 1
         self._broken = ""
@@ -107,8 +109,11 @@ class Stager:
             peer.owning = Owning()
 
     def connect(self, name: str, there: wire.Invitation, direct: OwnersSlots | None) -> None:
-        """After `below` has begun to connect. direct: its owner's if this raises ValueError, for a name in use."""
+        """After `below` has begun to connect. direct: its owner's if this raises: ValueError for a name in use,
+        TransportFailure if `below` has lost the peer since."""
         with self._usable():
+            if name in self._lost_early:
+                raise TransportFailure(self._lost_early[name])
             peer = self._peer_for(name)
             if peer.writing is not None:
                 raise ValueError(f"peer name {name} is used twice")
@@ -301,10 +306,15 @@ class Stager:
         peer = self._peers.get(one.peer)
         if isinstance(one, BatchDone):
             self._writer.on_put(one)
-        elif peer is not None and isinstance(one, PeerClosed):
-            peer.closed_below = True
-        elif peer is not None and isinstance(one, PeerFailed):
-            self._fail(peer, one.reason, BatchStatus.PEER_FAILED)
+        elif isinstance(one, PeerClosed):
+            self._lost_early.pop(one.peer, None)
+            if peer is not None:
+                peer.closed_below = True
+        elif isinstance(one, PeerFailed):
+            if peer is not None:
+                self._fail(peer, one.reason, BatchStatus.PEER_FAILED)
+            else:
+                self._lost_early[one.peer] = one.reason
 
     def _is_busy(self) -> bool:
         return any(stream.in_flight for stream in self._streams)

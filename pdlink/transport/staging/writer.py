@@ -93,9 +93,6 @@ class Writer:
             if not writing.grants or (direct is None and (not self._free or writing.num_slots >= self._most)):
                 waiting.append(peer)
                 continue
-            if direct is not None and not direct.enter():
-                self._fail(peer, "peer closed", BatchStatus.PEER_FAILED)
-                continue
             batch = writing.queue[0]
             runs = batch.rest.take(self._slot_nbytes(writing), wire.MAX_RUNS)
             if not batch.rest.nbytes:
@@ -107,8 +104,17 @@ class Writer:
                 writing.num_slots += 1
             out = OutgoingSlot(peer, batch, self._number, runs, there, slot)
             batch.num_open += 1
+            whole = self._runs_out(out, writing)
+            if direct is not None and not direct.enter():
+                self._fail(peer, "peer closed", BatchStatus.PEER_FAILED)
+                continue
             self._turns.append(peer)
-            self.copies.begin(out, self._runs_out(out, writing))
+            try:
+                self.copies.begin(out, whole)
+            except BaseException:
+                if direct is not None and not self.copies.is_in_flight(out):
+                    direct.leave()
+                raise
         self._turns.extend(waiting)
 
     def _runs_out(self, out: OutgoingSlot, writing: WritingTo) -> RunArray:
