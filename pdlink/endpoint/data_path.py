@@ -17,6 +17,7 @@ import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from pdlink.endpoint.half import Half, Transfer
@@ -86,8 +87,8 @@ class Outgoing(Transfer):
     """Its waiting pushes, from the first one on."""
     marks: dict[int, dict[int, Mark]]
     """Of device memory, by layer and stream: the latest behind what is reported as written."""
-    held: Sequence[PushBatch] = ()
-    """Its pushes that wait for their marks here, because the transport does not."""
+    held: dict[PushBatch, None]
+    """Its pushes that wait for their marks here. The keys only."""
     plans: dict[tuple[int, int, int], Plan]
     """Byte runs by group and token range: every layer of a chunk uses the same."""
     checksums: list[Checksum]
@@ -109,7 +110,7 @@ class Outgoing(Transfer):
         self.accepted = Signal()
         self._sender = sender
         self.machine = Sending(transfer_id, sender.groups, sender.cut_at_nbytes)
-        self.plans, self.checksums, self.marks = {}, [], {}
+        self.plans, self.checksums, self.marks, self.held = {}, [], {}, {}
         self.started_s = sender.clock.now_s()
         sender.announce(self)
 
@@ -247,11 +248,11 @@ class DataPath:
             if peer.flow is None:
                 peer.flow = lane.order.flow()
             backlog = transfer.backlog = lane.order.backlog(peer.flow, transfer.machine.nbytes)
-        for push in pushes:
-            batch = PushBatch(backlog, push.nbytes, transfer, push, now_s)
-            if transfer.marks:
-                self._push_after(lane, batch)
-            else:
+        batches = [PushBatch(backlog, push.nbytes, transfer, push, now_s) for push in pushes]
+        if transfer.marks:
+            self._push_after(lane, transfer, batches)
+        else:
+            for batch in batches:
                 lane.order.add(batch)
         if lane.order.waiting_nbytes:
             self._release(lane)
@@ -264,7 +265,8 @@ class DataPath:
         assert transfer.peer.transport is not None
         lane = self.lanes.get(transfer.peer.transport.name)  # None once the endpoint is closed
         batches = [*(lane.order.drop(transfer.backlog) if lane is not None else ()), *transfer.held]
-        transfer.backlog, transfer.held = None, ()
+        transfer.backlog = None
+        transfer.held.clear()
         transfer.plans.clear()
         for batch in batches:
             self._sender.act(transfer, transfer.machine.dropped(batch.push.push_id))
@@ -340,34 +342,35 @@ class DataPath:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _push_after(self, lane: PushLane, batch: PushBatch) -> None:
-        """A push of what may not be written yet: the transport waits for its marks, or it waits here."""
-        transfer = batch.transfer
-        latest = transfer.marks[batch.push.layers.start]
-        if len(batch.push.layers) > 1:
-            latest = {}
-            for layer in batch.push.layers:
-                for stream, mark in transfer.marks[layer].items():
-                    if stream not in latest or latest[stream].number < mark.number:
-                        latest[stream] = mark
-        marks = tuple(latest.values())
-        if lane.transport.follows_events:
-            batch.after = marks
-            lane.order.pass_by(batch)
-            self._release(lane, batch)
-        else:
-            assert self._marks is not None
-            transfer.held = (*transfer.held, batch)
-            self._marks.when_reached(marks, partial(self._written, lane, batch), transfer.cancel)
+    def _push_after(self, lane: PushLane, transfer: Outgoing, batches: Sequence[PushBatch]) -> None:
+        """Pushes of what may not be written yet. The transport waits for the marks of a layer that is reported now.
 
-    def _written(self, lane: PushLane, batch: PushBatch) -> None:
-        """The marks of a push that waits here are reached. Not under the lock."""
-        transfer = batch.transfer
+        Several layers were reported before, and most of them are written: they wait here, and then take turns.
+        """
+        first = batches[0].push.layers
+        if lane.transport.follows_events and len(first) == 1 and first == batches[-1].push.layers:
+            after = tuple(transfer.marks[first.start].values())
+            for batch in batches:
+                batch.after = after
+                lane.order.pass_by(batch)
+                self._release(lane, batch)
+            return
+        assert self._marks is not None
+        for layers, same in groupby(batches, lambda batch: batch.push.layers):
+            held = list(same)
+            transfer.held.update(dict.fromkeys(held))
+            marks = {mark for layer in layers for mark in transfer.marks[layer].values()}
+            self._marks.when_reached(tuple(marks), partial(self._written, lane, held), transfer.cancel)
+
+    def _written(self, lane: PushLane, batches: Sequence[PushBatch]) -> None:
+        """The marks of pushes that wait here are reached. Not under the lock."""
         with self._sender.lock:
-            if batch in transfer.held:  # else it was taken back
-                transfer.held = tuple(one for one in transfer.held if one is not batch)
-                lane.order.add(batch)
-                self._release(lane)
+            held = batches[0].transfer.held
+            for batch in batches:
+                if batch in held:  # else it was taken back
+                    del held[batch]
+                    lane.order.add(batch)
+            self._release(lane)
 
     def _release(self, lane: PushLane, batch: PushBatch | None = None) -> None:
         """Hand over this push, and others as far as there is room."""

@@ -19,6 +19,7 @@ import pdlink
 from pdlink.cuda.bells import Bells
 from pdlink.cuda.driver import CudaEvent, CudaStream, Device
 from pdlink.cuda.launches import NUM_SLOTS
+from pdlink.endpoint.sharing import Sharing
 from pdlink.errors import TransferFailed
 from pdlink.transport.mapped_cuda import NUM_STREAMS
 from tests.conformance.transports.side import Side, join, run_list
@@ -29,6 +30,7 @@ from tests.node.conftest import DST, LAYERS, SRC, TIMEOUTS, TOKENS, groups
 from tests.waiting import WAIT_S, until
 
 POOL_NBYTES = 1 << 20
+LAYER_NBYTES = TOKENS * groups(4).layer_nbytes[0]
 
 
 class Work:
@@ -359,28 +361,38 @@ def test_layers_are_launched_before_they_are_written_and_land_after(
             assert np.array_equal(nodes.decode.rows(DST, layer, part), nodes.prefill.rows(SRC, layer, part))
 
 
-def test_layers_that_share_a_push_wait_for_the_last_of_them(
-    nodes: Nodes, double: Fake, device: Device, monkeypatch: pytest.MonkeyPatch
+def test_what_was_written_before_its_offer_takes_turns(nodes: Nodes, double: Fake) -> None:
+    """A whole prompt is not handed over at once: it goes as the windows allow, and shorter ones before it."""
+    sender = nodes.prefill.endpoint.sender
+    sender.cut_at_nbytes = LAYER_NBYTES
+    sender.data_path._sharing = Sharing(LAYER_NBYTES, LAYER_NBYTES, LAYER_NBYTES)
+    outgoing = nodes.prefill.send("t", [SRC], TOKENS)
+    nodes.compute(outgoing)
+    double.hold()
+    try:
+        incoming = nodes.decode.receive("t", nodes.prefill.address, [DST], range(TOKENS))
+        wanted = {"waiting": (LAYERS - 1) * LAYER_NBYTES, "in_flight": LAYER_NBYTES}
+        until(lambda: sender.push_nbytes() == wanted, "a layer is handed over, and the others wait")
+    finally:
+        double.go_on()
+    assert incoming.wait(WAIT_S) == 42
+
+
+def test_what_is_launched_before_its_offer_lands_after_it_is_written(
+    nodes: Nodes, double: Fake, device: Device
 ) -> None:
-    """By one event, or the copier would take each such push for one of several streams, and give it a line alone."""
-    marks: list[tuple[tuple[int, int], ...]] = []
-    submit = DoubleTransport.submit_after
-
-    def noted(transport: DoubleTransport, peer: str, lists: Any, timeout_s: float, after: Any) -> int:
-        marks.append(tuple(after))
-        return submit(transport, peer, lists, timeout_s, after)
-
-    monkeypatch.setattr(DoubleTransport, "submit_after", noted)
     with closing(Work(double, device)) as work:
         outgoing = nodes.prefill.send("t", [SRC], TOKENS)
         nodes.stream = work.stream.handle
         nodes.compute(outgoing)
         incoming = nodes.decode.receive("t", nodes.prefill.address, [DST], range(TOKENS))
-        until(lambda: bool(marks), "a push is handed over")
-        last = outgoing.marks[LAYERS - 1][work.stream.handle].event
-        assert marks == [((last.handle, work.stream.handle),)], "of one stream, the last one stands for all"
+        until(lambda: outgoing.machine.offered is not None, "blocks are offered")
+        nodes.prefill.kv.array[:] += 1  # what its kernels write meanwhile
+        assert not incoming.done.wait(0.1)
         work.run()
         assert incoming.wait(WAIT_S) == 42
+    for layer in range(LAYERS):
+        assert np.array_equal(nodes.decode.rows(DST, layer, 0), nodes.prefill.rows(SRC, layer, 0))
 
 
 def test_a_late_chunk_holds_back_no_other_transfer(nodes: Nodes, double: Fake, device: Device) -> None:
