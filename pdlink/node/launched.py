@@ -55,6 +55,10 @@ class LaunchedOutgoing(Outgoing):
         with self._sender.lock:
             self.marks.clear()
 
+    def on_end(self) -> None:
+        self.marks.clear()  # others need their events, and this may be kept for long
+        super().on_end()
+
     def _follow(self, layer: int, mark: Mark) -> None:
         """A later mark of the same stream stands for an earlier one, too."""
         self.marks.setdefault(layer, {})[mark.event.stream] = mark

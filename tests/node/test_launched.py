@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
@@ -103,6 +104,24 @@ def test_events_are_used_again(nodes: tuple[Gpu, pdlink.Node, pdlink.Node]) -> N
         assert done.wait(WAIT_S)
     assert sum(event.num_records for event in gpu.events) == 5
     assert len(gpu.events) <= 2, "the one before may still be on its way back"
+
+
+def test_events_of_ended_transfers_are_used_again(nodes: tuple[Gpu, pdlink.Node, pdlink.Node]) -> None:
+    """Also while callers keep the transfers: a prompt has an event for each layer."""
+    gpu, prefill, decode = nodes
+    kept = []
+    for number in range(3):
+        incoming = decode.receive(f"t{number}", prefill.address, [DST], range(TOKENS))
+        kept.append(prefill.send(f"t{number}", [SRC], TOKENS))
+        for layer in range(3):
+            kept[-1].layer_ready(layer)
+        kept[-1].finish(42)
+        gpu.reach()
+        assert incoming.wait(WAIT_S) == 42
+        assert kept[-1].released.wait(WAIT_S)
+        gc.collect()
+    assert sum(event.num_records for event in gpu.events) == 9
+    assert len(gpu.events) <= 4, "the last one of a transfer may still be on its way back"
 
 
 def test_what_follows_a_node_s_end_is_ignored(nodes: tuple[Gpu, pdlink.Node, pdlink.Node]) -> None:
