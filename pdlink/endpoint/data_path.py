@@ -207,7 +207,7 @@ class PushBatch(QueuedPush):
     transfer: Outgoing
     push: Push
     asked_s: float
-    """When the machine asked for it."""
+    """When the machine asked for it; of what was held, when its marks were reached."""
     submitted_s: float = 0.0
     after: Sequence[Mark] = ()
     """The GPU waits for these. Not in the `Order`, which has no room for what may be late."""
@@ -369,6 +369,7 @@ class DataPath:
             for batch in batches:
                 if batch in held:  # else it was taken back
                     del held[batch]
+                    batch.asked_s = self._now_s()
                     lane.order.add(batch)
             self._release(lane)
 

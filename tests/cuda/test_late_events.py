@@ -21,6 +21,7 @@ from pdlink.cuda.driver import CudaEvent, CudaStream, Device
 from pdlink.cuda.launches import NUM_SLOTS
 from pdlink.endpoint.sharing import Sharing
 from pdlink.errors import TransferFailed
+from pdlink.events import LayerLanded, listen
 from pdlink.transport.mapped_cuda import NUM_STREAMS
 from tests.conformance.transports.side import Side, join, run_list
 from tests.cuda.double import DoubleTransport, DriverEvent, Kv
@@ -359,6 +360,26 @@ def test_layers_are_launched_before_they_are_written_and_land_after(
     for layer in range(LAYERS):
         for part in range(2):
             assert np.array_equal(nodes.decode.rows(DST, layer, part), nodes.prefill.rows(SRC, layer, part))
+
+
+def test_a_push_that_is_held_waits_for_its_link_from_when_it_is_written(
+    nodes: Nodes, double: Fake, device: Device
+) -> None:
+    """Or the wait for prefill would be told as that of a link which is behind."""
+    landed: list[LayerLanded] = []
+    with ExitStack() as made:
+        made.callback(listen(lambda event: landed.append(event) if isinstance(event, LayerLanded) else None))
+        work = made.enter_context(closing(Work(double, device)))
+        outgoing = nodes.prefill.send("t", [SRC], TOKENS)
+        nodes.stream = work.stream.handle
+        nodes.compute(outgoing)
+        incoming = nodes.decode.receive("t", nodes.prefill.address, [DST], range(TOKENS))
+        until(lambda: outgoing.machine.offered is not None, "blocks are offered")
+        written_s = time.monotonic()
+        work.run()
+        assert incoming.wait(WAIT_S) == 42
+    assert [event.layer for event in landed] == list(range(LAYERS))
+    assert all(written_s <= event.asked_s <= event.submitted_s <= event.at_s for event in landed)
 
 
 def test_what_was_written_before_its_offer_takes_turns(nodes: Nodes, double: Fake) -> None:
