@@ -54,5 +54,5 @@ class TransportConfig(Section):
     """Checksums of what decode receives, compared before a request may use it: of every pushed layer, of one in
     eight, or none."""
     batch_timeout_s: Seconds = 10.0
-    """What was handed to the transport and has not landed by then fails the peer. UCX itself never reports a stalled
-    one."""
+    """What was handed to the transport (mapped-cuda: and is written) and has not landed by then fails the peer. UCX
+    itself never reports a stalled one."""

@@ -76,8 +76,8 @@ class TransferMetrics:
         self.busy = add(
             Counter(
                 "pdlink_push_busy_seconds_total",
-                "Time in which at least one push was in flight. Bytes by this time are the speed of the link; bytes "
-                "by all time are its load.",
+                "Time in which at least one push was in flight. Bytes by this time are the speed of the link, bytes "
+                "by all time its load. mapped-cuda: with the kernels that write a layer.",
                 transport=transports,
             )
         )
@@ -85,7 +85,7 @@ class TransferMetrics:
             Histogram(
                 "pdlink_push_seconds",
                 FINE_SECONDS,
-                "From handing a layer to the transport until it is visible.",
+                "From handing a layer to the transport (mapped-cuda: before it is written) until it is visible.",
             )
         )
         self.wait = add(
