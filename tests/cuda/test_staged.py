@@ -501,6 +501,25 @@ def test_runs_of_a_slot_are_counted_before_they_are_looked_up(
     assert sum(looked_up) <= 16
 
 
+def test_runs_of_a_slot_are_looked_up_once_a_region_however_they_are_listed(
+    invited: Invited, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8,192 lists of one run each held the endpoint's loop for half a second, eight such notes for four."""
+    looked_up: list[int] = []
+    require = OpenBlocks.require
+
+    def counted(self: OpenBlocks, peer: int, region: int, offsets: Any, nbytes: Any) -> Any:
+        looked_up.append(len(offsets))
+        return require(self, peer, region, offsets, nbytes)
+
+    monkeypatch.setattr(OpenBlocks, "require", counted)
+    invited.staged.open_blocks("stranger", [[3]])
+    slot, one = invited.granted(), packed(invited.run_of(3))
+    invited.say(wire.SlotFilled(0, slot, ((0, one),) * wire.MAX_RUNS))
+    assert looked_up == [wire.MAX_RUNS]
+    assert invited.hear() == wire.SlotPlaced(0)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_no_note_of_a_peer_changes_a_byte_outside_the_blocks_that_are_open_to_it(invited: Invited, seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -91,27 +91,28 @@ class Owner:
 
     def _runs_in(self, peer: StagingPeer, note: wire.SlotFilled) -> tuple[RunArray, Ints | None]:
         """The runs of a slot, and the blocks that they touch. Raises ProtocolError for one that they may not."""
-        num_runs = sum(len(packed) for _, packed in note.runs) // 16
-        if not 0 < num_runs <= wire.MAX_RUNS:  # before any of them is looked up
-            raise ProtocolError(f"a slot has {num_runs} runs; 1 to {wire.MAX_RUNS} are expected")
-        found, blocks, left_nbytes = [], [], self._slots.nbytes
-        for region, packed in note.runs:
+        if any(len(packed) % 16 for _, packed in note.runs):
+            raise ProtocolError("runs of a slot: their bytes are no multiple of 16")
+        counts = [len(packed) // 16 for _, packed in note.runs]
+        if not 0 < sum(counts) <= wire.MAX_RUNS:  # before any of them is looked up
+            raise ProtocolError(f"a slot has {sum(counts)} runs; 1 to {wire.MAX_RUNS} are expected")
+        runs = np.frombuffer(b"".join(packed for _, packed in note.runs), "<i8").astype(np.int64).reshape(-1, 2)
+        if int(np.clip(runs[:, 1], 0, self._slots.nbytes + 1).sum()) > self._slots.nbytes:
+            raise ProtocolError(f"the runs are larger than their slot of {self._slots.nbytes} bytes")
+        regions = np.repeat([region for region, _ in note.runs], counts)
+        blocks, whole = [], np.empty((len(runs), 3), np.int64)
+        for region in np.unique(regions).tolist():  # however many lists a peer makes of its runs
             if region >= len(self._regions):
                 raise ProtocolError(f"a run is for region {region}; there are {len(self._regions)}")
-            if len(packed) % 16:
-                raise ProtocolError(f"runs have {len(packed)} bytes; a multiple of 16 is expected")
-            runs = np.frombuffer(packed, "<i8").reshape(-1, 2)
-            offsets, nbytes = runs[:, 0], runs[:, 1]
+            of_it = regions == region
+            offsets, nbytes = runs[of_it].T
             address, size = self._regions[region]
             if ((offsets < 0) | (nbytes <= 0) | (nbytes > size) | (offsets > size - nbytes)).any():
                 raise ProtocolError(f"a run is outside region {region}, which has {size} bytes")
-            left_nbytes -= int(np.minimum(nbytes, self._slots.nbytes + 1).sum())
-            if left_nbytes < 0:
-                raise ProtocolError(f"the runs are larger than their slot of {self._slots.nbytes} bytes")
             if self.guard is not None:
                 blocks.append(self.guard.require(peer.number, region, offsets, nbytes))
-            found.append(np.stack([np.zeros_like(offsets), offsets + address, nbytes], axis=1).astype(np.int64))
-        whole = np.concatenate(found)
+            whole[of_it, 1] = offsets + address
+        whole[:, 2] = runs[:, 1]
         whole[:, 0] = self._slots.device_ptr(note.slot) + starts(whole[:, 2])
         return whole, np.concatenate(blocks) if blocks else None
 
