@@ -16,7 +16,7 @@ import logging
 import sys
 import uuid
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ from pdlink.integrations.vllm_parts.params import Caps, source_of
 from pdlink.integrations.vllm_parts.rank import Rank
 from pdlink.integrations.vllm_parts.requests import NOTHING, RequestBook, Scheduled, StepPlan
 from pdlink.integrations.vllm_parts.store_book import StoreBook, StorePlan
+from pdlink.integrations.vllm_parts.tier_events import ServerTiers, are_told
 from pdlink.integrations.vllm_parts.worker import Results
 from pdlink.observe.sources import sourced
 
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
     from pdlink.integrations.vllm_parts.store_book import Looked
     from pdlink.integrations.vllm_parts.weights import Sleep
+    from pdlink.observe.kv_ledger import News
 
 log = logging.getLogger(__name__)
 
@@ -74,12 +76,15 @@ class PDLinkNews(*versions.news_bases()):  # type: ignore[misc]
     """What each rank's store has."""
     short: dict[str, int]
     """Where loads have ended that brought less than was promised, by request."""
+    tiers: dict[int, list[News]] = field(default_factory=dict)
+    """What the tiers of each rank have got and lost."""
 
     def aggregate(self, other: Any) -> PDLinkNews:
         if not isinstance(other, PDLinkNews):
             return self
         short = other.short | {name: min(end, other.short.get(name, end)) for name, end in self.short.items()}
-        return PDLinkNews(other.reasons | self.reasons, self.looked + other.looked, short)
+        tiers = other.tiers | {rank: news + other.tiers.get(rank, []) for rank, news in self.tiers.items()}
+        return PDLinkNews(other.reasons | self.reasons, self.looked + other.looked, short, tiers)
 
 
 _NOTHING, _IDLE = PDLinkMetadata(NOTHING), PDLinkMetadata(NOTHING, idle=True)
@@ -118,6 +123,9 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
             block_tokens=vllm_config.cache_config.block_size,
             store=store,
         )
+        self._tiers: ServerTiers | None = None
+        if store is not None and are_told(vllm_config, kv_cache_config, settings.tiers):
+            self._tiers = ServerTiers(versions.place(vllm_config).num_all, store.ask_tiers)
         self._priority_limit = settings.tiers.priority_limit if settings.tiers is not None else None
         self._origins = Origins()
         self._counts = stats.Counts()
@@ -248,6 +256,8 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         news = told if isinstance(told, PDLinkNews) else PDLinkNews({}, [], {})
         if self._book.store is not None:
             self._book.store.looked(news.looked)
+        if self._tiers is not None:
+            self._tiers.heard(news.tiers)
         for request_id, end in news.short.items():
             self._origins.fell_short(request_id, end, receives=self._book.leg(request_id) == "decode")
         self._book.received(connector_output.finished_recving or (), news.reasons)
@@ -257,6 +267,13 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
             self._parked -= over
             connector_output.finished_recving = (connector_output.finished_recving or set()) - over
             connector_output.finished_sending = (connector_output.finished_sending or set()) | over
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._tiers is not None:
+            self._tiers.watch(gpu_block_pool)
+
+    def take_events(self) -> list[Any]:
+        return self._tiers.take() if self._tiers is not None else []
 
     def reset_cache(self) -> bool | None:
         """vLLM's caches are of no use any more; so is what the store has of this server's KV. Where they are emptied
@@ -340,6 +357,7 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
     def build_connector_worker_meta(self) -> PDLinkNews | None:
         """Asked for in the step that reports the requests, after their results."""
         news, self._news = self._news, PDLinkNews({}, [], {})
+        news.tiers = self._worker.tier_news()
         return None if news == PDLinkNews({}, [], {}) else news
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -373,7 +391,8 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
 
     def get_kv_connector_stats(self) -> PDLinkStats | None:
         counts = (self._counts if self._rank is None else self._rank.counts).take()
-        news = self.build_connector_worker_meta() if self._news_in_stats else None
+        tells = self._news_in_stats and self._rank is not None
+        news = self.build_connector_worker_meta() if tells else None
         if not counts and news is None:
             return None
         found = PDLinkStats(data=counts)

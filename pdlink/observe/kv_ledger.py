@@ -125,6 +125,11 @@ class Ledger:
         blocks = list(islice(self._waiting, max_blocks))
         return [(*block, self._present[block] if self._waiting.pop(block) else None) for block in blocks]
 
+    def tell_again(self) -> None:
+        """Subscribers have forgotten what is there."""
+        gone = {block: False for block, is_there in self._waiting.items() if not is_there}
+        self._waiting = gone | {(place, key): True for place, key, _ in parents_first(self._present)}
+
     def told(self) -> list[News]:
         """All that subscribers have heard of and is there still, each block after the one before it."""
         return parents_first(
@@ -171,7 +176,8 @@ def events_of(news: Iterable[News]) -> list[Event]:
             medium, *below = where
             extra_keys: list[tuple[str, ...] | None] | None = [extra] if extra else None
             of = (None, None) if origin is None else (origin.model, origin.scope)
+            lora = origin.lora or None if origin is not None else None
             events.append(
-                BlockStored([key], parent, list(tokens), block_size, None, medium, None, extra_keys, *below, *of)
+                BlockStored([key], parent, list(tokens), block_size, None, medium, lora, extra_keys, *below, *of)
             )
     return events

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pdlink.observe.kv_ledger import BlockPlace, parents_first
 from pdlink.observe.kv_publisher import KVPublisher
@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from pdlink.store.preimages import PreimageFile
 
 _MAX_GONE = 4096
+
+
+class Teller(Protocol):
+    """As `KVPublisher`. By any thread."""
+
+    def stored(self, place: BlockPlace, key: bytes, preimage: Preimage | None = None) -> None: ...
+
+    def removed(self, place: BlockPlace, key: bytes) -> None: ...
 
 
 def open_publisher(config: KVEventsConfig, name: str, incarnation: str) -> KVPublisher | None:
@@ -51,7 +59,7 @@ def tell_records(publisher: KVPublisher, store: AnyStore, chunk_tokens: int) -> 
     store.listen(lambda change: _tell(publisher, change, chunk_tokens, change.preimage))
 
 
-def tell_shared_records(publisher: KVPublisher, store: AnyStore, file: PreimageFile | None) -> None:
+def tell_shared_records(publisher: Teller, store: AnyStore, file: PreimageFile | None) -> None:
     """The same of a store whose records are of several models, and may have been on its disk before.
 
     file: where tokens of what is on the disk are kept. A record whose tokens nobody has said is not told, and nothing
@@ -66,7 +74,7 @@ def tell_shared_records(publisher: KVPublisher, store: AnyStore, file: PreimageF
 
 
 class _SharedRecords:
-    def __init__(self, publisher: KVPublisher, file: PreimageFile | None) -> None:
+    def __init__(self, publisher: Teller, file: PreimageFile | None) -> None:
         self._publisher, self._file = publisher, file
         self._lock, self._writing = threading.Lock(), threading.Lock()
         """Places tell at the same time. The second one is for the file, and only for who tells of a disk."""
@@ -130,7 +138,7 @@ class _SharedRecords:
             self._file.rewrite(there)
 
 
-def _tell(publisher: KVPublisher, change: RecordChange, chunk_tokens: int, known: Preimage | None) -> None:
+def _tell(publisher: Teller, change: RecordChange, chunk_tokens: int, known: Preimage | None) -> None:
     place = _place(change.place, chunk_tokens)
     if change.is_there:
         publisher.stored(place, change.key, known)

@@ -189,3 +189,19 @@ def test_a_block_is_told_again_after_the_one_before_it_whichever_came_first() ->
         ledger.stored(POOL, key(number), of(number))
     ledger.take(100)
     assert [block for _, block, _ in ledger.told()] == [key(number) for number in (0, 1, 2, 3, 7)]
+
+
+def test_all_that_is_there_is_told_again_parents_first_and_what_has_gone_meanwhile() -> None:
+    ledger = Ledger()
+    for number in (1, 0, 2):
+        ledger.stored(POOL, key(number), of(number))
+    ledger.take(9)
+    ledger.removed(POOL, key(2))
+    ledger.stored(POOL, key(3), of(3))
+    ledger.tell_again()
+    news = ledger.take(9)
+    told = {block: known is not None for _, block, known in news}
+    assert told == {key(0): True, key(1): True, key(2): False, key(3): True}
+    names = [block for _, block, _ in news]
+    assert names.index(key(0)) < names.index(key(1))
+    assert not ledger.has_news

@@ -25,6 +25,7 @@ from pdlink.integrations.vllm_parts.memory import regions
 from pdlink.integrations.vllm_parts.shards import by_stage, shards_of
 from pdlink.integrations.vllm_parts.steps import Steps
 from pdlink.integrations.vllm_parts.store_half import StoreHalf
+from pdlink.integrations.vllm_parts.tier_events import RankTiers, are_told
 from pdlink.integrations.vllm_parts.worker import WorkerHalf
 from pdlink.node.node import Node, end_process
 from pdlink.peers.opening import make_link, tiers_of
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from pdlink.integrations.vllm_parts.settings import ConnectorSettings
     from pdlink.memory.buffers import AnyBuffer
     from pdlink.observe.gauges import LinkGauges, StoreGauges
+    from pdlink.observe.kv_ledger import News
     from pdlink.peers.link import PeerLink
     from pdlink.protocol import auth
     from pdlink.store.source import Source
@@ -179,6 +181,7 @@ class Rank:
                 recomputes=versions.recomputes(self._config),
                 by_blocks=cache_groups.is_plain(self._cache_config),
                 zeroed=zeroed,
+                tiers=self._tell_tiers(source),
             )
         host = None
         if through_host:
@@ -261,8 +264,7 @@ class Rank:
         tiers = self._settings.tiers
         if tiers is None:
             return None
-        place = self._place
-        name = f"{self._name}/{place.of_all}" if place.num_all > 1 else self._name
+        name = self._store_name
         groups = [self._source_group(cache) for cache in caches]
         model = versions.model_name(self._config)
         settings = self._settings.of_shard(self._shards[0].number if self._shards else 0)
@@ -281,6 +283,18 @@ class Rank:
             peers.open(source.store)
             log.info("%s lends what it keeps in memory, asked at %s", name, peers.address)
         return source
+
+    def _tell_tiers(self, source: Source) -> RankTiers | None:
+        tiers = self._settings.tiers
+        if tiers is None or not are_told(self._config, self._cache_config, tiers):
+            return None
+        return RankTiers(source, tiers, self._store_name)
+
+    def tier_news(self) -> dict[int, list[News]]:
+        """What this rank's tiers have got and lost, by the rank's number; a part of it."""
+        tiers = self._store.tiers if self._store is not None else None
+        news = tiers.take() if tiers is not None else []
+        return {self._place.of_all: news} if news else {}
 
     def _source_group(self, cache: CacheLayout) -> SourceGroup:
         tiers, model = self._settings.tiers, self._model_id(cache.planes)
@@ -336,6 +350,11 @@ class Rank:
         configured is that of all ranks."""
         named = self._settings.name
         return as_name(str(self._config.kv_transfer_config.engine_id)) if named is None else self._of_engine(named)
+
+    @property
+    def _store_name(self) -> str:
+        place = self._place
+        return f"{self._name}/{place.of_all}" if place.num_all > 1 else self._name
 
     def _of_engine(self, name: str) -> str:
         index = versions.data_parallel_index(self._config)

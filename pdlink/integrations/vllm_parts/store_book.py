@@ -144,6 +144,8 @@ class StorePlan:
     loads: list[BlocksToLoad] = field(default_factory=list)
     saves: list[BlocksToSave] = field(default_factory=list)
     keeps: list[Keep] = field(default_factory=list)
+    tells_again: bool = False
+    """The ranks tell all that their tiers hold."""
     num_computed: int = 0
     """Tokens of prompts that this step computes."""
 
@@ -337,6 +339,10 @@ class StoreBook:
                 request.phase = _Phase.NEW
             request.stale = request.phase not in (_Phase.NEW, _Phase.FOUND)
             request.lapsed = request.gone = request.phase is _Phase.FOUND
+
+    def ask_tiers(self) -> None:
+        """What they hold is to be told again."""
+        self._plan.tells_again = True
 
     # -- what the workers report -------------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         Look,
         StorePlan,
     )
+    from pdlink.integrations.vllm_parts.tier_events import RankTiers
     from pdlink.store.loading import Load
     from pdlink.store.prompt import Prompt, PromptFetch, PromptKeys
     from pdlink.store.source import Source
@@ -112,6 +113,7 @@ class StoreHalf:
         by_blocks: bool = False,
         zeroed: bool = False,
         copies_s: float = _COPIES_S,
+        tiers: RankTiers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """source, cache: of the same groups. news: set when there is a result.
@@ -119,9 +121,10 @@ class StoreHalf:
         load_if_faster: False loads all that is found. recomputes: vLLM computes what a load has promised and does not
         bring, where it else fails the request. by_blocks: it takes the first part of a prompt whose last one did not
         come. zeroed: it zeroes the blocks that it gives to others, before it says whose they were. copies_s: how long
-        a step waits for copies of windows and states, or of all if `zeroed`.
+        a step waits for copies of windows and states, or of all if `zeroed`. tiers: what is told of the store; closed
+        here.
         """
-        self.source = source
+        self.source, self.tiers = source, tiers
         self.pace = VllmPace()
         self._load_if_faster, self._adapters = load_if_faster, adapters
         self._recomputes, self._by_blocks, self._zeroed = recomputes, by_blocks, zeroed
@@ -174,6 +177,8 @@ class StoreHalf:
             self.source.rename(plan.reset)
             self._keys.clear()
             self._lookers.put(self.source.drop_own)
+        if plan.tells_again and self.tiers is not None:
+            self.tiers.tell_again()
         for prompt in plan.prompts:
             self._prompts[prompt.request_id] = prompt
             self._keys.pop(prompt.request_id, None)
@@ -273,6 +278,8 @@ class StoreHalf:
         self._lookers.close(_CLOSE_S)
         self.source.close()
         self.source.store.close()
+        if self.tiers is not None:
+            self.tiers.close()
 
     # -- the plan ----------------------------------------------------------------------------------------------------
 
@@ -450,8 +457,7 @@ class StoreHalf:
         return self.source.prompt(request_id, self._keys[request_id])
 
     def _hashed(self, prompt: BookedPrompt) -> PromptKeys:
-        tokens = array("I", prompt.tokens).tolist()
-        return self.source.keys(tokens, prompt.salt, lora=prompt.lora, media=prompt.media)
+        return self.source.keys(array("I", prompt.tokens), prompt.salt, lora=prompt.lora, media=prompt.media)
 
     def _drop(self, request_id: str) -> None:
         """What was found is not needed."""
