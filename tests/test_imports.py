@@ -77,6 +77,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "observe",
         "serve.keys",
         "serve.admin",
+        "serve.kv_events",
         "fleet.ports",
         "store",
         "peers",
