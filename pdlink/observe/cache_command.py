@@ -180,7 +180,7 @@ def _count(args: Namespace) -> None:
         "clear": "were in memory and are forgotten; tiers forget in the background",
     }
     said = f"{value} {what} {done[args.action]}" if args.action in done else f"{what}: {value}"
-    if args.action == "pin" and not answer["durable"]:
+    if args.action == "pin" and not answer.get("durable", True):  # a store of before says nothing
         said += ", until the process ends"
     _show(args, answer, plain(said))
     if not answer.get("drained", True):

@@ -12,24 +12,28 @@ import os
 import threading
 from collections.abc import Collection
 from contextlib import closing
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import Meta
 
+from pdlink import threads
 from pdlink.errors import ConfigError
 from pdlink.kv.hashing import KEY_NBYTES
 from pdlink.store.record import RecordShape  # noqa: TC001  (msgspec reads the annotation at run time)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 log = logging.getLogger(__name__)
 
 _MOST_NBYTES = 16 << 20
 """Of the file: some 350,000 records."""
+_START_S = 1.0
+"""For the file to be read at the start; a disk that takes longer, or hangs, holds nothing up."""
 
 _Key = Annotated[bytes, Meta(min_length=KEY_NBYTES, max_length=KEY_NBYTES)]
 
@@ -70,11 +74,25 @@ class Standing:
         self.quotas: tuple[StandingQuota, ...] = ()
         self.keys: frozenset[bytes] = frozenset()
         """That pins name."""
-        if path is not None:
-            pins, quotas = _read(path)
+        self.ready = threading.Event()
+        """The file was read."""
+        self._late: list[Callable[[], object]] = []
+        """What is done then."""
+        if path is None:
+            self.ready.set()
+        else:
+            threads.guarded("pdlink-store-standing", partial(self._read, path), lambda _: self.ready.set()).start()
+            self.ready.wait(_START_S)
+
+    def _read(self, path: Path) -> None:
+        pins, quotas = _read(path)
+        with self._lock:
             self._take(pins, quotas)
-            if pins or quotas:
-                log.info("%s: %d pins and %d quotas that operators have set", path, len(pins), len(quotas))
+            self.ready.set()
+        if pins or quotas:
+            log.info("%s: %d pins and %d quotas that operators have set", path, len(pins), len(quotas))
+        for act in self._late:
+            act()
 
     def pin(self, name: str, shape: RecordShape, keys: Sequence[bytes]) -> bool:
         """Whether the next process pins them, too."""
@@ -82,17 +100,24 @@ class Standing:
             return False
         mine = StandingPin(name, shape, tuple(keys))
         with self._lock:
+            if not self.ready.is_set():
+                return False
             if any(mine.begins(each) for each in self.pins):
                 return True
             return self._set((*(each for each in self.pins if not each.begins(mine)), mine), self.quotas)
 
     def unpin(self, name: str) -> None:
         with self._lock:
-            self._set(tuple(each for each in self.pins if each.name != name), self.quotas)
+            if not self.ready.is_set():
+                self._late.append(partial(self.unpin, name))
+            else:
+                self._set(tuple(each for each in self.pins if each.name != name), self.quotas)
 
     def quota(self, tenant: str, nbytes: int | None) -> bool:
         """None: that of all again. Whether the next process has it, too."""
         with self._lock:
+            if not self.ready.is_set():
+                return False
             others = tuple(each for each in self.quotas if each.tenant != tenant)
             mine = () if nbytes is None else (StandingQuota(tenant, nbytes),)
             return self._set(self.pins, (*others, *mine))
@@ -100,6 +125,8 @@ class Standing:
     def forget(self, keys: Collection[bytes] | None) -> None:
         """These records, or all, were cleared: a pin ends where the first of them was."""
         with self._lock:
+            if not self.ready.is_set():
+                self._late.append(partial(self.forget, keys))
             gone = self.keys if keys is None else self.keys.intersection(keys)
             if gone:
                 cut = (_before(each, gone) for each in self.pins)

@@ -23,6 +23,7 @@ from math import inf, isinf
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from pdlink import threads
 from pdlink.errors import CapacityExceeded, ConfigError
 from pdlink.events import PrefixFound, emit
 from pdlink.store.arena import STEP_NBYTES, Arena
@@ -73,6 +74,8 @@ _EARLY_NBYTES, _EARLY_S = 1 << 30, 0.5
 start waits for it so long at most."""
 _SESSIONS_SHARE = 4
 """Of the last place that keeps records, how small a part sessions may keep."""
+_LOOK_S = 0.5
+"""For whether the store closes, while the disk does not say what stands."""
 _PEERS = "peers"
 """The holder of what other nodes read; no deadline: transfers have one."""
 
@@ -147,8 +150,7 @@ class Store(AnyStore):
         self._lock = self._books.lock
         self._cleared = Cleared(cleared)
         self._closing = threading.Event()
-        for quota in self._standing.quotas:
-            self._catalog.set_quota(quota.nbytes, quota.tenant)
+        self._set_quotas_again()
         self._given_tiers = list(tiers)
         kinds = [tier.name for tier in tiers]
         again = [kinds[: index + 1].count(kind) for index, kind in enumerate(kinds)]
@@ -224,8 +226,8 @@ class Store(AnyStore):
             self._arena,
             clock=self._clock,
         )
-        self._pinning = threading.Thread(target=self._pin_again, name="pdlink-store-pins", daemon=True)
-        if self._standing.pins:
+        self._pinning = threads.guarded("pdlink-store-pins", self._pin_again, lambda _: None)
+        if self._standing.pins or not self._standing.ready.is_set():
             self._pinning.start()
 
     def close(self) -> None:
@@ -519,8 +521,18 @@ class Store(AnyStore):
             self._writing.keep([key for key in keys if key in self._books.shapes])
         return self._standing.pin(name, shape, keys)
 
+    def _set_quotas_again(self) -> None:
+        for quota in self._standing.quotas:
+            self._catalog.set_quota(quota.nbytes, quota.tenant)
+
     def _pin_again(self) -> None:
         """What stands from the process before, as far as the disk has it."""
+        if not self._standing.ready.is_set():  # a disk that hung at the start
+            while not self._standing.ready.wait(_LOOK_S):
+                if self._closing.is_set():
+                    return
+            with self._lock:
+                self._set_quotas_again()
         disk = next((place for place, tier in enumerate(self._given_tiers, 1) if isinstance(tier, KeepingTier)), 0)
         for pin in self._standing.pins:
             num_pinned = 0

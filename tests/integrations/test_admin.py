@@ -105,7 +105,7 @@ def test_pages_of_sglang_are_found_and_forgotten_by_token_ids(
         assert records.set([*names, *salted[:2]], [0, 1, 2, 3, 4]) == [True] * 5
         assert operator("lookup", tokens)["tokens"] == 3 * PAGE
         assert operator("lookup", tokens, "--salt", "s", "--lora", "adapter")["tokens"] == 2 * PAGE
-        assert operator("pin", tokens[: 2 * PAGE], "--name", "p") == {"tokens": 2 * PAGE}
+        assert operator("pin", tokens[: 2 * PAGE], "--name", "p") == {"tokens": 2 * PAGE, "durable": False}
         monkeypatch.setattr(HERE, "change", "")
         HERE._become("other weights")
         assert operator("lookup", tokens)["tokens"] == 0
