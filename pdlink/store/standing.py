@@ -100,8 +100,6 @@ class Standing:
             return False
         mine = StandingPin(name, shape, tuple(keys))
         with self._lock:
-            if not self.ready.is_set():
-                return False
             if any(mine.begins(each) for each in self.pins):
                 return True
             return self._set((*(each for each in self.pins if not each.begins(mine)), mine), self.quotas)
@@ -110,14 +108,11 @@ class Standing:
         with self._lock:
             if not self.ready.is_set():
                 self._late.append(partial(self.unpin, name))
-            else:
-                self._set(tuple(each for each in self.pins if each.name != name), self.quotas)
+            self._set(tuple(each for each in self.pins if each.name != name), self.quotas)
 
     def quota(self, tenant: str, nbytes: int | None) -> bool:
         """None: that of all again. Whether the next process has it, too."""
         with self._lock:
-            if not self.ready.is_set():
-                return False
             others = tuple(each for each in self.quotas if each.tenant != tenant)
             mine = () if nbytes is None else (StandingQuota(tenant, nbytes),)
             return self._set(self.pins, (*others, *mine))
@@ -133,7 +128,9 @@ class Standing:
                 self._set(tuple(each for each in cut if each is not None), self.quotas)
 
     def _set(self, pins: tuple[StandingPin, ...], quotas: tuple[StandingQuota, ...]) -> bool:
-        """Have these stand from now on; whether they do. Under the lock."""
+        """Have these stand from now on; whether they do. Under the lock. Nothing before the file was read."""
+        if not self.ready.is_set():
+            return False
         if (pins, quotas) == (self.pins, self.quotas):
             return self._path is not None
         if self._path is None or sum(each.nbytes for each in pins) > self._most_nbytes:

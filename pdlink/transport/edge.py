@@ -88,11 +88,3 @@ def require_numeric(host: str, transport: str) -> None:
             raise ValueError(f"{host} names an interface of another host")
     except ValueError as error:
         raise ProtocolError(f"invitation over {transport} cannot be read: {error}") from error
-
-
-def listening(host: str) -> socket.socket:
-    """A socket that listens on a free port of a numeric address and never waits. Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listen = socket.create_server((host, 0), family=family, backlog=128)
-    listen.setblocking(False)
-    return listen
