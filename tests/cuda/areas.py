@@ -35,23 +35,29 @@ class _Copied:
         self._stream.close()
 
 
-class Area(DeviceBuffer):
+class _Seen:
+    """A buffer whose bytes are looked at."""
+
+    _copied: _Copied
+
+    @property
+    def array(self) -> Bytes:
+        return self._copied.array
+
+
+class Area(_Seen, DeviceBuffer):
     """A whole allocation: cuMemAlloc."""
 
     def __init__(self, device: Device, contents: Bytes) -> None:
         super().__init__(device, len(contents))
         self._copied = _Copied(device, self.ptr, contents)
 
-    @property
-    def array(self) -> Bytes:
-        return self._copied.array
-
     def close(self) -> None:
         self._copied.close()
         super().close()
 
 
-class VirtualArea(BorrowedDeviceBuffer):
+class VirtualArea(_Seen, BorrowedDeviceBuffer):
     """Chunks of physical memory at neighbouring addresses, as torch's expandable segments have them."""
 
     def __init__(self, device: Device, contents: Bytes, chunk_nbytes: int) -> None:
@@ -59,10 +65,6 @@ class VirtualArea(BorrowedDeviceBuffer):
         self._segment = Segment(device, nbytes, chunk_nbytes)
         super().__init__(device, self._segment.ptr, len(contents), self._segment)
         self._copied = _Copied(device, self.ptr, contents)
-
-    @property
-    def array(self) -> Bytes:
-        return self._copied.array
 
     def close(self) -> None:
         self._copied.close()

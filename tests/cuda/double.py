@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+import pdlink
 from pdlink.capabilities import MemoryKind, Trust
 from pdlink.cuda.buffers import DeviceBuffer
 from pdlink.cuda.driver import CudaEvent, Device
@@ -18,6 +19,7 @@ from pdlink.transport.mapped_cuda import MappedCudaTransport
 from pdlink.transport.staged import StagedTransport
 from tests.cuda.fake import IMAGE, fake
 from tests.events import EventBells
+from tests.node.conftest import TIMEOUTS, TOKENS, groups
 
 
 class LentBuffer(DeviceBuffer):
@@ -81,6 +83,34 @@ class Kv(LentBuffer):
     def close(self) -> None:
         fake().lend(self.ptr, 0, -1)
         self.host.close()
+
+
+class DoubleNode(pdlink.Node):
+    """What is in its device memory is read as the host's."""
+
+    def __init__(
+        self,
+        name: str,
+        device: Device,
+        block_tokens: int,
+        transport: Transport,
+        make_event: Callable[[], Any],
+        make_bells: Callable[[], Any] = EventBells,
+    ) -> None:
+        kv = groups(block_tokens)
+        self.kv = Kv(device, kv.extent(0), block_tokens, make_event, make_bells)
+        super().__init__(name, kv, [self.kv], transports=[transport], deadlines=TIMEOUTS)
+
+    def rows(self, blocks: list[int], layer: int, part: int) -> Any:
+        place, kv = self.groups.layouts[0].layers[layer], self.groups.layouts[0]
+        shape = (kv.num_blocks, kv.block_tokens, kv.num_heads, kv.head_nbytes)
+        strides = (place.block_stride, place.token_stride, place.head_stride, 1)
+        pages = np.lib.stride_tricks.as_strided(self.kv.array[place.parts[part].offset :], shape, strides)
+        return pages[blocks].reshape(len(blocks) * kv.block_tokens, -1)[:TOKENS]
+
+    def close(self) -> None:
+        super().close()
+        self.kv.close()
 
 
 class _Lends(Transport):

@@ -24,10 +24,10 @@ from pdlink.errors import TransferFailed
 from pdlink.events import LayerLanded, listen
 from pdlink.transport.mapped_cuda import NUM_STREAMS
 from tests.conformance.transports.side import Side, join, run_list
-from tests.cuda.double import DoubleTransport, DriverEvent, Kv
+from tests.cuda.double import DoubleNode, DoubleTransport, DriverEvent
 from tests.cuda.fake import COMPILER, Fake, fake
 from tests.cuda.test_mapped_cuda import calls_until
-from tests.node.conftest import DST, LAYERS, SRC, TIMEOUTS, TOKENS, groups
+from tests.node.conftest import DST, LAYERS, SRC, TOKENS, groups
 from tests.waiting import WAIT_S, until
 
 POOL_NBYTES = 1 << 20
@@ -292,7 +292,7 @@ def test_bells_ring_for_each_stream_by_itself_and_streams_are_used_again(double:
         work.close()
 
 
-class GpuNode(pdlink.Node):
+class GpuNode(DoubleNode):
     def __init__(
         self, name: str, device: Device, block_tokens: int, stream: Callable[[], int], made: ExitStack
     ) -> None:
@@ -301,20 +301,7 @@ class GpuNode(pdlink.Node):
             made.callback(event.close)
             return event
 
-        kv = groups(block_tokens)
-        self.kv = Kv(device, kv.extent(0), block_tokens, make_event, lambda: Bells(device))
-        super().__init__(name, kv, [self.kv], transports=[DoubleTransport()], deadlines=TIMEOUTS)
-
-    def rows(self, blocks: list[int], layer: int, part: int) -> Any:
-        place, kv = self.groups.layouts[0].layers[layer], self.groups.layouts[0]
-        shape = (kv.num_blocks, kv.block_tokens, kv.num_heads, kv.head_nbytes)
-        strides = (place.block_stride, place.token_stride, place.head_stride, 1)
-        pages = np.lib.stride_tricks.as_strided(self.kv.array[place.parts[part].offset :], shape, strides)
-        return pages[blocks].reshape(len(blocks) * kv.block_tokens, -1)[:TOKENS]
-
-    def close(self) -> None:
-        super().close()
-        self.kv.close()
+        super().__init__(name, device, block_tokens, DoubleTransport(), make_event, lambda: Bells(device))
 
 
 class Nodes:

@@ -11,7 +11,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-import pdlink
 from pdlink.cuda.driver import CudaFailure, Device
 from pdlink.errors import ProtocolError, TransferFailed, TransportFailure, TransportUnavailable
 from pdlink.kv.layout import RunList
@@ -25,10 +24,10 @@ from pdlink.transport.tcp import TcpTransport
 from pdlink.transport.ucx import UcxTransport
 from pdlink_bench.carried import Carried
 from tests.conformance.transports.side import Side, join, run_list
-from tests.cuda.double import DoubleStaged, Kv
+from tests.cuda.double import DoubleNode, DoubleStaged
 from tests.cuda.fake import COMPILER, IMAGE, Fake, fake
 from tests.events import Gpu, Reached
-from tests.node.conftest import DST, LAYERS, SRC, TIMEOUTS, TOKENS, groups
+from tests.node.conftest import DST, LAYERS, SRC, TOKENS, groups
 from tests.waiting import WAIT_S, until
 
 BELOW: dict[str, Callable[[], Transport]] = {
@@ -39,27 +38,13 @@ BELOW: dict[str, Callable[[], Transport]] = {
 NO_UCX = pytest.mark.skipif(not UcxTransport(tls="tcp").probe().ok, reason="no UCX")
 
 
-class GpuNode(pdlink.Node):
-    """Two of them are a pair; what is in a node's device memory is read as the host's."""
+class GpuNode(DoubleNode):
+    """Two of them are a pair."""
 
     def __init__(
         self, name: str, device: Device, block_tokens: int, below: str, *, make_event: Any = Reached, **staging: Any
     ) -> None:
-        kv = groups(block_tokens)
-        self.kv = Kv(device, kv.extent(0), block_tokens, make_event)
-        staged = DoubleStaged(BELOW[below](), **staging)
-        super().__init__(name, kv, [self.kv], transports=[staged], deadlines=TIMEOUTS)
-
-    def rows(self, blocks: list[int], layer: int, part: int) -> Any:
-        place, kv = self.groups.layouts[0].layers[layer], self.groups.layouts[0]
-        shape = (kv.num_blocks, kv.block_tokens, kv.num_heads, kv.head_nbytes)
-        strides = (place.block_stride, place.token_stride, place.head_stride, 1)
-        pages = np.lib.stride_tricks.as_strided(self.kv.array[place.parts[part].offset :], shape, strides)
-        return pages[blocks].reshape(len(blocks) * kv.block_tokens, -1)[:TOKENS]
-
-    def close(self) -> None:
-        super().close()
-        self.kv.close()
+        super().__init__(name, device, block_tokens, DoubleStaged(BELOW[below](), **staging), make_event)
 
 
 def assert_same(prefill: GpuNode, decode: GpuNode, place: list[int] = DST) -> None:
