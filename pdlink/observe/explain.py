@@ -51,7 +51,7 @@ def fetch_explanation(url: str, request_id: str, *, key: str | None = None) -> E
         raise CannotFetch(f"{url} answered with something else; is it a pdlink proxy?") from None
     if not found.decisions:
         raise CannotFetch(
-            f"{url} knows no request {request_id!r}; it keeps the last few thousand decisions; give the X-Request-Id "
+            f"{url} knows no request {request_id!r}; it keeps those of the last 1000 requests; give the X-Request-Id "
             "of an answer"
         )
     return found

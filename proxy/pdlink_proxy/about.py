@@ -183,7 +183,7 @@ class About:
             return [{"worker": worker.label, **msgspec.structs.asdict(each)} for each in found]
 
         asked = [worker for worker in self._services.pools.all if worker.label in labels] if ask is not None else []
-        told = self._services.decisions.told_of(request_id)
+        told = self._services.shared.told.of(request_id)
         if self._services.siblings is not None:
             for found in (await self._services.siblings.ask_all("told", request_id)).values():
                 told += msgspec.convert(found, list[Told])

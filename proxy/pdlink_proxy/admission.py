@@ -11,17 +11,20 @@ from pdlink.api import kv_path
 from pdlink.events import FallbackUsed, emit
 from pdlink.reasons import Reason
 
-from .decisions import Decision
 from .placement import ProxyBarred, Queued
 from .queue import Waiting
 from .steps import Leg, Place, Placed, Unplaced, Waits, Why
 
 if TYPE_CHECKING:
+    from .decisions import Considered, Decided
     from .fleet import PlacementRequest
     from .lenders import KVSource
     from .pools import WorkerPair
     from .shared import Shared
     from .worker import Worker
+
+
+_NOBODY: dict[str, Considered] = {}
 
 
 class PlacesLater(Protocol):
@@ -38,8 +41,6 @@ class Admission:
     """Of the prompt, expected at the chosen prefill worker."""
     source: KVSource | None = None
     """From which store the worker that computes the prompt of the newest attempt pulls what it lacks."""
-    decision: Decision | None = None
-    """The newest one about it."""
     recomputed: str | None = None
     """Why the newest attempt has no prefill leg, as a KV path; None if it has one."""
     why = ""
@@ -67,6 +68,8 @@ class Admission:
         wanted.plain = whole and not shared.dialect.decode_computes
         self.chosen: dict[Leg, Worker] = {}
         """Workers of the newest attempt."""
+        self.decided: list[Decided] = []
+        """About it so far, the newest last."""
         share = shared.decision_share
         self.sampled = share == 1 or random.random() < share
         """Its candidates are noted, and it has a line in the decision log."""
@@ -130,23 +133,12 @@ class Admission:
         found = self._try(self._action)
         return None if isinstance(found, Queued) else found
 
-    def note(self, verdict: str, reason: str, prefill: Worker | None = None, decode: Worker | None = None) -> None:
+    def note(self, verdict: str, reason: str) -> None:
         """Keep a decision about it for `pdlink explain`."""
-        self.decision = Decision(
-            request_id=self._request_id,
-            at_s=time.time(),
-            why=self.why,
-            verdict=verdict,
-            reason=reason,
-            tokens=self.wanted.num_tokens,
-            waited_s=self._loop.time() - self.started_s,
-            prefill=prefill.label if prefill else None,
-            decode=decode.label if decode else None,
-            prefill_load=prefill.work.load if prefill else None,
-            decode_load=decode.work.load if decode else None,
-            cached_tokens=self.cached_tokens if prefill else 0,
+        waited_s = self._loop.time() - self.started_s
+        self.decided.append(
+            (self._request_id, time.time(), self.why, verdict, reason, self.wanted.num_tokens, waited_s)
         )
-        self._shared.decisions.append(self.decision)
 
     def _try(self, action: Place) -> Placed | Unplaced | Queued:
         shared, wanted = self._shared, self.wanted
@@ -185,24 +177,24 @@ class Admission:
         if wanted.turn is not None:
             labels = {leg.value: worker.label for leg, worker in self.chosen.items()}
             told = shared.sessions.placed(wanted.turn, labels, wanted.num_tokens, now_s, again=not first)
-        self.decision = said = Decision(
-            request_id=self._request_id,
-            at_s=time.time(),
-            why=action.why.value,
-            verdict="placed",
-            reason=recomputed or "",
-            tokens=wanted.num_tokens,
-            waited_s=now_s - self.started_s,
-            prefill=prefill.label if prefill is not None else None,
-            decode=decode.label,
-            prefill_load=prefill.work.load if prefill is not None else None,
-            decode_load=decode.work.load,
-            cached_tokens=choice.cached_tokens if prefill is not None else 0,
-            considered=wanted.considered or {},
-            session=told,
-            source="" if choice.source is None else f"{choice.source.tokens} tokens from {choice.source.label}",
+        said = (  # as `Decision` has it
+            self._request_id,
+            time.time(),
+            action.why.value,
+            "placed",
+            recomputed or "",
+            wanted.num_tokens,
+            now_s - self.started_s,
+            prefill.label if prefill is not None else None,
+            decode.label,
+            prefill.work.load if prefill is not None else None,
+            decode.work.load,
+            choice.cached_tokens if prefill is not None else 0,
+            wanted.considered or _NOBODY,
+            "" if choice.source is None else f"{choice.source.tokens} tokens from {choice.source.label}",
+            told,
         )
-        shared.decisions.append(said)
+        self.decided.append(said)
         return Placed(None if prefill is None else prefill.work.key, decode.work.key)
 
     def _unusual(self, action: Place, choice: WorkerPair) -> tuple[Worker | None, str | None]:

@@ -85,7 +85,6 @@ class Router:
                 clients=clients,
                 poller=poller,
                 control=control,
-                decisions=services.decisions,
                 records=services.records,
                 queue=queue,
                 sessions=services.sessions,

@@ -10,6 +10,7 @@ import msgspec
 from pdlink.observe.spans import new_span_id
 
 from .decision_log import logged_attempt
+from .decisions import Decision
 from .dialects import TransferTerms
 from .http_client import header_lines
 from .ids import new_id
@@ -54,7 +55,7 @@ class Attempt:
         self._leg_headers, self._lines = leg_headers, header_lines(leg_headers)
         self._wanted, self._cached_tokens, self._trace = admission.wanted, admission.cached_tokens, trace
         self._source = "" if admission.source is None else admission.source.address
-        self.chosen, self.decision = admission.chosen, admission.decision
+        self.chosen, self._placed = admission.chosen, admission.decided[-1]
         self.transfer_id = f"xfer-{new_id()}"
         self.legs: dict[Leg, WorkerLeg] = {}
         self.kv = admission.recomputed
@@ -107,9 +108,8 @@ class Attempt:
 
     def logged(self) -> LoggedAttempt:
         """For the decision log."""
-        assert self.decision is not None
         ends = {leg.value: running.fate or "let go" for leg, running in self.legs.items()}
-        return logged_attempt(self.decision, self.transfer_id, ends)
+        return logged_attempt(Decision(*self._placed), self.transfer_id, ends)
 
     def _send(self, hears: Hears, leg: Leg, body: bytes, headers: Mapping[str, str]) -> None:
         """headers: more than those of both legs."""

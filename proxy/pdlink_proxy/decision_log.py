@@ -18,14 +18,13 @@ import msgspec
 from pdlink._http import usage_of
 from pdlink.errors import ConfigError
 
-from .decisions import Considered  # noqa: TC001  (msgspec reads the annotation at run time)
+from .decisions import Considered, Decision  # noqa: TC001  (msgspec reads the annotation at run time)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from .decisions import Decision
     from .fleet import PlacementRequest
-    from .records import RequestRecord
+    from .records import EndedRequest
 
 log = logging.getLogger("pdlink.proxy")
 
@@ -143,13 +142,13 @@ class Tally:
 
 
 def logged(
-    record: RequestRecord,
+    kept: EndedRequest,
     wanted: PlacementRequest,
-    last: Decision | None,
     tally: Tally,
     attempts: list[LoggedAttempt],
 ) -> Logged:
-    """The line of a request that has ended. last: what was decided about it last."""
+    """The line of a request that has ended."""
+    record, last = kept.record(), Decision(*kept.decided[-1]) if kept.decided else None
     return Logged(
         timestamp=int((record.at_s - record.total_s) * 1000),
         input_length=record.prompt_tokens if tally.prompt_tokens is None else tally.prompt_tokens,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Protocol
 from pdlink.logs import about
 
 from .http_connection import AnswerListener, WorkerGone
-from .records import LegRecord
 from .steps import Leg
 from .upstream import describe, loss_of
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from .http_client import HttpRequest
     from .http_connection import Connection, HttpError
     from .queue import Queue
+    from .records import EndedLeg
     from .steps import Loss
     from .worker import Worker
 
@@ -211,18 +211,17 @@ class WorkerLeg(LegAccount, AnswerListener):
         if self.connection is not None:
             self.connection.resume()
 
-    def record(self, zero_s: float) -> LegRecord:
-        """What is known of it now. zero_s: its request's arrival."""
-        answered_s, closed_s = self.answered_s, self.closed_s
-        return LegRecord(
-            transfer_id=self.transfer_id,
-            leg=self.leg.value,
-            worker=self.worker.label,
-            sent_s=self.sent_s - zero_s,
-            answered_s=None if answered_s is None else answered_s - zero_s,
-            ended_s=None if closed_s is None else closed_s - zero_s,
-            end=self.fate,
-            span_id=self.span_id,
+    def kept(self) -> EndedLeg:
+        """What is known of it now."""
+        return (
+            self.transfer_id,
+            self.leg.value,
+            self.worker.label,
+            self.sent_s,
+            self.answered_s,
+            self.closed_s,
+            self.fate,
+            self.span_id,
         )
 
     def _leave(self) -> None:

@@ -14,7 +14,7 @@ from .steps import Leg, Loss, Outcome, Why
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .records import RequestRecord
+    from .records import EndedRequest
 
 FALLBACKS = ("retry", "decode_only", "recovered")
 TOKENIZED = ("known", "asked", "late", "not_asked", "failed")
@@ -155,16 +155,16 @@ class Metrics(Registry):
         """How many are open, as its one number."""
         self.attempts_for = {why: self.attempts.series(why.value) for why in Why}
 
-    def ended(self, record: RequestRecord, stages: Mapping[str, float], exemplar: dict[str, str]) -> None:
+    def ended(self, kept: EndedRequest, stages: Mapping[str, float], exemplar: dict[str, str]) -> None:
         """A request for tokens has ended. stages: of the time to its first token. exemplar: names it."""
-        outcome = record.outcome
+        outcome = kept.outcome
         self._requests[outcome][0] += 1
-        self.duration.observe(record.total_s, outcome, exemplar=exemplar)
+        self.duration.observe(kept.ended_s - kept.started_s, outcome, exemplar=exemplar)
         if outcome in _WITH_TOKENS:
-            (self._kv.get(record.kv) or self.kv.series(path_of(record.kv)))[0] += 1
+            (self._kv.get(kept.kv) or self.kv.series(path_of(kept.kv)))[0] += 1
             self.stages.observe_each(stages)
-        if record.per_token_s is not None:
-            self.per_token.observe(record.per_token_s)
+        if kept.per_token_s is not None:
+            self.per_token.observe(kept.per_token_s)
 
     def count_processes(self, said: Mapping[str, Any]) -> None:
         """Numbers of these processes are added to its own before they are shown. said: see `Siblings.said`."""

@@ -256,11 +256,11 @@ class Pools:
             return
         self._num_read, now = self.records.num_ended, time.monotonic()
         keys = {worker.label: worker.work.key for worker in self.all}
-        for record in list(self.records)[-num_new:]:
-            if (took_s := record.handover_s) is None or record.prefill not in keys or record.decode not in keys:
+        for kept in self.records.newest(num_new):
+            if (took_s := kept.handover_s) is None or kept.prefill not in keys or kept.decode not in keys:
                 continue
-            one, to = keys[record.prefill], keys[record.decode]
-            self._pair_times.took(one, to, record.prompt_tokens, took_s, now)
+            one, to = keys[kept.prefill], keys[kept.decode]
+            self._pair_times.took(one, to, kept.prompt_tokens, took_s, now)
         self._pair_times.compare(mean_speed(each.work for each in self.workers[Leg.PREFILL]), now)
 
     def _forget(self, work: WorkerState) -> None:

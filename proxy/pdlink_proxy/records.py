@@ -10,15 +10,20 @@ the legs began. And all until now: `ttft` or `total`.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, overload
 
 import msgspec
 
 from pdlink._http import server_timing
 from pdlink.api import kv_path
 
+from .decisions import Decision
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator
+
+    from .decisions import Decided
 
 MAX_RECORDS = 1000
 TIMING_HEADER = "Server-Timing"
@@ -164,11 +169,7 @@ class LegRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 class RequestRecord(msgspec.Struct, frozen=True, gc=False):
-    """Made when a request has ended. Times are durations on the proxy's clock.
-
-    Give the first five without names where it is made for each request: CPython 3.11 makes a dictionary of more than
-    15 named arguments, which costs 0.5 us.
-    """
+    """What a request was that has ended, for its readers. Times are durations on the proxy's clock."""
 
     request_id: str
     at_s: float
@@ -206,28 +207,136 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     model: str = ""
     """As the client has named it."""
 
+
+EndedLeg: TypeAlias = tuple[str, str, str, float, float | None, float | None, str, str]
+"""What `LegRecord` is made of, its times on the proxy's clock."""
+
+
+class EndedRequest(msgspec.Struct, gc=False):
+    """What is kept of a request that has ended: what it has at hand then, and nothing that is large or open. Nearly
+    none is read, so what its readers get is made when they do.
+
+    Make it without names: 15 named arguments take 0.7 us longer, and of more CPython 3.11 makes a dictionary.
+    """
+
+    request_id: str
+    at_s: float
+    """Unix time of its end."""
+    outcome: str
+    kv: str
+    started_s: float
+    """On the proxy's clock, as what follows and the times of `tries` and `legs`."""
+    ended_s: float
+    first_s: float | None
+    """When the first token was there, as of `RequestRecord.ttft_s`."""
+    prompt_tokens: int
+    estimated: bool
+    per_token_s: float | None
+    model: str
+    transfer_id: str
+    prefill: str | None
+    decode: str | None
+    tries: list[Try]
+    legs: list[EndedLeg]
+    why: str
+    """Of its last attempt; empty if workers were never looked for."""
+    num_tokens: int
+    """Of its prompt, as it was placed."""
+    decided: list[Decided]
+
+    def record(self) -> RequestRecord:
+        zero_s, total_s = self.started_s, self.ended_s - self.started_s
+        tries = [each.since(zero_s) for each in self.tries]
+        ttft_s = None if self.first_s is None else self.first_s - zero_s
+        until = until_first(tries, total_s if ttft_s is None else ttft_s)
+        return RequestRecord(
+            request_id=self.request_id,
+            at_s=self.at_s,
+            outcome=self.outcome,
+            kv=self.kv,
+            prompt_tokens=self.prompt_tokens,
+            attempts=sum(each.placed_s is not None for each in tries),
+            total_s=total_s,
+            queued_s=until.queued_s,
+            lost_s=until.lost_s,
+            prefill_s=until.of.prefill_s,
+            decode_s=until.of.decode_s,
+            ttft_s=ttft_s,
+            transfer_id=self.transfer_id,
+            prefill=self.prefill,
+            decode=self.decode,
+            legs=[_leg_record(each, zero_s) for each in self.legs],
+            per_token_s=self.per_token_s,
+            tries=tries,
+            estimated=self.estimated,
+            model=self.model,
+        )
+
+    def decisions(self) -> Iterator[Decision]:
+        """About it, oldest first; the last one is that it has ended."""
+        for each in self.decided:
+            yield Decision(*each)
+        yield Decision(
+            self.request_id,
+            self.at_s,
+            self.why,
+            "ended",
+            f"{self.outcome}, KV {self.kv}",
+            tokens=self.num_tokens,
+            waited_s=self.ended_s - self.started_s,
+        )
+
     @property
     def handover_s(self) -> float | None:
         """Of a stream whose KV was transferred in its only attempt, how long decode's first token came after
         prefill's; None of others. Of an answer in one piece decode's time is that of its end."""
-        if self.prefill is None or self.attempts != 1 or self.prefill_s is None or self.decode_s is None:
+        if len(self.tries) != 1 or self.outcome != "ok" or self.prefill is None:
             return None
-        if self.ttft_s is None or self.ttft_s == self.prefill_s or self.outcome != "ok":
+        prefill_s, decode_s = self.tries[0].prefill_s, self.tries[0].decode_s
+        if prefill_s is None or decode_s is None or self.first_s in (None, prefill_s):
             return None
-        if kv_path.path_of(self.kv) == kv_path.RECOMPUTED:
-            return None
-        return self.decode_s - self.prefill_s
+        return None if kv_path.path_of(self.kv) == kv_path.RECOMPUTED else decode_s - prefill_s
 
 
-class Records(deque[RequestRecord]):
-    """The newest of them; older ones are dropped."""
+def _leg_record(leg: EndedLeg, zero_s: float) -> LegRecord:
+    transfer_id, name, worker, sent_s, answered_s, ended_s, end, span_id = leg
+    return LegRecord(
+        transfer_id=transfer_id,
+        leg=name,
+        worker=worker,
+        sent_s=sent_s - zero_s,
+        answered_s=None if answered_s is None else answered_s - zero_s,
+        ended_s=None if ended_s is None else ended_s - zero_s,
+        end=end,
+        span_id=span_id,
+    )
+
+
+class Records(Sequence[RequestRecord]):
+    """Of the last requests, oldest first. Each is made when it is read."""
 
     num_ended = 0
-    """Also of dropped records."""
+    """Requests, with those of which nothing is kept any more."""
 
     def __init__(self) -> None:
-        super().__init__(maxlen=MAX_RECORDS)
+        self.kept: deque[EndedRequest] = deque(maxlen=MAX_RECORDS)
 
-    def append(self, record: RequestRecord) -> None:
+    def keep(self, kept: EndedRequest) -> None:
         self.num_ended += 1
-        super().append(record)
+        self.kept.append(kept)
+
+    def newest(self, most: int) -> list[EndedRequest]:
+        """So many at most, oldest first."""
+        return list(self.kept)[-most:] if most else []
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    @overload
+    def __getitem__(self, at: int) -> RequestRecord: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[RequestRecord]: ...
+    def __getitem__(self, at: int | slice) -> RequestRecord | list[RequestRecord]:
+        if isinstance(at, slice):
+            return [each.record() for each in list(self.kept)[at]]
+        return self.kept[at].record()

@@ -29,11 +29,11 @@ from pdlink.logs import about
 from .admission import Admission
 from .attempt import Attempt
 from .decision_log import Tally, logged
-from .decisions import Decision, Told
+from .decisions import Told
 from .fleet import wanted
 from .flow import Flow
 from .metrics import exemplar_of
-from .records import TIMING_HEADER, RequestRecord, stages, timing_comment, until_first
+from .records import TIMING_HEADER, EndedRequest, stages, timing_comment
 from .recovery import PATHS, Recovery
 from .sessions import SessionTurn
 from .steps import (
@@ -65,7 +65,7 @@ from .upstream import tell_to_stop
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from pdlink._http import Headers
     from pdlink.api.openai import Call
@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from pdlink.observe.sources import Sourced
 
     from .client_answer import ClientAnswer
+    from .decisions import Decided
     from .leg import WorkerLeg
     from .shared import Shared
     from .spans import RequestTrace
@@ -259,75 +260,61 @@ class Request:
             self._catching_up.cancel()
         if self._last is not None:
             self._last.cancel()
-        self._keep(self._record(self._flow.outcome or Outcome.FAILED))
+        self._keep(self._flow.outcome or Outcome.FAILED)
         over, self._tell_over = self._tell_over, _nothing
         over()
 
-    def _keep(self, record: RequestRecord) -> None:
-        """What is known of it when it has ended: its record, its last decision, and what the metrics count."""
-        shared, admission = self._shared, self._admission
-        shared.records.append(record)
-        shared.decisions.append(
-            Decision(
-                request_id=record.request_id,
-                at_s=record.at_s,
-                why=admission.why,
-                verdict="ended",
-                reason=f"{record.outcome}, KV {record.kv}",
-                tokens=admission.wanted.num_tokens,
-                waited_s=record.total_s,
-            )
-        )
-        shared.metrics.ended(record, self._stages, self._exemplar)
-        if self._tally is not None and shared.decision_log is not None:
-            attempts = [attempt.logged() for attempt in self._attempts.values()]
-            shared.decision_log.add(logged(record, admission.wanted, admission.decision, self._tally, attempts))
-        if self._trace is not None:
-            self._trace.ended(record, self._call)
+    @property
+    def decided(self) -> Sequence[Decided]:
+        """What was decided about it, while it runs; then `EndedRequest` has that."""
+        return () if self._closed else self._admission.decided
 
-    def _record(self, outcome: Outcome) -> RequestRecord:
-        flow, attempt, started_s, now_s = self._flow, self._attempt, self._started_s, time.monotonic()
-        chosen = attempt.chosen if attempt is not None else {}
-        prefill, decode = chosen.get(Leg.PREFILL), chosen.get(Leg.DECODE)
-        legs = [leg.record(started_s) for each in self._attempts.values() for leg in each.legs.values()]
-        tries = [each.since(started_s) for each in flow.tries]
-        ttft_s = tries[-1].prefill_s
-        if self._opened_s is not None:
-            ttft_s = self._opened_s - started_s
-        elif self._call.streaming:
-            ttft_s = None
-        total_s, usage = now_s - started_s, flow.usage
-        until = until_first(tries, total_s if ttft_s is None else ttft_s)
+    def _keep(self, outcome: Outcome) -> None:
+        """What is known of it when it has ended, and what the metrics count."""
+        shared, admission, flow, attempt = self._shared, self._admission, self._flow, self._attempt
+        started_s, ended_s, first_s, usage = self._started_s, time.monotonic(), self._opened_s, flow.usage
+        if first_s is None and not self._call.streaming:
+            first_s = flow.tries[-1].prefill_s
         if usage is not None:
             prompt_tokens, answer_tokens = usage.prompt_tokens, usage.completion_tokens
         else:
             prompt_tokens, answer_tokens = usage_of(self._tail)
-        further = (answer_tokens or self._num_events) - 1
-        per_token_s: float | None = None
-        if outcome is Outcome.OK and ttft_s is not None and further > 0:
-            per_token_s = (total_s - ttft_s) / further
-        return RequestRecord(
+        further, per_token_s = (answer_tokens or self._num_events) - 1, None
+        if outcome is Outcome.OK and first_s is not None and further > 0:
+            per_token_s = (ended_s - first_s) / further
+        transfer_id, prefill, decode = "", None, None
+        if attempt is not None:
+            transfer_id, decode = attempt.transfer_id, attempt.chosen[Leg.DECODE].label
+            if (of_prefill := attempt.chosen.get(Leg.PREFILL)) is not None:
+                prefill = of_prefill.label
+        kept = EndedRequest(
             self._request_id,
             time.time(),
             outcome.value,
             self._kv_told or self._kv_value,
-            prompt_tokens or self._admission.num_prompt_tokens,
-            attempts=flow.attempts,
-            total_s=total_s,
-            queued_s=until.queued_s,
-            lost_s=until.lost_s,
-            prefill_s=until.of.prefill_s,
-            decode_s=until.of.decode_s,
-            ttft_s=ttft_s,
-            transfer_id=attempt.transfer_id if attempt is not None else "",
-            prefill=prefill.label if prefill is not None else None,
-            decode=decode.label if decode is not None else None,
-            legs=legs,
-            per_token_s=per_token_s,
-            tries=tries,
-            estimated=not (prompt_tokens or self._admission.wanted.counted),
-            model=self._admission.wanted.model,
+            started_s,
+            ended_s,
+            first_s,
+            prompt_tokens or admission.num_prompt_tokens,
+            not (prompt_tokens or admission.wanted.counted),
+            per_token_s,
+            admission.wanted.model,
+            transfer_id,
+            prefill,
+            decode,
+            flow.tries,
+            [leg.kept() for each in self._attempts.values() for leg in each.legs.values()],
+            admission.why,
+            admission.wanted.num_tokens,
+            admission.decided,
         )
+        shared.records.keep(kept)
+        shared.metrics.ended(kept, self._stages, self._exemplar)
+        if self._tally is not None and shared.decision_log is not None:
+            attempts = [attempt.logged() for attempt in self._attempts.values()]
+            shared.decision_log.add(logged(kept, admission.wanted, self._tally, attempts))
+        if self._trace is not None:
+            self._trace.ended(kept.record(), self._call)
 
     def fail(self, error: Exception) -> None:
         """Our own code failed."""
@@ -666,7 +653,7 @@ class Request:
 
     def _tell_source(self, worker: Worker, said: Sourced) -> None:
         """For `explain`, where the KV of a leg's prompt came from."""
-        self._shared.decisions.told.append(Told(self._request_id, worker.label, said))
+        self._shared.told.append(Told(self._request_id, worker.label, said))
 
     def broke(self, leg: WorkerLeg, error: Exception) -> None:
         """Our own code failed at what it said."""

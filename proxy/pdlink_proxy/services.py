@@ -19,7 +19,7 @@ from pdlink.observe.otlp import SpanSender
 
 from .access import worker_headers
 from .decision_log import DecisionLog
-from .decisions import Decisions
+from .decisions import Decision
 from .dialects import DIALECTS
 from .discovery.joined import Discovery
 from .entry import Entry
@@ -39,7 +39,7 @@ from .worker import State
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from .decisions import Decision
+    from .decisions import Decided
     from .page.reports import WorkerReports
     from .records import RequestRecord
     from .shared import Shared
@@ -49,6 +49,11 @@ if TYPE_CHECKING:
 
 class Endable(Protocol):
     """A running request."""
+
+    @property
+    def decided(self) -> Sequence[Decided]:
+        """What was decided about it so far."""
+        ...
 
     def shut_down(self) -> None:
         """End it now."""
@@ -82,7 +87,6 @@ class Services:
         self.entry = Entry(config, self.pools, keyed=keyed, unserved=self.dialect.unserved)
         self.metrics = Metrics()
         self.metrics.before_reading(self._take_stock)
-        self.decisions = Decisions()
         self.decision_log = DecisionLog(config.decision_log) if config.decision_log is not None else None
         self.records = Records()
         self.sessions = KnownSessions()
@@ -199,13 +203,21 @@ class Services:
     def recorded(self, beside: Mapping[int, Doing]) -> Sequence[RequestRecord]:
         """The last requests of all processes, oldest first. beside: with records."""
         if not beside:
-            return self.records
+            return list(self.records)
         found = [*self.records, *(record for each in beside.values() for record in each.records)]
         return sorted(found, key=lambda record: record.at_s)
 
-    def decisions_of(self, request_id: str | None, only: str | None) -> list[Decision]:
-        """Those kept here of one request, or of all. only: a key that sees its own requests alone."""
-        found = self.decisions.of(request_id)
+    def decisions_of(self, request_id: str | None = None, only: str | None = None) -> list[Decision]:
+        """Those here of one request, or of all; oldest first. only: a key that sees its own requests alone."""
+        ended = [each for each in self.records.kept if request_id in (None, each.request_id)]
+        found = [decision for each in ended for decision in each.decisions()]
+        found += [
+            decision
+            for request in self.requests
+            for said in request.decided
+            if request_id in (None, (decision := Decision(*said)).request_id)
+        ]
+        found.sort(key=lambda each: each.at_s)
         return found if only is None else [each for each in found if self.entry.owns(only, each.request_id)]
 
     async def owns(self, key: str, request_id: str) -> bool:
@@ -249,7 +261,7 @@ class Services:
 
         def doing(num_records: Any) -> object:
             in_flight = {f"{worker.side.value} {worker.id}": worker.in_flight for worker in self.pools.all}
-            kept = list(self.records)[-num_records:] if num_records else []
+            kept = [each.record() for each in self.records.newest(num_records)]
             return Doing(
                 self.num_running, self.num_queued, in_flight=in_flight, records=kept, num_ended=self.records.num_ended
             )
@@ -270,5 +282,5 @@ class Services:
             "decisions": lambda asked: self.decisions_of(*asked),
             "owns": lambda asked: self.entry.owns(*asked),
             "end_session": lambda asked: self.sessions.end(*asked),
-            "told": lambda request_id: self.decisions.told_of(request_id),
+            "told": lambda request_id: self.shared.told.of(request_id),
         }

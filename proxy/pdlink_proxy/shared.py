@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pdlink import threads
 
 from .alarms import Alarms
+from .decisions import ToldLately
 from .flow import Limits
 from .retries import RetryBudget
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from pdlink.config import ProxyConfig
 
     from .decision_log import DecisionLog
-    from .decisions import Decisions
     from .dialects import Dialect
     from .http_client import HttpClient
     from .metrics import Metrics
@@ -48,7 +48,6 @@ class Shared:
     """Reads the connections of clients and workers."""
     control: HttpClient
     """For health and stop, which must get through when all connections of the legs are in use."""
-    decisions: Decisions
     records: Records
     queue: Queue
     """Requests that wait for workers; `Waiting.item` is the `Request`."""
@@ -57,6 +56,7 @@ class Shared:
     tracer: Tracer | None = None
     tokenizing: Tokenizing | None = None
     """Where texts may be tokenised for placement."""
+    told: ToldLately = field(default_factory=ToldLately)
     retries: RetryBudget = field(default_factory=RetryBudget)
     alarms: Alarms = field(default_factory=Alarms)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)

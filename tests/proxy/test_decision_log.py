@@ -86,7 +86,7 @@ async def test_equal_beginnings_have_equal_ids_and_only_a_share_is_written(
     path = tmp_path / "share"
     async with proxy_of([prefill], [decode], decision_log=str(path), decision_share=0) as proxy:
         await proxy.stream()
-        assert proxy.router.services.decisions[0].considered == {}
+        assert proxy.router.services.decisions_of()[0].considered == {}
     assert written(path) == []
 
 

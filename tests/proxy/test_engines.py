@@ -155,7 +155,7 @@ async def test_a_leg_that_finds_the_server_gone_takes_out_all_of_its_engines(ser
         assert [worker.state for worker in proxy.router.services.pools.workers[Leg.PREFILL]] == [
             State.UNREACHABLE
         ] * 2
-        assert len([each for each in proxy.router.services.decisions if each.verdict == "failed"]) == 1
+        assert len([each for each in proxy.router.services.decisions_of() if each.verdict == "failed"]) == 1
         await prefill.start()
         for worker in proxy.router.services.pools.workers[Leg.PREFILL]:
             worker.poke.set()

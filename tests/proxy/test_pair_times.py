@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import msgspec
 import pytest
 
 from pdlink_proxy.fleet import Fleet
 from pdlink_proxy.pair_times import FEW, FORGOTTEN_S, MIN_TOKENS, PairTimes
 from pdlink_proxy.placement import Pair, Placer
-from pdlink_proxy.records import RequestRecord
+from pdlink_proxy.records import EndedRequest, Try
 from pdlink_proxy.steps import Leg
 from tests.proxy.fakes import FakeWorker, proxy_of, until
 from tests.proxy.policies.fleets import pool, request
+from tests.proxy.test_records import kept
 
 SPEED = 1000.0
 """Tokens per second of a mean prefill worker."""
@@ -89,34 +89,26 @@ def test_cost_sends_a_prompt_the_long_way_only_where_that_is_sooner() -> None:
     assert chosen() is far
 
 
-def record_of(prefill: str, decode: str, handover_s: float) -> RequestRecord:
-    fields: dict[str, Any] = {
-        "request_id": "r",
-        "at_s": 0.0,
-        "outcome": "ok",
-        "kv": "transferred",
-        "prompt_tokens": 4000,
-    }
-    fields |= {"attempts": 1, "total_s": 9.0, "queued_s": 0.0, "prefill_s": 1.0, "decode_s": 1.0 + handover_s}
-    fields |= {"ttft_s": 1.01, "transfer_id": "t", "prefill": prefill, "decode": decode, "prompt_tokens": 4000}
-    return RequestRecord(**fields)
+def stream_of(handover_s: float, **more: Any) -> EndedRequest:
+    said: dict[str, Any] = {"tries": [Try(100.0, 100.1, 101.0, 101.0 + handover_s)], "first_s": 101.01}
+    return kept(**(said | {"prompt_tokens": 4000} | more))
 
 
 @pytest.mark.parametrize(
     "more",
     [
-        {"ttft_s": 1.0},  # of an answer in one piece decode's time is its end
+        {"first_s": 101.0},  # of an answer in one piece decode's time is its end
         {"kv": "recomputed"},
         {"outcome": "broken"},
-        {"attempts": 2},
+        {"tries": [Try(100.0, 100.1, 101.0, 101.25)] * 2},
         {"prefill": None},
-        {"decode_s": None},
-        {"prefill_s": None},
+        {"tries": [Try(100.0, 100.1, 101.0)]},
+        {"tries": [Try(100.0, 100.1, None, 101.25)]},
     ],
 )
 def test_only_streams_whose_kv_came_at_once_tell_of_the_way(more: dict[str, Any]) -> None:
-    assert record_of("p", "d", 0.25).handover_s == 0.25
-    assert msgspec.structs.replace(record_of("p", "d", 0.25), **more).handover_s is None
+    assert stream_of(0.25).handover_s == 0.25
+    assert stream_of(0.25, **more).handover_s is None
 
 
 async def test_a_proxy_learns_the_ways_of_its_workers_from_their_streams(
@@ -129,7 +121,7 @@ async def test_a_proxy_learns_the_ways_of_its_workers_from_their_streams(
             each.work.finished(4000, 1.0, served=True)
         for label, handover_s in (("prefill-0", 2.0), ("prefill-1", 0.1)):
             for _ in range(FEW):
-                records.append(record_of(label, "decode-0", handover_s))
+                records.keep(stream_of(handover_s, prefill=label))
         await until(lambda: bool(pools._pair_times.behind), "the next comparison")
         for _ in range(6):
             async with proxy.post() as response:

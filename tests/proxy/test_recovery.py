@@ -71,7 +71,7 @@ async def test_a_stream_goes_on_behind_what_the_client_has(
             assert 1 <= len(told) <= lost_after  # what was on its way when the connection broke is lost
             assert again.body["seed"] == first.received[0].body["seed"]
             assert again.transfer_id != first.received[0].transfer_id
-            before, after = (each.tokens for each in proxy.router.services.decisions if each.verdict == "placed")
+            before, after = (each.tokens for each in proxy.router.services.decisions_of() if each.verdict == "placed")
             assert after == before + len(told), "what is computed again counts as prompt"
             assert proxy.counted("fallbacks_total", kind="recovered") == 1
         assert proxy.counted("requests_total", outcome="ok") == 1
@@ -211,7 +211,8 @@ async def test_a_stream_of_vllm_with_drawn_tokens_ends_with_an_error_that_says_w
         assert last["error"]["type"] == "stream_error"
         assert "drawn at random" in last["error"]["message"]
         await until(
-            lambda: any("drawn at random" in each.reason for each in proxy.router.services.decisions), "the decision"
+            lambda: any("drawn at random" in each.reason for each in proxy.router.services.decisions_of()),
+            "the decision",
         )
 
 

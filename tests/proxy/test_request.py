@@ -68,7 +68,7 @@ async def test_a_request_is_recorded_once_and_leaves_nothing_behind(
         assert [worker.work.requests for worker in router.services.pools.all] == [0, 0]
         (record,) = router.services.records
         assert (record.outcome, record.request_id) == ("ok", decode.received[0].headers["X-Request-Id"])
-        assert {each.reason for each in router.services.decisions if each.verdict == "ended"} == {
+        assert {each.reason for each in router.services.decisions_of() if each.verdict == "ended"} == {
             f"ok, KV {record.kv}"
         }
 
@@ -115,7 +115,7 @@ async def test_the_end_of_a_record_and_its_duration_are_of_one_moment(
     monkeypatch.setattr(ClientAnswer, "respond", slowly)
     async with proxy_of([prefill], [decode]) as proxy:
         await _served(proxy)
-        (record,), (placed, _) = proxy.router.services.records, proxy.router.services.decisions
+        (record,), (placed, _) = proxy.router.services.records, proxy.router.services.decisions_of()
         assert abs((record.at_s - record.total_s) - (placed.at_s - placed.waited_s)) < 0.5
 
 

@@ -10,18 +10,18 @@ import pytest
 from pdlink_proxy.records import MAX_RECORDS, Records
 from pdlink_proxy.summary import ProxySummary
 from tests.proxy.fakes import FakeWorker, proxy_of, until
-from tests.proxy.test_page import record
+from tests.proxy.test_records import kept
 
 
 def test_it_counts_what_has_ended_since_the_last_one() -> None:
     records = Records()
-    records.append(record())
+    records.keep(kept())
     summary = ProxySummary(records, lambda: (3, 1))
     assert summary.take(10.0) == "", "it was there before"
     for number in range(18):
-        records.append(record(number, ttft_s=0.1 + number / 100))
-    records.append(record(kv="recomputed;reason=peer_lost"))
-    records.append(record(outcome="failed", ttft_s=None))
+        records.keep(kept(number, first_s=100.1 + number / 100))
+    records.keep(kept(kv="recomputed;reason=peer_lost"))
+    records.keep(kept(outcome="failed", first_s=None))
     assert summary.take(10.0) == (
         "2.0 requests/s; TTFT p50 190 ms, p95 600 ms; KV transferred 18, recomputed 1; errors 1 (failed 1); "
         "running 3, queued 1"
@@ -33,7 +33,7 @@ def test_more_requests_than_are_kept_are_all_counted() -> None:
     records = Records()
     summary = ProxySummary(records, lambda: (0, 0))
     for number in range(MAX_RECORDS + 500):
-        records.append(record(number))
+        records.keep(kept(number))
     assert summary.take(10.0).startswith("150.0 requests/s; ")
 
 

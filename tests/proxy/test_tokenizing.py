@@ -137,9 +137,9 @@ async def test_a_request_that_ends_while_its_tokens_are_asked_for_is_not_placed(
         await asyncio.sleep(0)
         read.set()
         assert await asking == 503
-        decided = proxy.router.services.shared.decisions
-        await until(lambda: any(each.verdict == "ended" for each in decided), "its end")
-        assert [each.verdict for each in decided] == ["ended"]
+        decided = proxy.router.services.decisions_of
+        await until(lambda: any(each.verdict == "ended" for each in decided()), "its end")
+        assert [each.verdict for each in decided()] == ["ended"]
 
 
 async def test_nobody_is_asked_where_it_cannot_help(prefills: list[FakeWorker], decode: FakeWorker) -> None:

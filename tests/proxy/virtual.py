@@ -36,7 +36,6 @@ from pdlink_proxy import (
 )
 from pdlink_proxy import worker as of_worker
 from pdlink_proxy.client_answer import ClientAnswer
-from pdlink_proxy.decisions import Decisions
 from pdlink_proxy.dialects import DIALECTS
 from pdlink_proxy.http_connection import NoConnection, WorkerGone
 from pdlink_proxy.members import ListedWorker, Members
@@ -269,7 +268,6 @@ class World:
             clients,
             SocketPoller(),
             client,
-            Decisions(),
             Records(),
             queue,
             KnownSessions(),

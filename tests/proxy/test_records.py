@@ -1,0 +1,93 @@
+"""What is kept of a request that has ended, and what its readers get of it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pdlink_proxy.records import EndedRequest, LegRecord, Try
+from tests.proxy.fakes import FakeWorker, proxy_of, until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_PLAIN = (str, int, float, type(None))
+
+
+def kept(number: int = 0, **more: Any) -> EndedRequest:
+    """Of a stream that came at 100 s and took one."""
+    said: dict[str, Any] = {"request_id": f"r{number}", "at_s": 0.0, "outcome": "ok", "kv": "transferred"}
+    said |= {"started_s": 100.0, "ended_s": 101.0, "first_s": 100.6, "prompt_tokens": 9, "estimated": False}
+    said |= {"per_token_s": None, "model": "m", "transfer_id": "t", "prefill": "prefill-0", "decode": "decode-0"}
+    said |= {"tries": [Try(100.0, 100.1, 100.5, 100.7)], "legs": [], "why": "first", "num_tokens": 8, "decided": []}
+    return EndedRequest(**(said | more))
+
+
+def test_a_record_counts_from_its_requests_arrival() -> None:
+    leg = ("t", "decode", "decode-0", 100.25, None, 101.0, "served", "")
+    record = kept(legs=[leg], first_s=100.5).record()
+    assert (record.total_s, record.ttft_s, record.attempts) == (1.0, 0.5, 1)
+    assert [round(each or 0, 6) for each in (record.queued_s, record.prefill_s, record.decode_s)] == [0.1, 0.5, 0.7]
+    assert record.legs == [
+        LegRecord(
+            transfer_id="t",
+            leg="decode",
+            worker="decode-0",
+            sent_s=0.25,
+            answered_s=None,
+            ended_s=1.0,
+            end="served",
+        )
+    ]
+
+
+def test_the_last_decision_about_a_request_is_that_it_has_ended() -> None:
+    said = ("r0", 5.0, "first", "placed", "", 8, 0.1)
+    placed, ended = kept(decided=[said], outcome="broken").decisions()
+    assert (placed.verdict, placed.tokens, placed.considered) == ("placed", 8, {})
+    assert (ended.verdict, ended.reason, ended.why, ended.waited_s) == (
+        "ended",
+        "broken, KV transferred",
+        "first",
+        1.0,
+    )
+
+
+def _within(value: object) -> Iterator[object]:
+    """Everything that it holds on to."""
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.structs.astuple(value)
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _within(each)
+    else:
+        yield value
+
+
+async def test_what_is_kept_of_a_request_holds_nothing_large_or_open(prefill: FakeWorker, decode: FakeWorker) -> None:
+    async with proxy_of([prefill], [decode]) as proxy:
+        services, alive = proxy.router.services, list[Any]()
+        services.requests = _Watched(alive)
+        await proxy.stream(prompt="word" * 2000)
+        async with proxy.post(prompt="word" * 2000) as answer:
+            assert answer.status == 200
+        await until(lambda: len(services.records) == 2, "their ends")
+        await until(lambda: len(alive) == 2 and not any(each() for each in alive), "their requests gone")
+    odd = [each for each in _within([*services.records.kept]) if not isinstance(each, _PLAIN)]
+    assert odd == []
+    assert max(len(each) for each in _within([*services.records.kept]) if isinstance(each, str)) < 200
+    assert len(services.decisions_of()) == 4
+
+
+class _Watched(set[Any]):
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def add(self, item: Any) -> None:
+        super().add(item)
+        self._seen.append(weakref.ref(item))
