@@ -6,7 +6,6 @@ from typing import TypeAlias
 import numpy as np
 
 _Column: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
-_Numbers: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint32]]
 _Mask: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 class Prefixes:
@@ -98,6 +97,19 @@ class Guesses:
         """The worker is sent a prompt with these keys, the shortest beginning first, and keeps `most` keys. Returns
         how many of these it had."""
 
+    def placed(
+        self,
+        worker: WorkerLoad,
+        keys: Sequence[int],
+        key_tokens: int,
+        num_tokens: int,
+        held: HeldKV | None,
+        of_worker: int,
+        unheard: int,
+    ) -> int:
+        """The prompt goes to this worker, which keeps as many keys as fit into its pool and no more than `of_worker`,
+        or `unheard` if it publishes. Returns how many tokens it lacks."""
+
     def forget(self, worker: int) -> None:
         """The worker has nothing."""
 
@@ -107,15 +119,116 @@ class Guesses:
     @property
     def nbytes(self) -> int: ...
 
-class Columns:
-    """The workers of a table, judged in one pass: a thousand in microseconds."""
+class Fares:
+    """How the legs of one incarnation of a worker fare."""
 
-    def __init__(
-        self, load: _Column, slowness: _Column, taken: _Column, numbers: _Numbers, rows: dict[str, int]
-    ) -> None:
-        """By row: tokens to do; time for a token, relative to the mean; KV computed of late (`cheapest`); number at
-        `Guesses`. rows: by key of a worker. All are read anew with each call. fit, everywhere: marks the rows that
-        may be chosen, at least one; None: all."""
+    def __init__(self) -> None: ...
+
+    out: bool
+    """It is left out, but for a leg that finds out."""
+    @property
+    def failed(self) -> float:
+        """Share of its recent legs."""
+    @property
+    def pace(self) -> float:
+        """Seconds for a unit of work."""
+    @property
+    def num(self) -> int:
+        """Legs that were counted."""
+    @property
+    def num_timed(self) -> int:
+        """Those with a pace."""
+
+    def count(self, failed: bool, pace: float | None) -> None:
+        """A leg has ended. pace: seconds for a unit of its work, if it can be said."""
+
+    def forget(self) -> None:
+        """What was counted."""
+
+class WorkerLoad:
+    """What one incarnation of a worker has to do, by what is sent to it and what it says of itself."""
+
+    def __init__(self, allowed: bool) -> None:
+        """allowed: its tokens are what clients allow (decode), and not what it computes for sure (prefill)."""
+
+    slowness: float
+    """Time for a token, relative to the mean of its pool. 1 for differences that may be chance."""
+    taken: float
+    """See `TakenKV`."""
+    room_tokens: int | None
+    """Tokens whose KV it can still take; None if it does not say."""
+    pool_tokens: int | None
+    """Tokens whose KV it can hold; None if it does not say."""
+    publishes: bool
+    """It says what KV it has, in events; some have come."""
+    @property
+    def number(self) -> int:
+        """Names it where numbers are quicker; never given twice, so nothing of a former life is its own."""
+    @property
+    def load(self) -> float:
+        """Tokens it has to do: those of unfinished requests of ours, and the requests it has from others. For prefill
+        the tokens it must compute, for decode those of prompt and answer."""
+    @property
+    def requests(self) -> int:
+        """Ours, not finished."""
+    @property
+    def tokens(self) -> int:
+        """Of those."""
+    @property
+    def foreign(self) -> int:
+        """Requests of others, by its own account."""
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Finished per second in which there was something to do; None if not measured."""
+    @property
+    def idle(self) -> bool:
+        """It has no request, of nobody."""
+
+    def sent(self, tokens: int, now: float) -> float:
+        """A request of ours leaves for it. Returns its load."""
+
+    def finished(self, tokens: int, now: float, served: bool) -> None:
+        """A request that was `sent` needs nothing of it any more. served: it did what it was asked."""
+
+    def served(self, tokens: int, now: float, fares: Fares, pace: float | None) -> None:
+        """The same of one that did, which is counted, too, unless the worker is left out."""
+
+    def heard(self, requests: int, free_tokens: int | None, load_tokens: float | None = None) -> None:
+        """By its own account it has this many requests, room for so many tokens, and so many to do. Without the
+        latter each request of others counts as a mean one."""
+
+class TakenKV:
+    """KV that the workers of a pool have computed of late, in shares of their pools. What was computed counts less
+    with all that is computed after it. `WorkerLoad.taken` is a logarithm, which stays small."""
+
+    def __init__(self) -> None: ...
+    def add(self, worker: WorkerLoad, tokens: float, num_workers: int) -> None:
+        """It computes so many tokens more. num_workers: of the pool."""
+
+    def of(self, worker: WorkerLoad) -> float: ...
+
+class Columns:
+    """The workers of a table, judged in one pass: a thousand in microseconds. fit, everywhere: marks the rows that
+    may be chosen, at least one; None: all."""
+
+    def __init__(self, works: Sequence[WorkerLoad], rows: dict[str, int]) -> None:
+        """rows: by key of a worker; read anew with each call."""
+
+    def put(self, row: int, work: WorkerLoad) -> None:
+        """The row is this worker's from now on."""
+
+    @property
+    def tells_room(self) -> bool:
+        """Some worker does."""
+    @property
+    def load(self) -> _Column:
+        """Of each, as it is now. So are the others."""
+    @property
+    def slowness(self) -> _Column: ...
+    @property
+    def room(self) -> _Column:
+        """Tokens that fit in; infinite where nobody knows, and into an idle worker: what does not fit into that will
+        never fit, and the worker says so."""
 
     def least(self, fit: _Mask | None, turn: int) -> int:
         """The row with the least to do; equal ones take turns."""
@@ -135,20 +248,19 @@ class Columns:
     def cheapest(
         self,
         guesses: Guesses,
+        taken: TakenKV,
         keys: Sequence[int],
         key_tokens: int,
         num_tokens: int,
         held: HeldKV | None,
         behind: dict[str, float] | None,
-        unit: float,
         fit: _Mask | None,
         turn: int,
         num_scores: int,
     ) -> tuple[int, int, list[tuple[int, float]]]:
         """The row from which the first token is expected soonest, unless one that computed less of late costs little
         more; tokens of the prompt that it may hold; and so many of the lowest costs, in tokens of a mean worker.
-        Further to `cached`: behind: by key of a worker, what comes to its costs for each token of the prompt. unit:
-        of `taken`."""
+        Further to `cached`: behind: by key of a worker, what comes to its costs for each token of the prompt."""
 
 def keys_of(seed: int, data: bytes, piece_nbytes: int) -> list[int]:
     """Names of the beginnings of `data`, each a piece longer than the one before; equal in every process. Other

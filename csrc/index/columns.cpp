@@ -2,12 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 namespace pdlink::index {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 // What it is worth, in tokens computed, to compute a token where nothing was computed of late, and not where a whole
 // pool was: the session that loses its KV computes it again, and pushes out the next one's, with each of its turns.
 constexpr double kSpared = 16;
@@ -17,14 +15,17 @@ constexpr double kMargin = 0.25;  // shares of a pool by which workers may diffe
 double ordered(double value) { return std::isnan(value) ? kInfinity : value; }
 
 // Of the rows that `among`, the one with the smallest value; equal ones take turns.
-template <class Among>
-std::size_t least_of(std::span<const double> values, std::size_t turn, Among&& among) {
+// Of the rows that are `among`, the one with the smallest value; equal ones take turns.
+template <class Value, class Among>
+std::size_t least_of(std::size_t num, std::size_t turn, Value&& value, Among&& among) {
     double smallest = kInfinity;
     std::size_t first = 0, equal = 0;
-    for (std::size_t row = 0; row < values.size(); ++row) {
-        if (!among(row) || ordered(values[row]) > smallest) continue;
-        if (ordered(values[row]) < smallest || !equal) {
-            smallest = ordered(values[row]);
+    for (std::size_t row = 0; row < num; ++row) {
+        if (!among(row)) continue;
+        const double mine = ordered(value(row));
+        if (mine > smallest) continue;
+        if (mine < smallest || !equal) {
+            smallest = mine;
             first = row;
             equal = 0;
         }
@@ -32,7 +33,7 @@ std::size_t least_of(std::span<const double> values, std::size_t turn, Among&& a
     }
     if (equal < 2) return first;
     for (std::size_t row = first, left = turn % equal;; ++row) {
-        if (!among(row) || ordered(values[row]) != smallest) continue;
+        if (!among(row) || ordered(value(row)) != smallest) continue;
         if (!left--) return row;
     }
 }
@@ -41,8 +42,10 @@ bool fits(Fit fit, std::size_t row) { return fit.empty() || fit[row]; }
 
 }  // namespace
 
-std::size_t least(std::span<const double> values, Fit fit, std::size_t turn) {
-    return least_of(values, turn, [&](std::size_t row) { return fits(fit, row); });
+std::size_t least(Rows rows, Fit fit, std::size_t turn) {
+    return least_of(
+        rows.size(), turn, [&](std::size_t row) { return rows[row]->load(); },
+        [&](std::size_t row) { return fits(fit, row); });
 }
 
 Scored lowest(std::span<const double> values, Fit fit, std::size_t most) {
@@ -57,18 +60,20 @@ Scored lowest(std::span<const double> values, Fit fit, std::size_t most) {
     return found;
 }
 
-std::size_t cheapest(const Columns& of, std::span<const double> costs, std::span<const double> cached,
-                     double num_tokens, double unit, Fit fit, std::size_t turn) {
+std::size_t cheapest(Rows rows, const TakenKV& taken, std::span<const double> costs, std::span<const double> cached,
+                     double num_tokens, Fit fit, std::size_t turn) {
+    const auto taken_of = [&](std::size_t row) { return rows[row]->taken; };
     double smallest = kInfinity;
     for (std::size_t row = 0; row < costs.size(); ++row)
         if (fits(fit, row)) smallest = std::min(smallest, costs[row]);
-    const std::size_t row = least_of(
-        of.taken, turn, [&](std::size_t each) { return fits(fit, each) && ordered(costs[each]) == smallest; });
-    if (of.taken[row] <= 0) return row;
-    const auto busy = [&](std::size_t each) { return ordered(of.load[each] * of.slowness[each]); };
-    const std::size_t other =
-        least_of(of.taken, 0, [&](std::size_t each) { return fits(fit, each) && busy(each) <= busy(row); });
-    const double more = (of.taken[row] - of.taken[other]) / unit;
+    const std::size_t row = least_of(rows.size(), turn, taken_of, [&](std::size_t each) {
+        return fits(fit, each) && ordered(costs[each]) == smallest;
+    });
+    if (rows[row]->taken == -kInfinity) return row;
+    const auto busy = [&](std::size_t each) { return ordered(rows[each]->load() * rows[each]->slowness); };
+    const std::size_t other = least_of(rows.size(), 0, taken_of,
+                                       [&](std::size_t each) { return fits(fit, each) && busy(each) <= busy(row); });
+    const double more = taken.of(*rows[row]) - taken.of(*rows[other]);
     const bool spares = costs[other] - costs[row] <= kSpared * (num_tokens - cached[row]) * (more - kMargin);
     return spares ? other : row;
 }

@@ -61,7 +61,7 @@ void Guesses::forget(Holder holder) {
     sent_[holder].reset();
 }
 
-void Guesses::leading(std::span<const Key> keys, std::span<const Holder> numbers, std::span<double> found) {
+void Guesses::leading(std::span<const Key> keys, std::span<const WorkerLoad* const> rows, std::span<double> found) {
     depths_.resize(sent_.size());
     std::vector<Holder> touched;
     for (std::size_t at = 0; at < keys.size();) {
@@ -78,8 +78,10 @@ void Guesses::leading(std::span<const Key> keys, std::span<const Holder> numbers
             touched.push_back(each.holder);
         }
     }
-    for (std::size_t row = 0; row < numbers.size(); ++row)
-        found[row] = numbers[row] < depths_.size() ? static_cast<double>(depths_[numbers[row]]) : 0.0;
+    for (std::size_t row = 0; row < rows.size(); ++row) {
+        const Holder number = rows[row]->number;
+        found[row] = number < depths_.size() ? static_cast<double>(depths_[number]) : 0.0;
+    }
     for (const Holder each : touched) depths_[each] = 0;
 }
 

@@ -9,6 +9,7 @@
 
 #include "index/holders.h"
 #include "index/table.h"
+#include "index/worker_load.h"
 
 namespace pdlink::index {
 
@@ -33,8 +34,8 @@ class Guesses {
     std::size_t note(Holder holder, std::span<const Key> keys, std::size_t most);
     // The holder has nothing.
     void forget(Holder holder);
-    // By row: how many leading keys the holder `numbers[row]` was sent.
-    void leading(std::span<const Key> keys, std::span<const Holder> numbers, std::span<double> found);
+    // By row: how many leading keys the worker was sent.
+    void leading(std::span<const Key> keys, std::span<const WorkerLoad* const> rows, std::span<double> found);
 
     std::size_t num_keys() const { return num_keys_; }  // of all holders
     std::size_t nbytes() const;

@@ -9,16 +9,19 @@
 
 #include <algorithm>
 #include <charconv>
+#include <functional>
 #include <optional>
 #include <stdexcept>
 #include <tuple>
 #include <vector>
 
 #include "index/columns.h"
+#include "index/costs.h"
 #include "index/guesses.h"
 #include "index/held.h"
 #include "index/msgpack.h"
 #include "index/prefixes.h"
+#include "index/worker_load.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -57,81 +60,77 @@ std::vector<Key> names(Key seed, const nb::bytes& data, std::size_t piece_nbytes
     return keys_of(seed, all, piece_nbytes);
 }
 
-using Column = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Numbers = nb::ndarray<const Holder, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Column = nb::ndarray<nb::numpy, double, nb::ndim<1>>;
 using Mask = nb::ndarray<const bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ByWorker = std::optional<nb::dict>;
+using Keys = std::vector<Key>;
 
-// A prompt: its keys, how many tokens each stands for, how many it has, and what workers say that they hold of it.
-struct Asked {
-    const std::vector<Key>& keys;
-    double key_tokens, num_tokens;
-    const Held* held;
-};
-
-// The arrays are the caller's, of equal length: they are read anew with each call.
+// A row for each worker.
 class PyColumns {
   public:
-    PyColumns(Column load, Column slowness, Column taken, Numbers numbers, nb::dict rows)
-        : load_(std::move(load)),
-          slowness_(std::move(slowness)),
-          taken_(std::move(taken)),
-          numbers_(std::move(numbers)),
-          rows_(std::move(rows)),
-          cached_(load_.shape(0)),
-          loading_(load_.shape(0)),
-          costs_(load_.shape(0)) {
-        const std::size_t num = load_.shape(0);
-        if (slowness_.shape(0) != num || taken_.shape(0) != num || numbers_.shape(0) != num)
-            throw std::invalid_argument("columns: expected equal lengths");
+    PyColumns(std::vector<nb::object> works, nb::dict rows) : kept_(std::move(works)), rows_(std::move(rows)) {
+        for (const nb::object& each : kept_) works_.push_back(nb::cast<const WorkerLoad*>(each));
+        cached_.resize(works_.size()), loading_.resize(works_.size()), costs_.resize(works_.size());
     }
 
-    std::size_t least(const std::optional<Mask>& fit, std::size_t turn) const {
-        return index::least(of(load_), fitting(fit), turn);
+    void put(std::size_t row, nb::object work) {
+        works_.at(row) = nb::cast<const WorkerLoad*>(work);
+        kept_[row] = std::move(work);
     }
-    Scored lowest(const std::optional<Mask>& fit, std::size_t most) const {
-        return index::lowest(of(load_), fitting(fit), most);
+    bool tells_room() const {
+        return std::ranges::any_of(works_, [](const WorkerLoad* each) { return each->room_tokens.has_value(); });
+    }
+    template <auto Of>
+    Column column() const {
+        auto* const values = new std::vector<double>(works_.size());
+        std::ranges::transform(works_, values->begin(), [](const WorkerLoad* each) { return std::invoke(Of, each); });
+        const nb::capsule owner(values, [](void* at) noexcept { delete static_cast<std::vector<double>*>(at); });
+        return Column(values->data(), {values->size()}, owner);
+    }
+    std::size_t least(const std::optional<Mask>& fit, std::size_t turn) const {
+        return index::least(works_, fitting(fit), turn);
+    }
+    Scored lowest(const std::optional<Mask>& fit, std::size_t most) {
+        std::ranges::transform(works_, costs_.begin(), &WorkerLoad::load);
+        return index::lowest(costs_, fitting(fit), most);
     }
     std::vector<double> held(const Held& held) {
         std::ranges::fill(cached_, 0.0);
         add(held);
         return cached_;
     }
-    std::vector<double> cached(Guesses& guesses, const std::vector<Key>& keys, double key_tokens, double num_tokens,
+    std::vector<double> cached(Guesses& guesses, const Keys& keys, double key_tokens, double num_tokens,
                                const Held* held) {
         look({keys, key_tokens, num_tokens, held}, guesses);
         return cached_;
     }
-    std::tuple<std::size_t, std::size_t, Scored> cheapest(Guesses& guesses, const std::vector<Key>& keys,
+    std::tuple<std::size_t, std::size_t, Scored> cheapest(Guesses& guesses, const TakenKV& taken, const Keys& keys,
                                                           double key_tokens, double num_tokens, const Held* held,
-                                                          const ByWorker& behind, double unit,
-                                                          const std::optional<Mask>& fit, std::size_t turn,
-                                                          std::size_t num_scores) {
+                                                          const ByWorker& behind, const std::optional<Mask>& fit,
+                                                          std::size_t turn, std::size_t num_scores) {
         look({keys, key_tokens, num_tokens, held}, guesses);
-        const Columns columns{of(load_), of(slowness_), of(taken_)};
         for (std::size_t row = 0; row < costs_.size(); ++row)
-            costs_[row] = (columns.load[row] + num_tokens - cached_[row]) * columns.slowness[row] + loading_[row];
+            costs_[row] = (works_[row]->load() + num_tokens - cached_[row]) * works_[row]->slowness + loading_[row];
         if (behind)
             for (const auto [key, extra] : *behind)
                 if (PyObject* const row = PyDict_GetItemWithError(rows_.ptr(), key.ptr()))
                     costs_[nb::cast<std::size_t>(nb::handle(row))] += nb::cast<double>(extra) * num_tokens;
-        const std::size_t row = index::cheapest(columns, costs_, cached_, num_tokens, unit, fitting(fit), turn);
+        const std::size_t row = index::cheapest(works_, taken, costs_, cached_, num_tokens, fitting(fit), turn);
         Scored scores;
         if (num_scores) scores = index::lowest(costs_, fitting(fit), num_scores);
         return {row, static_cast<std::size_t>(cached_[row]), std::move(scores)};
     }
 
   private:
-    static std::span<const double> of(const Column& column) { return {column.data(), column.shape(0)}; }
     Fit fitting(const std::optional<Mask>& fit) const {
         if (!fit) return {};
-        if (fit->shape(0) != load_.shape(0)) throw std::invalid_argument("fit: expected a mark for each row");
+        if (fit->shape(0) != works_.size()) throw std::invalid_argument("fit: expected a mark for each row");
         return {fit->data(), fit->shape(0)};
     }
     // `cached_`: tokens of the prompt that each row may hold, by what it says or else by what it was sent;
     // `loading_`: what it costs to use them, by what it says.
     void look(const Asked& asked, Guesses& guesses) {
-        guesses.leading(asked.keys, {numbers_.data(), numbers_.shape(0)}, cached_);
+        guesses.leading(asked.keys, works_, cached_);
         for (double& tokens : cached_) tokens = std::min(tokens * asked.key_tokens, asked.num_tokens);
         std::ranges::fill(loading_, 0.0);
         if (asked.held) add(*asked.held);
@@ -141,7 +140,7 @@ class PyColumns {
         share_of_.resize(std::max<std::size_t>(share_of_.size(), held.shares.back().worker + 1));
         for (std::size_t at = 0; at < held.shares.size(); ++at) share_of_[held.shares[at].worker] = at + 1;
         for (std::size_t row = 0; row < cached_.size(); ++row) {
-            const Holder worker = numbers_.data()[row];
+            const Holder worker = works_[row]->number;
             if (worker >= share_of_.size() || !share_of_[worker]) continue;
             const Share& share = held.shares[share_of_[worker] - 1];
             cached_[row] = std::max(cached_[row], share.tokens);
@@ -150,8 +149,8 @@ class PyColumns {
         for (const Share& share : held.shares) share_of_[share.worker] = 0;
     }
 
-    Column load_, slowness_, taken_;
-    Numbers numbers_;
+    std::vector<nb::object> kept_;
+    std::vector<const WorkerLoad*> works_;  // of `kept_`
     nb::dict rows_;
     std::vector<double> cached_, loading_, costs_;
     std::vector<std::size_t> share_of_;  // by number of a worker, in `add`: place of its share, from 1
@@ -199,6 +198,14 @@ NB_MODULE(_index, m) {
                 return self.note(worker, keys, most);
             },
             "worker"_a, "keys"_a, "most"_a)
+        .def(
+            "placed",
+            [](Guesses& self, const WorkerLoad& worker, const Keys& keys, double key_tokens, double num_tokens,
+               const Held* held, std::size_t of_worker, std::size_t unheard) {
+                const Asked asked{keys, key_tokens, num_tokens, held};
+                return static_cast<std::int64_t>(note(self, {of_worker, unheard}, worker, asked));
+            },
+            "worker"_a, "keys"_a, "key_tokens"_a, "num_tokens"_a, "held"_a.none(), "of_worker"_a, "unheard"_a)
         .def("forget", &Guesses::forget, "worker"_a)
         .def_prop_ro("num_keys", &Guesses::num_keys)
         .def_prop_ro("nbytes", &Guesses::nbytes);
@@ -237,15 +244,56 @@ NB_MODULE(_index, m) {
                 return self.held(by_size, root, {tokens.data(), tokens.shape(0)});
             },
             "by_size"_a, "root"_a, "tokens"_a);
+    nb::class_<Fares>(m, "Fares")
+        .def(nb::init<>())
+        .def_rw("out", &Fares::out)
+        .def_ro("failed", &Fares::failed)
+        .def_ro("pace", &Fares::pace)
+        .def_ro("num", &Fares::num)
+        .def_ro("num_timed", &Fares::num_timed)
+        .def("count", &Fares::count, "failed"_a, "pace"_a.none())
+        .def("forget", &Fares::forget);
+    nb::class_<WorkerLoad>(m, "WorkerLoad")
+        .def(nb::init<bool>(), "allowed"_a)
+        .def("sent", &WorkerLoad::sent, "tokens"_a, "now"_a)
+        .def("finished", &WorkerLoad::finished, "tokens"_a, "now"_a, "served"_a)
+        .def(
+            "served",
+            [](WorkerLoad& self, std::int64_t tokens, double now, Fares& fares, std::optional<double> pace) {
+                if (!fares.out) fares.count(false, pace);
+                self.finished(tokens, now, true);
+            },
+            "tokens"_a, "now"_a, "fares"_a, "pace"_a.none())
+        .def("heard", &WorkerLoad::heard, "requests"_a, "free_tokens"_a.none(), "load_tokens"_a.none() = nb::none())
+        .def_ro("number", &WorkerLoad::number)
+        .def_prop_ro("load", &WorkerLoad::load)
+        .def_prop_ro("requests", &WorkerLoad::requests)
+        .def_prop_ro("tokens", &WorkerLoad::tokens)
+        .def_prop_ro("foreign", &WorkerLoad::foreign)
+        .def_prop_ro("tokens_per_s", &WorkerLoad::tokens_per_s)
+        .def_prop_ro("idle", &WorkerLoad::idle)
+        .def_rw("slowness", &WorkerLoad::slowness)
+        .def_rw("taken", &WorkerLoad::taken)
+        .def_rw("room_tokens", &WorkerLoad::room_tokens, nb::arg().none())
+        .def_rw("pool_tokens", &WorkerLoad::pool_tokens, nb::arg().none())
+        .def_rw("publishes", &WorkerLoad::publishes);
+    nb::class_<TakenKV>(m, "TakenKV")
+        .def(nb::init<>())
+        .def("add", &TakenKV::add, "worker"_a, "tokens"_a, "num_workers"_a)
+        .def("of", &TakenKV::of, "worker"_a);
     nb::class_<PyColumns>(m, "Columns")
-        .def(nb::init<Column, Column, Column, Numbers, nb::dict>(), "load"_a, "slowness"_a, "taken"_a, "numbers"_a,
-             "rows"_a)
+        .def(nb::init<std::vector<nb::object>, nb::dict>(), "works"_a, "rows"_a)
+        .def("put", &PyColumns::put, "row"_a, "work"_a)
+        .def_prop_ro("tells_room", &PyColumns::tells_room)
+        .def_prop_ro("load", &PyColumns::column<&WorkerLoad::load>, nb::rv_policy::automatic)
+        .def_prop_ro("room", &PyColumns::column<&WorkerLoad::room>, nb::rv_policy::automatic)
+        .def_prop_ro("slowness", &PyColumns::column<&WorkerLoad::slowness>, nb::rv_policy::automatic)
         .def("least", &PyColumns::least, "fit"_a.none(), "turn"_a)
         .def("lowest", &PyColumns::lowest, "fit"_a.none(), "most"_a)
         .def("held", &PyColumns::held, "held"_a)
         .def("cached", &PyColumns::cached, "guesses"_a, "keys"_a, "key_tokens"_a, "num_tokens"_a, "held"_a.none())
-        .def("cheapest", &PyColumns::cheapest, "guesses"_a, "keys"_a, "key_tokens"_a, "num_tokens"_a, "held"_a.none(),
-             "behind"_a.none(), "unit"_a, "fit"_a.none(), "turn"_a, "num_scores"_a);
+        .def("cheapest", &PyColumns::cheapest, "guesses"_a, "taken"_a, "keys"_a, "key_tokens"_a, "num_tokens"_a,
+             "held"_a.none(), "behind"_a.none(), "fit"_a.none(), "turn"_a, "num_scores"_a);
     nb::class_<Prefixes>(m, "Prefixes")
         .def(nb::init<std::size_t, std::size_t>(), "block_tokens"_a, "max_blocks"_a)
         .def("stored", &stored, "holder"_a, "medium"_a, "ids"_a, "parent"_a.none(), "root"_a, "tokens"_a)

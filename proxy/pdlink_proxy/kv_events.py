@@ -136,7 +136,7 @@ class KVEvents:
             self._told[url] = told
             self._assign(told.listeners)
         if work not in told.works:
-            told.works = [*(each for each in told.works if each.table is not None), work]
+            told.works = [*(each for each in told.works if each.row >= 0), work]
             self._assign(told.listeners)
         work.silence = told.silence
         work.publishes = not told.silence and any(self._listening[each].listener.speaks for each in told.listeners)

@@ -61,9 +61,8 @@ class LegAccount:
         """tokens: that the worker has to do for it. now_s: time.monotonic."""
         self.worker, self._tokens, self._frees = worker, tokens, frees
         self._work = work = worker.work  # of the worker's present life, in which its tokens are counted
-        work.sent(tokens, now_s)
         self.sent_s = now_s
-        self._ahead = work.load
+        self._ahead = work.sent(tokens, now_s)
         """Tokens that the worker has to do, with this leg's."""
         self._breaker, self._outlier = worker.breaker, worker.outlier  # of the life of the worker that gets the leg
         if worker.on_trial:  # else no leg finds anything out
@@ -81,7 +80,8 @@ class LegAccount:
         if well and first:  # nearly every end
             if self._call or self._breaker.failures:
                 self._breaker.end(self._call, now_s, failed=False)
-            self._outlier.end(now_s, probe=self._probe, failed=False, pace=pace)
+            if self._probe:
+                self._outlier.end(now_s, probe=True, failed=False, pace=pace)
         elif well is False:
             if self.failed:
                 return
@@ -98,7 +98,10 @@ class LegAccount:
             self.worker.judged()
         if first:
             self.ended = True
-            self._work.finished(self._tokens, now_s, served=well is True)
+            if well and not self._probe:
+                self._work.served(self._tokens, now_s, self._outlier, pace)
+            else:
+                self._work.finished(self._tokens, now_s, well is True)
             if self._frees.queue.num:
                 self._frees.serve_queue()
 

@@ -11,6 +11,8 @@ import math
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
+from pdlink._index import Fares
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -25,38 +27,21 @@ MIN_LEGS = 10
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 120.0
 FORGET_S = 300.0
 """After so long without being left out its pauses begin anew."""
-_SMOOTH = 0.1
 _MANY = 16
 
 
-class Outlier:
+class Outlier(Fares):
     """How the legs of one worker's incarnation fare."""
 
-    __slots__ = (
-        "_back_s",
-        "_legs",
-        "_pause_s",
-        "_probes",
-        "_timed",
-        "_until_s",
-        "failed",
-        "limit",
-        "out",
-        "pace",
-        "why",
-    )
+    __slots__ = ("_back_s", "_pause_s", "_probes", "_until_s", "limit", "why")
 
     def __init__(self) -> None:
-        self.out = False
-        """It is left out, but for a leg that finds out."""
+        super().__init__()
         self.why = ""
-        self.failed = 0.0
-        """Share of its recent legs."""
-        self.pace = 0.0
-        """Seconds for a unit of work; what the unit is, is the caller's, and the same for its peers."""
+        """It is left out."""
         self.limit = math.inf
-        """Of the pace."""
-        self._legs = self._timed = self._probes = 0
+        """Of the pace. What its unit of work is, is the caller's, and the same for its peers."""
+        self._probes = 0
         self._pause_s, self._until_s, self._back_s = FIRST_PAUSE_S, 0.0, -math.inf
 
     def allows(self, now_s: float) -> bool:
@@ -77,11 +62,7 @@ class Outlier:
             if probe:
                 self._found_out(now_s, well=not failed and (pace is None or pace <= self.limit))
             return  # older legs prove nothing anew
-        self._legs += 1
-        self.failed += _SMOOTH * (failed - self.failed)
-        if pace is not None and not failed:
-            self._timed += 1
-            self.pace += (_SMOOTH if self._timed > MIN_LEGS else 1 / self._timed) * (pace - self.pace)
+        self.count(failed, pace)
 
     def drop(self, now_s: float, *, probe: bool, at_least: float | None = None) -> None:
         """A leg was given up. at_least: its pace would have been at least that."""
@@ -100,7 +81,7 @@ class Outlier:
     def reason(self, usual: Usual) -> str:
         """Why it is an outlier; empty if it is none. Sets its limit."""
         self.limit = SLOW_BEYOND * usual.pace
-        if self._legs >= MIN_LEGS and self.failed >= max(FAILED_SHARE, FAILED_BEYOND * usual.failed):
+        if self.num >= MIN_LEGS and self.failed >= max(FAILED_SHARE, FAILED_BEYOND * usual.failed):
             return f"{self.failed:.0%} of its legs fail, {usual.failed:.0%} of its peers'"
         if self.timed and self.pace > self.limit:
             return f"it takes {SLOW_BEYOND * self.pace / self.limit:.0f} times as long as its peers"
@@ -109,7 +90,7 @@ class Outlier:
     @property
     def timed(self) -> bool:
         """Whether its pace is known."""
-        return self._timed >= MIN_LEGS
+        return self.num_timed >= MIN_LEGS
 
     @property
     def badness(self) -> float:
@@ -121,8 +102,7 @@ class Outlier:
             self._pause(now_s)
             return
         self.out, self.why, self._back_s = False, "", now_s
-        self.failed = self.pace = 0.0
-        self._legs = self._timed = 0
+        self.forget()
 
     def _pause(self, now_s: float) -> None:
         self._until_s = now_s + self._pause_s

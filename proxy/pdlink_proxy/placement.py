@@ -118,13 +118,13 @@ class Placer:
             return ProxyBarred(reason) if missing in fleet.barred else Queued(reason, empty=True)
         if request.avoid:
             prefills, decodes = _others(prefills, request.avoid), _others(decodes, request.avoid)
-        if not full and not decodes.table.has_room:
+        if not full and decodes.table.columns.tells_room:
             decodes = _with_room(decodes, request.num_tokens + request.answer_tokens)
             if not decodes.num:
                 return Queued(f"no decode worker has room for {request.total_tokens} tokens", empty=False)
         busy = False
         if self.prefill_queue_tokens and not full and prefills.num:
-            free = prefills.only(prefills.table.load < self.prefill_queue_tokens)
+            free = prefills.only(prefills.table.columns.load < self.prefill_queue_tokens)
             busy, prefills = not free.num, free if free.num else prefills
         self._turn += 1
         if fleet.refused:
@@ -212,7 +212,7 @@ def _others(workers: Workers, avoid: Set[str]) -> Workers:
 
 
 def _with_room(workers: Workers, need: int) -> Workers:
-    return workers.only(workers.table.room >= need)
+    return workers.only(workers.table.columns.room >= need)
 
 
 def _not_refused(decodes: Workers, prefills: Workers, refused: Set[tuple[str, str]]) -> Workers:
@@ -230,8 +230,9 @@ def _pinned(request: PlacementRequest, leg: str, workers: Workers) -> Workers | 
     row = next((row for row in workers.rows if table.labels[row] == label), None)
     if row is None:
         return None
-    elsewhere = workers.among((table.load + request.num_tokens) * table.slowness).min()
-    if table.load[row] * table.slowness[row] > elsewhere:
+    columns, there = table.columns, table.states[row]
+    elsewhere = workers.among((columns.load + request.num_tokens) * columns.slowness).min()
+    if there.load * there.slowness > elsewhere:
         return None
     mask = np.zeros(len(table.states), np.bool_)
     mask[row] = True
@@ -240,8 +241,9 @@ def _pinned(request: PlacementRequest, leg: str, workers: Workers) -> Workers | 
 
 def _ahead(request: PlacementRequest, workers: Workers) -> Column:
     """What each computes until it has this prompt, in tokens of a mean worker."""
-    table = workers.table
-    ahead = (table.load + request.num_tokens) * table.slowness
+    columns = workers.table.columns
+    ahead = columns.load + request.num_tokens
     if request.held:
-        ahead -= np.array(table.columns.held(request.held)) * table.slowness
+        ahead -= np.array(columns.held(request.held))
+    ahead *= columns.slowness
     return ahead

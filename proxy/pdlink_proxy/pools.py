@@ -212,18 +212,21 @@ class Pools:
 
     def _update(self, worker: Worker) -> None:
         """What a worker has said of its load."""
-        work, said = worker.work, worker.health
+        work, said, table = worker.work, worker.health, self._sides[worker.side].table
         if work.key != worker.key:
             self._forget(work)
-            table, row = work.table, work.row
+            row = work.row
             worker.work = work = WorkerState(worker.key, worker.label, allowed=worker.side is Leg.DECODE)
-            if table is not None:
+            if row >= 0:
                 table.put(row, work)
             self._fleets.clear()
         if said is None:
             return
         self._lenders.heard(work, said.store or worker.store, stays=said.store_stays or not said.store)
-        work.grouped((worker.cell, said.fingerprint))
+        if (group := (worker.cell, said.fingerprint)) != work.group:
+            work.group = group
+            if work.row >= 0:
+                table.tell_group(work.row)
         if not worker.plain and work.group not in self._groups:
             self._groups.add(work.group)
             self._fleets.clear()

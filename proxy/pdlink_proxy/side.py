@@ -54,11 +54,10 @@ class Side:
     def replace(self, workers: list[Worker]) -> None:
         """These are the workers from now on."""
         for worker in self.workers:
-            worker.work.table, worker.changed = None, None
+            worker.work.row, worker.changed = -1, None
         self.workers, self.table = workers, Table(worker.work for worker in workers)
-        self.table.follow()
-        for worker in workers:
-            worker.changed = self._changed
+        for row, worker in enumerate(workers):
+            worker.work.row, worker.changed = row, self._changed
         self._changed()
 
     def settled(self, model: str) -> bool:

@@ -1,21 +1,18 @@
-"""The workers of one leg in columns: a decision among thousands reads a few arrays, and not every worker.
+"""The workers of one leg in rows: a decision among thousands is one native call, or arithmetic of a few arrays.
 
-A `WorkerState` writes its own row whenever something happens to it. `Workers` are those of a table that may get a
-request. What a policy computes, it computes for whole columns, and then takes the best of the rows that fit.
+`Workers` are those of a table that may get a request. What a policy computes, it computes for all rows, and then
+takes the best of those that fit.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, overload
 
 import numpy as np
 
-from pdlink._index import Columns
+from pdlink._index import Columns, WorkerLoad
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -27,219 +24,69 @@ if TYPE_CHECKING:
 
 Group: TypeAlias = tuple[str, str]
 
-_DECAY = 0.97
-_MOST_OF_MEAN = 4
-_FIRST_MEAN_TOKENS = 4096
-"""Where tokens are what clients allow: one request counts in a worker's pace as at most so many mean ones, and nobody
-knows the mean of the first. Else a client that allows millions, and gets ten, makes its worker look quick."""
 _NOISE = 1.3
 """Speeds this far from the mean are measured where workers are equal: their prompts differ."""
 
 
-@dataclass(slots=True, eq=False)
-class WorkerState:
+class WorkerState(WorkerLoad):
     """One worker as placement sees it, kept up to date by what is sent to it and what it says of itself."""
 
-    key: str
-    """Names the worker and its incarnation."""
-    label: str = ""
-    """Names it for people."""
-    load: float = 0.0
-    """Tokens it has to do: those of unfinished requests of ours, and the requests it has from others. For prefill the
-    tokens it must compute, for decode those of prompt and answer."""
-    requests: int = 0
-    """Ours, not finished."""
-    tokens: int = 0
-    """Of those."""
-    foreign: int = 0
-    """Requests of others, by its own account."""
-    foreign_tokens: float | None = None
-    """What it has to do for them, by its own account; None if it says only how many they are."""
-    room_tokens: int | None = None
-    """Tokens whose KV it can still take; None if it does not say."""
-    pool_tokens: int | None = None
-    """Tokens whose KV it can hold; None if it does not say."""
-    tokens_per_s: float | None = None
-    """Finished per second in which there was something to do; None if not measured."""
-    publishes: bool = False
-    """It says what KV it has, in events; some have come."""
-    silence: str = ""
-    """Why it does not although it should, for people."""
-    group: tuple[str, str] = ("", "")
-    """Its cell and the fingerprint of its KV: KV moves within a group only. Unknown parts fit everything."""
-    taken: float = 0.0
-    """KV that it has computed of late, in shares of its pool: see `policies.cost`."""
-    slowness: float = 1.0
-    """Time for a token, relative to the mean of its pool. 1 for differences that may be chance."""
-    away: bool = False
-    """It cannot be reached."""
-    allowed: bool = False
-    """Its tokens are what clients allow (decode), and not what it computes for sure (prefill)."""
-    table: Table | None = None
-    """Where `row` is kept up to date."""
-    row: int = 0
-    number: int = field(default_factory=itertools.count().__next__)
-    """Names it where numbers are quicker than `key`; never given twice, so nothing of a former life is its own."""
-    _mean_tokens: float = 0.0
-    _most_counted: float = math.inf
-    """As so many tokens a request counts at most, in means and paces."""
-    _done_tokens: float = 0.0
-    """Finished, each request counting less than the next; `_done_s` they took."""
-    _done_s: float = 0.0
-    _since_s: float = 0.0
-    _counts_alone: bool = False
-    """Nothing but our tokens changes its load, and it has told no room."""
+    __slots__ = ("away", "group", "key", "label", "row", "silence")
 
-    def __post_init__(self) -> None:
-        if self.allowed:
-            self._most_counted = _FIRST_MEAN_TOKENS
-
-    def sent(self, tokens: int, now: float) -> None:
-        """A request of ours leaves for it."""
-        requests, mean = self.requests, self._mean_tokens
-        if not requests:
-            self._since_s = now
-        self.requests = requests + 1
-        counted = tokens if tokens < self._most_counted else self._most_counted
-        self._mean_tokens = mean = mean + 0.1 * (counted - mean) if mean else float(counted)
-        if self.allowed:
-            self._most_counted = mean * _MOST_OF_MEAN or _FIRST_MEAN_TOKENS
-        self.tokens += tokens
-        if self._counts_alone:
-            self.load = load = self.load + tokens
-            if (table := self.table) is not None:
-                table.load[self.row] = load
-            return
-        if self.room_tokens is not None:
-            self.room_tokens -= tokens
-        self._weigh()
-
-    def finished(self, tokens: int, now: float, *, served: bool) -> None:
-        """A request that was `sent` needs nothing of it any more. served: it did what it was asked."""
-        self.requests = requests = self.requests - 1
-        self.tokens -= tokens
-        if served:
-            counted = tokens if tokens < self._most_counted else self._most_counted
-            self._done_tokens = done = self._done_tokens * _DECAY + counted
-            self._done_s = took_s = self._done_s * _DECAY + now - self._since_s
-            self.tokens_per_s = done / took_s if took_s > 0 else None
-        self._since_s = now
-        if self._counts_alone:  # at rest it is counted anew: sums of floats lose a little
-            self.load = load = self.load - tokens if requests else self.tokens + (self.foreign_tokens or 0)
-            if (table := self.table) is not None:
-                table.load[self.row] = load
-            return
-        if self.room_tokens is not None:
-            self.room_tokens += tokens
-        self._weigh()
-
-    def heard(self, requests: int, free_tokens: int | None, load_tokens: int | None = None) -> None:
-        """By its own account it has this many requests, room for so many tokens, and so many to do."""
-        self.foreign = max(0, requests - self.requests)
-        self.foreign_tokens = None if load_tokens is None else max(0, load_tokens - self.tokens)
-        self.room_tokens = free_tokens
-        self._weigh()
-        if self.table is not None:
-            self.table.tell_room(self, self.row)
-
-    @property
-    def idle(self) -> bool:
-        """It has no request, of nobody."""
-        return self.requests + self.foreign == 0
-
-    def grouped(self, group: tuple[str, str]) -> None:
-        if group != self.group:
-            self.group = group
-            if self.table is not None:
-                self.table.tell_group(self, self.row)
-
-    def compared(self, slowness: float) -> None:
-        if slowness != self.slowness:
-            self.slowness = slowness
-            if self.table is not None:
-                self.table.tell(self, self.row)
-
-    def took(self, taken: float) -> None:
-        self.taken = taken
-        if self.table is not None:
-            self.table.taken[self.row] = taken
-
-    def _weigh(self) -> None:
-        foreign = self.foreign_tokens
-        if foreign is None:
-            foreign = self.foreign * (self._mean_tokens or 1.0)
-        self.load = load = self.tokens + foreign
-        self._counts_alone = not self.foreign and self.room_tokens is None
-        if (table := self.table) is not None:
-            table.load[self.row] = load
-            if self.room_tokens is not None:
-                table.tell_room(self, self.row)
+    def __init__(
+        self,
+        key: str,
+        label: str = "",
+        *,
+        allowed: bool = False,
+        group: Group = ("", ""),
+        pool_tokens: int | None = None,
+        publishes: bool = False,
+    ) -> None:
+        """key: names the worker and its incarnation; label: names it for people. Others: as of `WorkerLoad`."""
+        super().__init__(allowed)
+        self.key, self.label, self.pool_tokens, self.publishes = key, label, pool_tokens, publishes
+        self.silence = ""
+        """Why it publishes no KV events although it should, for people."""
+        self.group = group
+        """Its cell and the fingerprint of its KV: KV moves within a group only. Unknown parts fit everything."""
+        self.away = False
+        """It cannot be reached."""
+        self.row = -1
+        """In the table of its side; -1 if it is in none, as when its worker is gone."""
 
 
 class Table:
     """A row for each worker. Its length does not change."""
 
     def __init__(self, states: Iterable[WorkerState]) -> None:
-        """As the states are now; `follow` keeps a row up to date."""
         self.states = list(states)
         self.labels = [state.label for state in self.states]
         """For people."""
-        num = len(self.states)
-        self.load: Column = np.zeros(num)
-        """Tokens to do."""
-        self.slowness: Column = np.ones(num)
-        self.taken: Column = np.zeros(num)
-        """`WorkerState.taken`."""
-        self._numbers = np.zeros(num, np.uint32)
-        """`WorkerState.number`."""
-        self.room: Column = np.zeros(num)
-        """Tokens that fit in; infinite where nobody knows, and into an idle worker: what does not fit into that will
-        never fit, and the worker says so."""
-        self.has_room = True
-        """For every request: no worker has told its room."""
-        self.rows: dict[str, int] = {}
+        self.rows = {state.key: row for row, state in enumerate(self.states)}
         """By the key of a worker."""
-        self.columns = Columns(self.load, self.slowness, self.taken, self._numbers, self.rows)
+        self.columns = Columns(self.states, self.rows)
         """Judges all rows in one call."""
         self._names: Names | None = None
         self._groups: dict[Group, int] = {}
-        self._group: Rows = np.zeros(num, np.intp)
+        self._group: Rows = np.zeros(len(self.states), np.intp)
         """By row, the number of its group."""
-        for row, state in enumerate(self.states):
-            self.rows[state.key], self._numbers[row] = row, state.number
-            self.tell(state, row)
-            self.tell_group(state, row)
-
-    def follow(self) -> None:
-        """From now on the states keep their rows up to date."""
-        for row, state in enumerate(self.states):
-            state.table, state.row = self, row
+        for row in range(len(self.states)):
+            self.tell_group(row)
 
     def put(self, row: int, state: WorkerState) -> None:
         """The row is this state's from now on: its worker, at the same URL, begins another life."""
         old = self.states[row]
-        old.table = None
         if self.rows.get(old.key) == row:
             del self.rows[old.key]
         self.states[row], self.labels[row], self.rows[state.key] = state, state.label, row
-        self._numbers[row] = state.number
-        state.table, state.row = self, row
-        self.tell(state, row)
-        self.tell_group(state, row)
+        self.columns.put(row, state)
+        old.row, state.row = -1, row
+        self.tell_group(row)
 
-    def tell(self, state: WorkerState, row: int) -> None:
-        """What the state of this row has to do, or its pace, has changed."""
-        self.load[row], self.slowness[row], self.taken[row] = state.load, state.slowness, state.taken
-        self.tell_room(state, row)
-
-    def tell_room(self, state: WorkerState, row: int) -> None:
-        room = state.room_tokens
-        if room is not None:
-            self.has_room = False
-        self.room[row] = math.inf if room is None or state.idle else room
-
-    def tell_group(self, state: WorkerState, row: int) -> None:
-        self._group[row] = self._groups.setdefault(state.group, len(self._groups))
+    def tell_group(self, row: int) -> None:
+        """The group of this row's state has changed."""
+        self._group[row] = self._groups.setdefault(self.states[row].group, len(self._groups))
 
     @property
     def names(self) -> Names:
@@ -337,7 +184,7 @@ def compare(workers: Sequence[WorkerState]) -> None:
     mean = mean_speed(workers)
     for worker in workers:
         ratio = mean / worker.tokens_per_s if worker.tokens_per_s else 1.0
-        worker.compared(ratio if ratio > _NOISE or ratio * _NOISE < 1 else 1.0)
+        worker.slowness = ratio if ratio > _NOISE or ratio * _NOISE < 1 else 1.0
 
 
 def may_exchange(one: Group, other: Group) -> bool:

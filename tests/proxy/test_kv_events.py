@@ -243,10 +243,10 @@ async def test_a_worker_whose_events_never_come_is_told_of_until_they_do(
     events.sent("http://w", 1e6)
     events.sent("http://w", 1e6 + SILENT_S - 1)
     events.look(1e6 + SILENT_S - 1)
-    work.requests = 1
+    work.sent(1, 0.0)
     events.look(1e6 + SILENT_S)
     assert not caplog.records, "it still computes"
-    work.requests = 0
+    work.finished(1, 1.0, served=True)
     for _ in range(3):
         events.look(1e6 + SILENT_S)
     (told,) = caplog.records

@@ -99,12 +99,12 @@ def test_what_was_sent_to_a_worker_counts_where_no_events_tell() -> None:
 def test_a_store_of_another_cell_or_of_other_kv_is_no_source() -> None:
     lenders, (to, far, other, near) = workers("tcp://a:1", "tcp://b:1", "tcp://c:1", "tcp://d:1")
     for work, group in ((to, ("east", "bf16")), (far, ("west", "bf16")), (other, ("east", "fp8"))):
-        work.grouped(group)
+        work.group = group
     wanted = held((far, 4096), (other, 4096), (near, 1024))
     assert lenders.source(wanted, to) == KVSource("tcp://d:1", "prefill-3", 1024), "nothing is known of its group"
-    near.grouped(("east", "bf16"))
+    near.group = ("east", "bf16")
     assert lenders.source(wanted, to) is not None
-    near.grouped(("west", "bf16"))
+    near.group = ("west", "bf16")
     assert lenders.source(wanted, to) is None
 
 

@@ -62,7 +62,7 @@ def least(workers: Workers, turn: int) -> WorkerState:
 
 def within(workers: Workers, factor: float, tokens: int) -> Workers:
     """Those with at most `factor` times the mean load that the pool has with these `tokens`; never empty."""
-    load = workers.table.load
+    load = workers.table.columns.load
     bound = factor * (float(workers.among(load).sum()) + tokens) / len(workers)
     return workers.only(load <= bound)
 

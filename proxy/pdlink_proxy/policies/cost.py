@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pdlink._index import TakenKV
+
 from ..table import Workers
 from .base import MAX_SCORES, Pick
 from .prefix import Prefix
@@ -23,28 +25,26 @@ if TYPE_CHECKING:
     from ..fleet import PlacementRequest
     from ..table import WorkerState
 
-POOL_TOKENS = 500_000
-"""Of a worker that does not say."""
-_MOST = 1e100
-
 
 class Cost(Prefix):
     def __init__(self) -> None:
         super().__init__()
-        self._unit = 1.0
-        """Of `WorkerState.taken`: it grows with all that is computed, so that older KV counts less and less."""
+        self._taken = TakenKV()
+        self._num_workers = 1
+        """Of its pool, as it chose last."""
 
     def pick(self, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
         found = workers if isinstance(workers, Workers) else Workers.of(workers)
         keys, table = request.chain, found.table
+        self._num_workers = len(table.states)
         row, cached, scores = table.columns.cheapest(
             self.sent_to,
+            self._taken,
             request.keys if keys is None else keys,
             request.key_tokens,
             request.num_tokens,
             request.held,
             request.behind,
-            self._unit,
             found.fit,
             turn,
             0 if request.considered is None else MAX_SCORES,
@@ -52,14 +52,6 @@ class Cost(Prefix):
         return Pick(table.states[row], cached, scores)
 
     def placed(self, request: PlacementRequest, worker: WorkerState) -> int:
-        lacking, table = super().placed(request, worker), worker.table
-        share = lacking / (worker.pool_tokens or POOL_TOKENS)
-        worker.taken = taken = worker.taken + share * self._unit
-        if table is not None:
-            table.taken[worker.row] = taken
-        self._unit *= 1 + share / (len(table.states) if table is not None else 1)
-        if self._unit > _MOST and table is not None:
-            for each in table.states:
-                each.took(each.taken / self._unit)
-            self._unit = 1.0
+        lacking = super().placed(request, worker)
+        self._taken.add(worker, lacking, self._num_workers)
         return lacking

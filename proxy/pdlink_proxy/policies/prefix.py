@@ -55,12 +55,9 @@ class Prefix(Policy):
         if (keys := request.chain) is None:  # it was never looked up
             return 0
         num_tokens, key_tokens = request.num_tokens, request.key_tokens
-        most = MAX_UNHEARD_KEYS if worker.publishes else MAX_WORKER_KEYS
-        if worker.pool_tokens is not None:  # it has forgotten what does not fit
-            most = min(most, worker.pool_tokens // key_tokens)
-        had = min(self.sent_to.note(worker.number, keys, most) * key_tokens, num_tokens)
-        said = request.held.tokens_of(worker.number) if request.held else 0
-        return num_tokens - max(had, said)
+        return self.sent_to.placed(
+            worker, keys, key_tokens, num_tokens, request.held, MAX_WORKER_KEYS, MAX_UNHEARD_KEYS
+        )
 
     def forget(self, worker: WorkerState) -> None:
         self.sent_to.forget(worker.number)

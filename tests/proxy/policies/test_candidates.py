@@ -11,6 +11,7 @@ from pdlink_proxy.fleet import Fleet, PlacementRequest
 from pdlink_proxy.placement import Pair, Placer
 from pdlink_proxy.policies.candidates import Candidates
 from pdlink_proxy.table import Workers, WorkerState
+from tests.proxy.policies.fleets import pool
 
 STATES = [WorkerState(f"http://w{number}:1#e") for number in range(50)]
 WORKERS = Workers.of(STATES)
@@ -21,7 +22,7 @@ def request(number: int = 0) -> PlacementRequest:
 
 
 def test_one_router_takes_the_least_loaded_of_all() -> None:
-    workers = [WorkerState(f"w{number}", load=100.0 + number) for number in range(50)]
+    workers = pool(*range(100, 150))
     placed = Placer("least_loaded", "least_loaded").place(request(), Fleet(workers, workers))
     assert isinstance(placed, Pair)
     assert placed.prefill is workers[0]
@@ -29,7 +30,7 @@ def test_one_router_takes_the_least_loaded_of_all() -> None:
 
 @pytest.mark.parametrize("policy", ["least_loaded", "prefix", "cost"])
 def test_routers_that_see_the_same_loads_do_not_send_to_the_same_worker(policy: str) -> None:
-    workers = [WorkerState(f"w{number}", load=0.0 if number == 7 else 100.0) for number in range(50)]
+    workers = pool(*[0 if number == 7 else 100 for number in range(50)])
     fleet, chosen = Fleet(workers, workers), Counter[str]()
     for salt in range(64):
         placed = Placer(policy, policy, routers=64, salt=salt * 1000).place(request(salt), fleet)

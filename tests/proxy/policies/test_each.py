@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 import pytest
 
-from pdlink._index import HeldKV
+from pdlink._index import HeldKV, TakenKV
 from pdlink_proxy.fleet import PlacementRequest, count_tokens
 from pdlink_proxy.policies.prefix import MAX_UNHEARD_KEYS
 from pdlink_proxy.policies.registry import make_policy
@@ -140,7 +140,6 @@ def test_cost_spreads_sessions_that_come_one_after_the_other_so_that_nothing_is_
     num_blocks = system + (per_worker + 1) * (first + turns * more)
     caches = {each.key: _Cache(num_blocks) for each in workers}
     states = Workers.of(workers)
-    states.table.follow()
     for each in workers:
         each.pool_tokens = 16 * num_blocks
     sessions: list[list[object]] = [
@@ -165,7 +164,6 @@ def test_cost_spreads_sessions_that_come_one_after_the_other_so_that_nothing_is_
 def test_cost_leaves_a_worker_that_computed_much_only_for_one_with_no_more_to_do() -> None:
     policy, workers = make_policy("cost"), pool(0, 0)
     full, other = workers
-    Workers.of(workers).table.follow()
     full.pool_tokens = other.pool_tokens = 1000
     for number in range(10):
         policy.placed(request(number), full)
@@ -182,17 +180,18 @@ def test_cost_leaves_a_worker_that_computed_much_only_for_one_with_no_more_to_do
 def test_what_was_computed_long_ago_counts_no_more() -> None:
     policy, workers = make_policy("cost"), pool(0, 0)
     one, other = workers
-    Workers.of(workers).table.follow()
     for each in workers:
         each.pool_tokens = 1000
+    policy.pick(request(0), workers, 0)
     for number in range(10):
         policy.placed(request(number), one)
-    for number in range(5000):
+    taken: TakenKV = policy._taken  # type: ignore[attr-defined]
+    assert (taken.of(one) > 0.6, taken.of(other)) == (True, 0)
+    for number in range(50_000):
         policy.placed(request(100 + number), workers[number % 2])
-    assert one.taken == pytest.approx(other.taken, rel=0.2)
-    policy._unit = 1e101  # type: ignore[attr-defined]
-    policy.placed(request(1), one)
-    assert max(one.taken, other.taken, policy._unit) < 10  # type: ignore[attr-defined]
+    assert taken.of(one) == pytest.approx(taken.of(other), rel=0.2)
+    assert 0.5 < taken.of(one) < 2
+    assert max(one.taken, other.taken) < 1e4, "far from the largest number"
 
 
 def test_cost_gives_a_slow_worker_less() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 
-import numpy as np
 import pytest
 
-from pdlink._index import Columns, Guesses, keys_of
+from pdlink._index import Columns, Guesses, WorkerLoad, keys_of
 
 NUM = 20
 
@@ -42,13 +41,6 @@ class Plain:
         return sum(map(len, self.of))
 
 
-def columns(numbers: list[int]) -> Columns:
-    """Of workers of these numbers, row by row."""
-    num = len(numbers)
-    zeros, rows = np.zeros(num), {f"w{number}": row for row, number in enumerate(numbers)}
-    return Columns(zeros, np.ones(num), zeros, np.array(numbers, np.uint32), rows)
-
-
 @pytest.mark.parametrize(("max_keys", "most"), [(200, 100), (10_000, 100), (10_000, 12)])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_worker_is_found_with_the_longest_beginning_that_it_was_sent(
@@ -56,28 +48,28 @@ def test_every_worker_is_found_with_the_longest_beginning_that_it_was_sent(
 ) -> None:
     print(f"seed {seed}")
     rng = random.Random(seed)
-    guesses, plain = Guesses(max_keys), Plain(max_keys)
+    guesses, plain, works = Guesses(max_keys), Plain(max_keys), [WorkerLoad(allowed=False) for _ in range(NUM)]
     for _ in range(600):
         first = rng.choice((0, 0, 0, 2**64 - 40, 1000, 2000))
         keys = [first + at for at in range(rng.randrange(40))]
         worker = rng.randrange(NUM)
         if rng.random() < 0.05:
-            guesses.forget(worker)
+            guesses.forget(works[worker].number)
             plain.of[worker].clear()
         else:
-            assert guesses.note(worker, keys, most) == plain.note(worker, keys, most)
+            assert guesses.note(works[worker].number, keys, most) == plain.note(worker, keys, most)
         assert guesses.num_keys == plain.num_keys <= max_keys
-        numbers = rng.sample(range(NUM), rng.randrange(1, NUM + 1))
-        found = columns(numbers).cached(guesses, keys, 100, 3000, None)
-        assert found == [min(3000, 100 * plain.leading(number, keys)) for number in numbers]
+        rows = rng.sample(range(NUM), rng.randrange(1, NUM + 1))
+        found = Columns([works[row] for row in rows], {}).cached(guesses, keys, 100, 3000, None)
+        assert found == [min(3000, 100 * plain.leading(row, keys)) for row in rows]
 
 
 def test_a_worker_that_was_forgotten_or_never_sent_anything_has_nothing() -> None:
-    guesses = Guesses(100)
-    guesses.note(3, [1, 2], 10)
-    guesses.forget(3)
-    guesses.forget(1000)
-    assert columns([0, 3, 1000]).cached(guesses, [1, 2], 100, 200, None) == [0, 0, 0]
+    guesses, works = Guesses(100), [WorkerLoad(allowed=False) for _ in range(3)]
+    guesses.note(works[1].number, [1, 2], 10)
+    guesses.forget(works[1].number)
+    guesses.forget(works[2].number + 1000)
+    assert Columns(works, {}).cached(guesses, [1, 2], 100, 200, None) == [0, 0, 0]
     assert guesses.num_keys == 0
 
 
