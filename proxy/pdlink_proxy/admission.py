@@ -58,7 +58,6 @@ class Admission:
         shared: Shared,
         wanted: PlacementRequest,
         *,
-        request_id: str,
         tenant: str,
         whole: bool,
     ) -> None:
@@ -75,7 +74,7 @@ class Admission:
         """Its candidates are noted, and it has a line in the decision log."""
         self._loop = shared.loop
         self.started_s = self._loop.time()
-        self._shared, self._request_id, self._tenant, self._whole = shared, request_id, tenant, whole
+        self._shared, self._tenant, self._whole = shared, tenant, whole
         self.num_prompt_tokens = wanted.num_tokens
         """Without what `place` counts with it later."""
 
@@ -136,9 +135,7 @@ class Admission:
     def note(self, verdict: str, reason: str) -> None:
         """Keep a decision about it for `pdlink explain`."""
         waited_s = self._loop.time() - self.started_s
-        self.decided.append(
-            (self._request_id, time.time(), self.why, verdict, reason, self.wanted.num_tokens, waited_s)
-        )
+        self.decided.append((time.time(), self.why, verdict, reason, self.wanted.num_tokens, waited_s))
 
     def _try(self, action: Place) -> Placed | Unplaced | Queued:
         shared, wanted = self._shared, self.wanted
@@ -178,7 +175,6 @@ class Admission:
             labels = {leg.value: worker.label for leg, worker in self.chosen.items()}
             told = shared.sessions.placed(wanted.turn, labels, wanted.num_tokens, now_s, again=not first)
         said = (  # as `Decision` has it
-            self._request_id,
             time.time(),
             action.why.value,
             "placed",

@@ -10,7 +10,7 @@ import msgspec
 from pdlink.observe.spans import new_span_id
 
 from .decision_log import logged_attempt
-from .decisions import Decision
+from .decisions import decision
 from .dialects import TransferTerms
 from .http_client import header_lines
 from .ids import new_id
@@ -109,7 +109,7 @@ class Attempt:
     def logged(self) -> LoggedAttempt:
         """For the decision log."""
         ends = {leg.value: running.fate or "let go" for leg, running in self.legs.items()}
-        return logged_attempt(Decision(*self._placed), self.transfer_id, ends)
+        return logged_attempt(decision("", self._placed), self.transfer_id, ends)
 
     def _send(self, hears: Hears, leg: Leg, body: bytes, headers: Mapping[str, str]) -> None:
         """headers: more than those of both legs."""

@@ -148,7 +148,7 @@ def logged(
     attempts: list[LoggedAttempt],
 ) -> Logged:
     """The line of a request that has ended."""
-    record, last = kept.record(), Decision(*kept.decided[-1]) if kept.decided else None
+    record, (*decided, _) = kept.record(), kept.decisions()
     return Logged(
         timestamp=int((record.at_s - record.total_s) * 1000),
         input_length=record.prompt_tokens if tally.prompt_tokens is None else tally.prompt_tokens,
@@ -158,7 +158,7 @@ def logged(
         model=wanted.model,
         outcome=record.outcome,
         kv=record.kv,
-        reason=last.reason if last is not None else "",
+        reason=decided[-1].reason if decided else "",
         queued_s=record.queued_s,
         lost_s=record.lost_s,
         prefill_s=record.prefill_s,

@@ -217,7 +217,7 @@ class WorkerLeg(LegAccount, AnswerListener):
     def kept(self) -> EndedLeg:
         """What is known of it now."""
         return (
-            self.transfer_id,
+            self.attempt,
             self.leg.value,
             self.worker.label,
             self.sent_s,

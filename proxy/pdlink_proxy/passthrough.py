@@ -280,7 +280,7 @@ class _ClientLost(Exception):
 class _Running:
     """A request that is passed through: ended by the proxy's end."""
 
-    decided = ()
+    request_id, decided = "", ()
 
     def __init__(self) -> None:
         self._task = asyncio.current_task()

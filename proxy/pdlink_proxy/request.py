@@ -142,7 +142,7 @@ class Request:
         when the answer is written or the client has left."""
         self._shared, self.client, self._call, self._leg_headers = shared, client, call, headers
         self._started_s = now_s = time.monotonic()
-        self._request_id = request_id = headers["X-Request-Id"]
+        self.request_id = request_id = headers["X-Request-Id"]
         dialect = shared.dialect
         if shared.tracer is not None:
             self._trace = shared.tracer.begin(headers)
@@ -175,7 +175,6 @@ class Request:
         self._admission = Admission(
             shared,
             to_place,
-            request_id=request_id,
             tenant=key_of(said),
             whole=(dialect.whole is not None and dialect.whole(call))
             or (shared.pools.has_engines and call.path not in dialect.engine_paths),
@@ -282,13 +281,13 @@ class Request:
         further, per_token_s = (answer_tokens or self._num_events) - 1, None
         if outcome is Outcome.OK and first_s is not None and further > 0:
             per_token_s = (ended_s - first_s) / further
-        transfer_id, prefill, decode = "", None, None
+        prefill = decode = None
         if attempt is not None:
-            transfer_id, decode = attempt.transfer_id, attempt.chosen[Leg.DECODE].label
+            decode = attempt.chosen[Leg.DECODE].label
             if (of_prefill := attempt.chosen.get(Leg.PREFILL)) is not None:
                 prefill = of_prefill.label
         kept = EndedRequest(
-            self._request_id,
+            self.request_id,
             time.time(),
             outcome.value,
             self._kv_told or self._kv_value,
@@ -299,10 +298,10 @@ class Request:
             not (prompt_tokens or admission.wanted.counted),
             per_token_s,
             admission.wanted.model,
-            transfer_id,
+            [each.transfer_id for each in self._attempts.values()],
             prefill,
             decode,
-            flow.tries,
+            [(each.wanted_s, each.placed_s, each.prefill_s, each.decode_s) for each in flow.tries],
             [leg.kept() for each in self._attempts.values() for leg in each.legs.values()],
             admission.why,
             admission.wanted.num_tokens,
@@ -320,11 +319,11 @@ class Request:
         """Our own code failed."""
         if self._closed:
             return
-        log.error("request %s failed unexpectedly", self._request_id, exc_info=error, extra=self._about())
+        log.error("request %s failed unexpectedly", self.request_id, exc_info=error, extra=self._about())
         if self.client.begun:
             self.client.abort()
         else:
-            lines, said = f"X-Request-Id: {self._request_id}\r\n", error_for(self._call.path, 500, _INTERNAL)
+            lines, said = f"X-Request-Id: {self.request_id}\r\n", error_for(self._call.path, 500, _INTERNAL)
             self.client.respond(500, "application/json", lines, said)
         self._close()
 
@@ -420,7 +419,7 @@ class Request:
             log.log(
                 level,
                 "request %s, transfer %s: %s leg on %s failed (%s: %s); %s%s",
-                *(self._request_id, run.transfer_id, action.leg.value, worker.id),
+                *(self.request_id, run.transfer_id, action.leg.value, worker.id),
                 *(reason, action.detail, action.then, more),
                 extra=self._about(run.transfer_id),
             )
@@ -624,7 +623,7 @@ class Request:
         """Headers: which request, where its time went, and of the attempt, which transfer and which workers."""
         self._stages, timing = stages(self._flow.tries, self._admission.placement_s, now_s, last)
         of_attempt = self._attempt.lines if self._attempt is not None else ""
-        return f"X-Request-Id: {self._request_id}\r\n{TIMING_HEADER}: {timing}\r\n{of_attempt}{self._kept_line}"
+        return f"X-Request-Id: {self.request_id}\r\n{TIMING_HEADER}: {timing}\r\n{of_attempt}{self._kept_line}"
 
     # ---- what follows
 
@@ -653,7 +652,7 @@ class Request:
 
     def _tell_source(self, worker: Worker, said: Sourced) -> None:
         """For `explain`, where the KV of a leg's prompt came from."""
-        self._shared.told.append(Told(self._request_id, worker.label, said))
+        self._shared.told.append(Told(self.request_id, worker.label, said))
 
     def broke(self, leg: WorkerLeg, error: Exception) -> None:
         """Our own code failed at what it said."""
@@ -668,13 +667,13 @@ class Request:
             # No error: its own deadline ends the transfer.
             log.info(
                 "request %s, transfer %s: no stop call to %s",
-                *(self._request_id, leg.transfer_id, leg.worker.url),
+                *(self.request_id, leg.transfer_id, leg.worker.url),
                 extra=self._about(leg.transfer_id),
             )
 
     def _about(self, transfer_id: str = "") -> Mapping[str, str]:
         """Of a line about this request."""
-        return about(request_id=self._request_id, transfer_id=transfer_id)
+        return about(request_id=self.request_id, transfer_id=transfer_id)
 
     # ---- a client that reads slowly
 

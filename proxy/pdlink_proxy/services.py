@@ -19,7 +19,7 @@ from pdlink.observe.otlp import SpanSender
 
 from .access import worker_headers
 from .decision_log import DecisionLog
-from .decisions import Decision
+from .decisions import decision
 from .dialects import DIALECTS
 from .discovery.joined import Discovery
 from .entry import Entry
@@ -39,7 +39,7 @@ from .worker import State
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from .decisions import Decided
+    from .decisions import Decided, Decision
     from .page.reports import WorkerReports
     from .records import RequestRecord
     from .shared import Shared
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 class Endable(Protocol):
     """A running request."""
+
+    request_id: str
 
     @property
     def decided(self) -> Sequence[Decided]:
@@ -209,14 +211,10 @@ class Services:
 
     def decisions_of(self, request_id: str | None = None, only: str | None = None) -> list[Decision]:
         """Those here of one request, or of all; oldest first. only: a key that sees its own requests alone."""
-        ended = [each for each in self.records.kept if request_id in (None, each.request_id)]
-        found = [decision for each in ended for decision in each.decisions()]
-        found += [
-            decision
-            for request in self.requests
-            for said in request.decided
-            if request_id in (None, (decision := Decision(*said)).request_id)
-        ]
+        ended = [each for each in self.records.newest() if request_id in (None, each.request_id)]
+        found = [said for each in ended for said in each.decisions()]
+        running = [each for each in self.requests if request_id in (None, each.request_id)]
+        found += [decision(each.request_id, said) for each in running for said in each.decided]
         found.sort(key=lambda each: each.at_s)
         return found if only is None else [each for each in found if self.entry.owns(only, each.request_id)]
 

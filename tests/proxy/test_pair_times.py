@@ -10,7 +10,7 @@ import pytest
 from pdlink_proxy.fleet import Fleet
 from pdlink_proxy.pair_times import FEW, FORGOTTEN_S, MIN_TOKENS, PairTimes
 from pdlink_proxy.placement import Pair, Placer
-from pdlink_proxy.records import EndedRequest, Try
+from pdlink_proxy.records import EndedRequest
 from pdlink_proxy.steps import Leg
 from tests.proxy.fakes import FakeWorker, proxy_of, until
 from tests.proxy.policies.fleets import pool, request
@@ -90,7 +90,7 @@ def test_cost_sends_a_prompt_the_long_way_only_where_that_is_sooner() -> None:
 
 
 def stream_of(handover_s: float, **more: Any) -> EndedRequest:
-    said: dict[str, Any] = {"tries": [Try(100.0, 100.1, 101.0, 101.0 + handover_s)], "first_s": 101.01}
+    said: dict[str, Any] = {"tries": [(100.0, 100.1, 101.0, 101.0 + handover_s)], "first_s": 101.01}
     return kept(**(said | {"prompt_tokens": 4000} | more))
 
 
@@ -100,10 +100,10 @@ def stream_of(handover_s: float, **more: Any) -> EndedRequest:
         {"first_s": 101.0},  # of an answer in one piece decode's time is its end
         {"kv": "recomputed"},
         {"outcome": "broken"},
-        {"tries": [Try(100.0, 100.1, 101.0, 101.25)] * 2},
+        {"tries": [(100.0, 100.1, 101.0, 101.25)] * 2},
         {"prefill": None},
-        {"tries": [Try(100.0, 100.1, 101.0)]},
-        {"tries": [Try(100.0, 100.1, None, 101.25)]},
+        {"tries": [(100.0, 100.1, 101.0, None)]},
+        {"tries": [(100.0, 100.1, None, 101.25)]},
     ],
 )
 def test_only_streams_whose_kv_came_at_once_tell_of_the_way(more: dict[str, Any]) -> None:

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
+import pytest
 
-from pdlink_proxy.records import EndedRequest, LegRecord, Try
+from pdlink_proxy.decisions import Considered
+from pdlink_proxy.records import MAX_RECORDS, EndedRequest, LegRecord, Records
 from tests.proxy.fakes import FakeWorker, proxy_of, until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-_PLAIN = (str, int, float, type(None))
 
 
 def kept(number: int = 0, **more: Any) -> EndedRequest:
     """Of a stream that came at 100 s and took one."""
     said: dict[str, Any] = {"request_id": f"r{number}", "at_s": 0.0, "outcome": "ok", "kv": "transferred"}
     said |= {"started_s": 100.0, "ended_s": 101.0, "first_s": 100.6, "prompt_tokens": 9, "estimated": False}
-    said |= {"per_token_s": None, "model": "m", "transfer_id": "t", "prefill": "prefill-0", "decode": "decode-0"}
-    said |= {"tries": [Try(100.0, 100.1, 100.5, 100.7)], "legs": [], "why": "first", "num_tokens": 8, "decided": []}
+    said |= {"per_token_s": None, "model": "m", "transfer_ids": ["t"], "prefill": "prefill-0", "decode": "decode-0"}
+    said |= {"tries": [(100.0, 100.1, 100.5, 100.7)], "legs": [], "why": "first", "num_tokens": 8, "decided": []}
     return EndedRequest(**(said | more))
 
 
 def test_a_record_counts_from_its_requests_arrival() -> None:
-    leg = ("t", "decode", "decode-0", 100.25, None, 101.0, "served", "")
+    leg = (1, "decode", "decode-0", 100.25, None, 101.0, "served", "")
     record = kept(legs=[leg], first_s=100.5).record()
     assert (record.total_s, record.ttft_s, record.attempts) == (1.0, 0.5, 1)
     assert [round(each or 0, 6) for each in (record.queued_s, record.prefill_s, record.decode_s)] == [0.1, 0.5, 0.7]
@@ -44,28 +40,35 @@ def test_a_record_counts_from_its_requests_arrival() -> None:
 
 
 def test_the_last_decision_about_a_request_is_that_it_has_ended() -> None:
-    said = ("r0", 5.0, "first", "placed", "", 8, 0.1)
+    said = (5.0, "first", "placed", "", 8, 0.1)
     placed, ended = kept(decided=[said], outcome="broken").decisions()
     assert (placed.verdict, placed.tokens, placed.considered) == ("placed", 8, {})
-    assert (ended.verdict, ended.reason, ended.why, ended.waited_s) == (
-        "ended",
-        "broken, KV transferred",
-        "first",
-        1.0,
-    )
+    assert (ended.verdict, ended.reason) == ("ended", "broken, KV transferred")
+    assert (ended.why, ended.waited_s) == ("first", 1.0)
 
 
-def _within(value: object) -> Iterator[object]:
-    """Everything that it holds on to."""
-    if isinstance(value, msgspec.Struct):
-        value = msgspec.structs.astuple(value)
-    if isinstance(value, dict):
-        value = [*value, *value.values()]
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from _within(each)
-    else:
-        yield value
+def test_records_are_kept_as_they_were() -> None:
+    records, considered = Records(), {"prefill": Considered("cost", [("prefill-0", 1.5)], 2)}
+    said = (5.0, "first", "placed", "", 8, 0.1, "prefill-0", "decode-0", 12.0, 0, 3, considered, "store", "turn 2")
+    ended = kept(decided=[said], legs=[(1, "decode", "decode-0", 100.25, None, 101.0, "served", "")])
+    records.keep(ended)
+    assert records[0] == ended.record()
+    (again,) = records.newest()
+    assert [*again.decisions()] == [*ended.decisions()]
+    assert next(again.decisions()).considered == considered
+
+
+def test_the_newest_are_kept_in_the_order_in_which_they_ended() -> None:
+    records = Records()
+    assert (len(records), [*records], records.newest(3)) == (0, [], [])
+    for number in range(MAX_RECORDS + 7):
+        records.keep(kept(number, model="m" * (number % 50)))
+    assert (len(records), records.num_ended) == (MAX_RECORDS, MAX_RECORDS + 7)
+    assert [each.request_id for each in records] == [f"r{number}" for number in range(7, MAX_RECORDS + 7)]
+    assert [each.request_id for each in records.newest(2)] == [f"r{MAX_RECORDS + 5}", f"r{MAX_RECORDS + 6}"]
+    assert [each.request_id for each in (records[0], records[-1], *records[-2:-1])] == ["r7", "r1006", "r1005"]
+    with pytest.raises(IndexError):
+        records[MAX_RECORDS]
 
 
 async def test_what_is_kept_of_a_request_holds_nothing_large_or_open(prefill: FakeWorker, decode: FakeWorker) -> None:
@@ -77,9 +80,7 @@ async def test_what_is_kept_of_a_request_holds_nothing_large_or_open(prefill: Fa
             assert answer.status == 200
         await until(lambda: len(services.records) == 2, "their ends")
         await until(lambda: len(alive) == 2 and not any(each() for each in alive), "their requests gone")
-    odd = [each for each in _within([*services.records.kept]) if not isinstance(each, _PLAIN)]
-    assert odd == []
-    assert max(len(each) for each in _within([*services.records.kept]) if isinstance(each, str)) < 200
+    assert max(len(each) for each in services.records._packed) < 1000, "the prompt has 8,000 bytes"
     assert len(services.decisions_of()) == 4
 
 

@@ -352,7 +352,7 @@ class World:
         assert base in self.listed, f"{base} was removed and gets a request"
         assert not self.listed[base], f"{base} is listed as draining and gets a request"
         assert base not in self.heard_draining, f"{base} says that it drains and gets a request"
-        client = self._by_id[cast("Request", listener.hears)._request_id]
+        client = self._by_id[cast("Request", listener.hears).request_id]
         if worker.side is Leg.DECODE:
             if not client.placed_s:
                 self.placed.append(client)
