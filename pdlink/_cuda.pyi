@@ -17,6 +17,9 @@ _Slot = tuple[int, int, int, int, int]
 """Pinned memory for the list of a launch: its address here and for kernels, and its bytes; as much memory of the GPU
 for a long list, or 0; an event."""
 
+_Shape = tuple[int, int, int, int, int, int, int, int, int, int]
+"""`Strided` of `pdlink.kv.plan`."""
+
 THREADS: int
 """Of a block, in every kernel."""
 
@@ -40,11 +43,14 @@ class Rows:
         head_stride: int = 0,
         block_tokens: int,
         slots: int = 0,
+        slot_step: int = 8,
         first_slot: int = 0,
         num_slots: int,
     ) -> None:
-        """table: address of one base per (layer, part), used instead of `base`; all are multiples of `alignment`.
-        slots: address of one int64 slot per token; 0 takes first_slot, first_slot + 1, … Slot -1 is skipped.
+        """table: address of one base per (layer, part), used instead of `base`; all are multiples of `alignment`, as
+        are, where it is given without a table, all blocks.
+        slots: address of one int64 slot per token, every `slot_step` bytes; 0 takes first_slot, first_slot + 1, …
+        Slot -1 is skipped.
         """
 
 class Launch:
@@ -69,17 +75,12 @@ def plan_reshape(
     head_nbytes: int,
     refused: int = 0,
     max_strands: int = 0x7FFFFFFF,
+    max_blocks: int = ...,
 ) -> list[Launch]:
     """The launches (one, unless there are very many tokens) that move num_tokens rows of every plane.
 
     refused: address of a uint32 that is set to 1 if a slot is outside its place (nothing is moved for it).
-    max_strands: most threads of one launch and plane. Raises ValueError.
-    """
-
-def plan_runs(runs: int, num_runs: int, longest_nbytes: int, max_blocks: int = ...) -> Launch:
-    """One launch that copies `num_runs` runs; `runs` is the address of [num_runs, 3] uint64 addresses and lengths.
-
-    max_blocks: of its grid.
+    max_strands: most strands (what a thread does) of one launch and plane. max_blocks: of a grid. Raises ValueError.
     """
 
 def run_on_cpu(launch: Launch) -> None:
@@ -92,8 +93,8 @@ def fatbin() -> bytes:
 def divide(divisor: int, n: int) -> int:
     """n // divisor as the kernels do it."""
 
-class RunQueue:
-    """What has not been launched of a batch, as runs: source address, destination address, length."""
+class Moves:
+    """What is to be copied in one launch, or a few that share a list (`csrc/cuda/moves.h`)."""
 
     def __init__(
         self,
@@ -106,24 +107,39 @@ class RunQueue:
         Neighbours are joined. Raises ValueError for a run outside its region.
         """
 
+    @staticmethod
+    def of_pairs(
+        src: Rows,
+        dst: Rows,
+        pairs: NDArray[np.int64],
+        *,
+        unit_tokens: int,
+        skip: int,
+        num_tokens: int,
+        num_parts: int,
+        num_heads: int,
+        head_nbytes: int,
+    ) -> Moves:
+        """Tokens between units of `pairs` [n, 2], C-contiguous. Addresses are taken on trust. Raises ValueError."""
+
 class KernelLauncher:
     """Launches, each with everything it asks of the driver in one call; any thread may call.
 
     Streams and events are handles of the driver.
     """
 
-    def __init__(self, library: str, context: int, kernel: int, max_blocks: int = ...) -> None:
-        """kernel: "pdlink_runs". max_blocks: of a launch. Raises RuntimeError if `library` has not what is needed."""
+    def __init__(self, library: str, context: int, kernels: Sequence[tuple[str, int]], max_blocks: int = ...) -> None:
+        """kernels: each by name. max_blocks: of a launch. Raises RuntimeError if `library` has not what is needed."""
 
-    def launch_runs(self, runs: RunQueue, launch_nbytes: int, slot: _Slot, work: int) -> tuple[str, int]:
-        """Launch about `launch_nbytes` of `runs` in the stream `work`, keep their list in the slot, record its event.
+    def launch(self, moves: Moves, slot: _Slot, work: int) -> tuple[str, int, bool]:
+        """Launch it in the stream `work`, keep its list in the slot, record the slot's event.
 
-        Returns the call that failed and its number, or "" and 0. Unless it is "cuEventRecord", no kernel was launched
-        then.
+        Returns the call that failed and its number, or "" and 0, and whether a kernel was launched. Raises ValueError
+        for a list that the slot has no room for.
         """
 
     def ring_after(self, event: int, fd: int, bell: int) -> tuple[str, int]:
-        """Make an eventfd readable when `event` is reached; not after a fault. Returns as `launch_runs` does.
+        """Make an eventfd readable when `event` is reached; not after a fault. Returns what failed.
 
         bell: a stream for this alone.
         """
@@ -168,16 +184,23 @@ class GpuCopier:
     ) -> int:
         """As `_copy.Copier.submit`."""
 
-    def submit_after(
+    def submit_plan(
         self,
         peer: str,
-        lists: Sequence[tuple[int, int, int, int, NDArray[np.int64]]],
+        pairs: NDArray[np.int32],
+        unit_tokens: int,
+        skip: int,
+        num_tokens: int,
+        layers: Sequence[
+            tuple[tuple[int, int, int, int, int, int, int, int, int, int], list[tuple[int, int, int, int]]]
+        ],
         timeout_s: float,
         after: Sequence[tuple[int, int]],
     ) -> int:
-        """The same, and the GPU waits for these events before it reads: each with the stream it was recorded in.
+        """The same of layers (`LayerTemplate.strided`): tokens between units of `pairs` [n, 2], C-contiguous.
 
-        timeout_s counts from when all are reached. They must stay as they are until the batch is reported.
+        after: events that the GPU waits for before it reads, each with the stream it was recorded in. timeout_s
+        counts from when all are reached. They must stay as they are until the batch is reported.
         """
 
     def connected(self, peer: str) -> bool: ...

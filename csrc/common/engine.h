@@ -129,12 +129,14 @@ class Engine {
     }
 
     // Queue one batch and return its ticket. Throws std::invalid_argument for a run outside its region, Unusable.
-    // set(batch): the transport's own part of it.
     std::uint64_t submit(const std::string& name, std::span<const RunList> lists, double timeout_s) {
-        return submit(name, lists, timeout_s, [](Batch&) {});
+        return submit(name, timeout_s, [&](Batch& batch, const std::vector<Extent>& local, const auto& reach) {
+            batch.fill(lists, local, reach);
+        });
     }
-    template <class Set>
-    std::uint64_t submit(const std::string& name, std::span<const RunList> lists, double timeout_s, Set&& set) {
+    // fill(batch, our regions, reach(peer)): what it moves, and the transport's own part of it.
+    template <class Fill>
+    std::uint64_t submit(const std::string& name, double timeout_s, Fill&& fill) {
         refuse_fork();
         if (std::isnan(timeout_s)) throw std::invalid_argument("timeout_s is not a number");
         std::list<Batch> one(1);
@@ -145,8 +147,7 @@ class Engine {
         const auto reach = self().reach(to_write(name));
         const std::vector<Extent> local = regions_;
         lock.unlock();
-        batch.fill(lists, local, reach);
-        set(batch);
+        fill(batch, local, reach);
 
         lock.lock();
         Peer& peer = to_write(name);  // a name is not used twice, so it is the peer whose regions were looked at

@@ -99,10 +99,12 @@ void store(std::uint64_t at, W word) {
 
 #endif
 
-// The number at an address that is a multiple of its size.
+// Numbers at addresses that are multiples of their size.
 PDLINK_HD std::int64_t load_int64(std::uint64_t at) {
     const Word<8> v = load(at, Word<8>{});
     return static_cast<std::int64_t>(static_cast<std::uint64_t>(v.y) << 32 | v.x);
 }
+
+PDLINK_HD std::int64_t load_int32(std::uint64_t at) { return static_cast<std::int32_t>(load(at, Word<4>{}).x); }
 
 }  // namespace pdlink::cuda

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <stdexcept>
-#include <string_view>
 #include <system_error>
 #include <utility>
 
@@ -25,15 +24,11 @@ std::optional<std::uintptr_t> one_stream(const GpuBatch& batch) {
 
 }  // namespace
 
-void GpuBatch::fill(std::span<const RunList> lists, std::span<const Extent> local,
-                    const std::vector<Extent>& remote) {
-    runs = RunQueue(join_runs(lists, local, remote));
-    nbytes = runs.nbytes();
-}
-
 GpuCopier::GpuCopier(const KernelLauncher& launcher, std::vector<Slot> slots, std::span<const LineStreams> streams,
                      std::uint64_t launch_nbytes)
-    : launcher_(launcher), slots_(std::move(slots)), launch_nbytes_(launch_nbytes) {
+    : launcher_(launcher),
+      slots_(std::move(slots)),
+      limits_{launch_nbytes, slots_.empty() ? 0 : slots_.front().list.nbytes} {
     for (const Slot& slot : slots_) free_.push_back(&slot);
     for (const LineStreams& one : streams) {
         Line& line = lines_.emplace_back();
@@ -74,9 +69,18 @@ void GpuCopier::connect(const std::string& name, std::int64_t pid, std::vector<E
     peer.memory = std::move(memory);
 }
 
-std::uint64_t GpuCopier::submit(const std::string& name, std::span<const RunList> lists, double timeout_s,
+std::uint64_t GpuCopier::submit(const std::string& name, std::span<const RunList> lists, double timeout_s) {
+    return Base::submit(name, timeout_s, [&](GpuBatch& batch, const auto& local, const auto& reach) {
+        batch.moves = Moves(lists, local, reach, limits_);
+        batch.nbytes = batch.moves.nbytes();
+    });
+}
+
+std::uint64_t GpuCopier::submit(const std::string& name, const PlanOfLayers& plan, double timeout_s,
                                 std::vector<Mark> after) {
-    return submit(name, lists, timeout_s, [&](GpuBatch& batch) {
+    return Base::submit(name, timeout_s, [&](GpuBatch& batch, const auto& local, const auto& reach) {
+        batch.moves = Moves(plan, local, reach, limits_);
+        batch.nbytes = batch.moves.nbytes();
         if (after.empty()) return;
         batch.after = std::move(after);
         batch.timeout_s = timeout_s;
@@ -223,7 +227,7 @@ bool GpuCopier::launch_one(GpuPeer& peer, Lock& lock) {
 
 Line* GpuCopier::line_for(GpuBatch& batch, Lock& lock) {
     if (batch.line == &lines_.front()) return batch.line;
-    if (batch.runs.empty() || is_written(batch, lock)) return batch.line ? batch.line : &lines_.front();
+    if (batch.moves.empty() || is_written(batch, lock)) return batch.line ? batch.line : &lines_.front();
     if (free_.size() <= slots_.size() / 4) return nullptr;
     if (batch.line) return batch.line;
     const auto behind = one_stream(batch);
@@ -254,7 +258,7 @@ bool GpuCopier::is_written(GpuBatch& batch, Lock& lock) {
 
 void GpuCopier::begin(GpuPeer& peer, GpuBatch& batch, Line& line, Lock& lock) {
     batch.line = &line;
-    if (batch.runs.empty()) {
+    if (batch.moves.empty()) {
         batch.launched = true;
         due_ |= line.in_flight.empty();
         line.in_flight.push_back({&peer, batch.ticket, nullptr, true});
@@ -270,13 +274,11 @@ void GpuCopier::begin(GpuPeer& peer, GpuBatch& batch, Line& line, Lock& lock) {
     free_.pop_back();
     std::vector<std::uintptr_t> after;
     for (const Mark& mark : batch.after) after.push_back(mark.event);
-    Failure failure;
-    drive(lock, [&] {
-        return failure = launcher_.launch_runs(batch.runs, launch_nbytes_, slot->list, slot->event, line.streams.work,
-                                               after);
-    });
-    if (failure.number == 0 || std::string_view(failure.call) == "cuEventRecord") {  // it is on its way
-        batch.launched = batch.runs.empty();
+    bool begun = false;
+    drive(lock,
+          [&] { return launcher_.launch(batch.moves, slot->list, slot->event, line.streams.work, begun, after); });
+    if (begun) {  // it is on its way
+        batch.launched = batch.moves.empty();
         line.in_flight.push_back({&peer, batch.ticket, slot, batch.launched});
         ++peer.in_flight;
     } else {

@@ -1,8 +1,9 @@
-// `GpuCopier`: puts batches of runs into the device memory of peers on this host by kernels, and fences peers from
-// our memory (common/engine.h).
+// `GpuCopier`: puts batches into the device memory of peers on this host by kernels, and fences peers from our memory
+// (common/engine.h).
 //
-// A batch is one launch, or several if it is larger than any layer. Its thread launches it when a slot is free; peers
-// take turns, a launch each. The driver is called with the mutex free, so one that stands holds up no caller.
+// A batch is one part, or several if it is larger than any layer (cuda/moves.h). Its thread launches it when a slot
+// is free, which it keeps until all of its launches have run; peers take turns, a part each. The driver is called
+// with the mutex free, so one that stands holds up no caller.
 //
 // Marks. The sources of a batch may be written by kernels that have not run yet: events that it is `after` stand for
 // them. It is launched all the same, and its stream waits. So that it holds back nobody, a *line* (a stream) that has
@@ -54,13 +55,11 @@ struct LineStreams {
 struct Line;
 
 struct GpuBatch : BatchBase {
-    RunQueue runs;            // not launched yet
+    Moves moves;              // not launched yet
     std::vector<Mark> after;  // not reached, as far as is known
     double timeout_s = 0;     // from when all are
     Line* line = nullptr;     // that the first part of it went to
     bool launched = false;    // all of it
-
-    void fill(std::span<const RunList> lists, std::span<const Extent> local, const std::vector<Extent>& remote);
 };
 
 // What a peer has opened to us. It is mapped, and unmapped, by others.
@@ -115,9 +114,9 @@ class GpuCopier final : public Engine<GpuCopier, GpuPeer, GpuBatch> {
     // Taken, Unusable.
     void connect(const std::string& peer, std::int64_t pid, std::vector<Extent> regions, const GateName& gate);
 
-    using Base::submit;
-    // after: what its sources are written by; timeout_s counts from when all are reached.
-    std::uint64_t submit(const std::string& name, std::span<const RunList> lists, double timeout_s,
+    // after: what its sources are written by; timeout_s counts from when all are reached. Throw as Engine::submit.
+    std::uint64_t submit(const std::string& name, std::span<const RunList> lists, double timeout_s);
+    std::uint64_t submit(const std::string& name, const PlanOfLayers& plan, double timeout_s,
                          std::vector<Mark> after);
 
     // After `close`: whether the GPU uses neither slots nor peers' memory any more.
@@ -153,7 +152,7 @@ class GpuCopier final : public Engine<GpuCopier, GpuPeer, GpuBatch> {
 
     const KernelLauncher& launcher_;
     const std::vector<Slot> slots_;
-    const std::uint64_t launch_nbytes_;
+    const PartLimits limits_;
     std::vector<const Slot*> free_;
     std::deque<Line> lines_;
     std::deque<GpuPeer*> turns_;  // peers with something to launch, in order

@@ -27,6 +27,7 @@ class Divider {
     }
     // For any n >= 0. The slow way is only taken by numbers that few caches reach.
     PDLINK_HD std::int64_t divide_any(std::int64_t n) const {
+        if (divisor_ == 1) return n;
         return n < (std::int64_t{1} << 31) ? divide(static_cast<std::uint32_t>(n)) : n / divisor_;
     }
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "cuda/reshape.h"
-#include "cuda/runs.h"
 
 // X(bytes of a unit)
 #define PDLINK_UNITS(X) X(16) X(8) X(4) X(2) X(1)

@@ -26,41 +26,11 @@ void look_up(void* library, const char* name, Function& function) {
 
 }  // namespace
 
-RunQueue::RunQueue(std::span<const Run> runs) {
-    runs_.reserve(runs.size());
-    for (const Run& run : runs) {
-        runs_.push_back({run.src, run.dst, run.nbytes});
-        nbytes_ += run.nbytes;
-    }
-}
-
-RunRange RunQueue::copy_next(std::span<KernelRun> to, std::uint64_t launch_nbytes) const {
-    RunRange range;
-    std::uint64_t left = launch_nbytes;
-    for (std::size_t i = at_; i < runs_.size() && range.num_runs < to.size() && left > 0; ++i) {
-        KernelRun run = runs_[i];
-        if (run.nbytes > left) run.nbytes = range.cut_nbytes = left;
-        left -= run.nbytes;
-        range.longest_nbytes = std::max(range.longest_nbytes, run.nbytes);
-        to[range.num_runs++] = run;
-    }
-    return range;
-}
-
-void RunQueue::take(const RunRange& range) {
-    at_ += range.num_runs;
-    if (range.cut_nbytes == 0) return;
-    KernelRun& cut = runs_[--at_];
-    cut.src += range.cut_nbytes;
-    cut.dst += range.cut_nbytes;
-    cut.nbytes -= range.cut_nbytes;
-}
-
-KernelLauncher::KernelLauncher(const std::string& library, std::uintptr_t context, std::uintptr_t kernel,
+KernelLauncher::KernelLauncher(const std::string& library, std::uintptr_t context, std::vector<Kernel> kernels,
                                std::uint32_t max_blocks)
     : library_(::dlopen(library.c_str(), RTLD_NOW)),
       context_(handle(context)),
-      kernel_(handle(kernel)),
+      kernels_(std::move(kernels)),
       max_blocks_(max_blocks) {
     if (!library_) throw std::runtime_error("no CUDA driver: " + library);
     try {
@@ -82,31 +52,69 @@ KernelLauncher::KernelLauncher(const std::string& library, std::uintptr_t contex
 
 KernelLauncher::~KernelLauncher() { ::dlclose(library_); }
 
-Failure KernelLauncher::launch_runs(RunQueue& runs, std::uint64_t launch_nbytes, const SlotMemory& slot,
-                                    std::uintptr_t event, std::uintptr_t work,
-                                    std::span<const std::uintptr_t> after) const {
-    const Handle stream = handle(work);
-    const RunRange range = runs.copy_next({slot.host, slot.num_runs}, launch_nbytes);
-    const bool copied = slot.copy && range.num_runs >= kCopiedRuns;
-    Launch launch = plan_runs(copied ? slot.copy : slot.device, range.num_runs, range.longest_nbytes, max_blocks_);
-    void* arguments[] = {launch.argument.data()};
-    if (const int failed = calls_.push(context_)) return {"cuCtxPushCurrent_v2", failed};
-    Failure failure;
+Failure KernelLauncher::wait(Handle stream, std::span<const std::uintptr_t> after) const {
     for (const std::uintptr_t one : after)
-        if (failure.number == 0) failure = {"cuStreamWaitEvent", calls_.wait(stream, handle(one), 0)};
-    if (failure.number == 0 && copied)
-        failure = {"cuMemcpyAsync", calls_.copy(slot.copy, reinterpret_cast<std::uintptr_t>(slot.host),
-                                                range.num_runs * sizeof(KernelRun), stream)};
-    if (failure.number == 0)
-        failure = {"cuLaunchKernel", calls_.launch(kernel_, launch.grid_x, launch.grid_y, 1, kThreads, 1, 1, 0,
-                                                   stream, arguments, nullptr)};
+        if (const int failed = calls_.wait(stream, handle(one), 0)) return {"cuStreamWaitEvent", failed};
+    return {};
+}
+
+Failure KernelLauncher::give(const Launch& launch, Handle stream) const {
+    const auto kernel = std::ranges::find(kernels_, launch.kernel, &Kernel::first);
+    if (kernel == kernels_.end()) throw std::invalid_argument("there is no kernel " + launch.kernel);
+    // The driver copies the argument, and writes nothing to it.
+    void* arguments[] = {const_cast<std::byte*>(launch.argument.data())};
+    const int failed = calls_.launch(handle(kernel->second), launch.grid_x, launch.grid_y, 1, kThreads, 1, 1, 0,
+                                     stream, arguments, nullptr);
+    return failed ? Failure{"cuLaunchKernel", failed} : Failure{};
+}
+
+Failure KernelLauncher::launch(Moves& moves, const SlotMemory& slot, std::uintptr_t event, std::uintptr_t work,
+                               bool& begun, std::span<const std::uintptr_t> after) const {
+    begun = false;
+    const MovePart& part = moves.next();
+    const std::uint64_t list = slot.copy ? slot.copy : slot.device;
+    bool is_inline = true;
+    std::vector<Launch> launches;
+    for (Request request : part.requests) {
+        request.max_blocks = max_blocks_;
+        const std::uint64_t units =
+            (request.skip + request.num_tokens + request.unit_tokens - 1) / request.unit_tokens;
+        const std::uint64_t num_words = units * (request.is_wide ? 4 : 2);
+        if (num_words * 4 <= kInlineNbytes) {
+            request.words = {reinterpret_cast<const std::uint32_t*>(part.list.data() + request.src.side.list),
+                             num_words};
+            request.src.side.list = request.dst.side.list = 0;
+        } else {
+            is_inline = false;
+            request.src.side.list += list;
+            request.dst.side.list += list;
+        }
+        for (Launch& one : plan_reshape(request)) launches.push_back(std::move(one));
+    }
+    if (!is_inline && part.list.size() > slot.nbytes)
+        throw std::invalid_argument("a list of " + std::to_string(part.list.size()) + " bytes for a slot of " +
+                                    std::to_string(slot.nbytes));
+    const Handle stream = handle(work);
+    if (const int failed = calls_.push(context_)) return {"cuCtxPushCurrent_v2", failed};
+    Failure failure = wait(stream, after);
+    if (failure.number == 0 && !is_inline) {
+        std::ranges::copy(part.list, slot.host);
+        if (slot.copy)
+            if (const int failed =
+                    calls_.copy(slot.copy, reinterpret_cast<std::uintptr_t>(slot.host), part.list.size(), stream))
+                failure = {"cuMemcpyAsync", failed};
+    }
+    for (auto one = launches.begin(); failure.number == 0 && one != launches.end(); ++one) {
+        failure = give(*one, stream);
+        begun = begun || failure.number == 0;
+    }
     if (failure.number == 0) {
-        runs.take(range);
-        failure = {"cuEventRecord", calls_.record(handle(event), stream)};
+        moves.take();
+        if (const int failed = calls_.record(handle(event), stream)) failure = {"cuEventRecord", failed};
     }
     void* popped;
     calls_.pop(&popped);
-    return failure.number ? failure : Failure{};
+    return failure;
 }
 
 Failure KernelLauncher::ring_after(std::uintptr_t event, int fd, std::uintptr_t bell) const {

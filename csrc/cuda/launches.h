@@ -3,11 +3,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "cuda/reshape.h"
-#include "cuda/runs.h"
 
 namespace pdlink::cuda {
 
@@ -18,10 +18,12 @@ struct Launch {
     std::vector<std::byte> argument;
 };
 
+constexpr std::uint32_t kAnyBlocks = 0x7fffffff;
+
 // One side as callers describe it: the fields of `Side`, and what is known about addresses that only the GPU sees.
 struct Rows {
     Side side;
-    std::uint64_t alignment = 0;  // with a table: every address in it is a multiple of this
+    std::uint64_t alignment = 0;  // if not 0: of where blocks begin, which a table or the list says
 };
 
 struct Request {
@@ -29,21 +31,19 @@ struct Request {
     std::uint32_t num_layers = 1, num_parts = 1;
     std::uint64_t num_tokens = 0;
     std::uint32_t num_heads = 1;
-    std::uint64_t head_nbytes = 0;  // contiguous on both sides
+    std::uint64_t head_nbytes = 0;         // contiguous on both sides
+    std::uint32_t unit_tokens = 1;         // of a number of the lists
+    std::uint32_t skip = 0;                // tokens of the first unit that are not moved
+    bool is_wide = true;                   // the lists are int64, else int32
+    std::span<const std::uint32_t> words;  // pairs, at most kInlineNbytes, instead of the lists of both sides
     std::uint64_t refused = 0;
     std::uint32_t max_strands = 0x7fffffff;  // per launch; more tokens make more launches
+    std::uint32_t max_blocks = kAnyBlocks;   // of a grid, 1 or more
 };
 
 // Throws std::invalid_argument for invalid sizes, misaligned addresses, and more than 65,535 planes (the grid's
 // limit). Does not check that addresses are mapped.
 std::vector<Launch> plan_reshape(Request request);
-
-constexpr std::uint32_t kAnyBlocks = 0x7fffffff;
-
-// `runs`: address, in the launching process, of [num_runs][3] uint64; `longest_nbytes`: the longest of them.
-// max_blocks: of the grid, 1 or more.
-Launch plan_runs(std::uint64_t runs, std::uint64_t num_runs, std::uint64_t longest_nbytes,
-                 std::uint32_t max_blocks = kAnyBlocks);
 
 // Do on this CPU what the GPU would do, block by block, thread by thread. Throws std::invalid_argument for a kernel
 // that does not exist or an argument of another size.

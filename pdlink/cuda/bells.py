@@ -29,7 +29,7 @@ class Bells:
         self._device = device
         self._streams: list[CudaStream] = []
         try:
-            self._launcher = _cuda.KernelLauncher(device.driver.path, device.context, 0)
+            self._launcher = _cuda.KernelLauncher(device.driver.path, device.context, [])
         except RuntimeError as error:
             raise CudaUnavailable(str(error)) from None
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

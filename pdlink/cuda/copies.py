@@ -10,7 +10,7 @@ import numpy as np
 from pdlink import _cuda
 from pdlink.cuda.driver import CudaFailure, CudaUnavailable
 from pdlink.cuda.launches import SLOT_NBYTES, Launches
-from pdlink.cuda.strided import TOKEN_NBYTES, StridedPlan
+from pdlink.cuda.strided import PAIR_NBYTES, StridedPlan
 from pdlink.kv.layout import RunList
 
 if TYPE_CHECKING:
@@ -26,12 +26,10 @@ ENGINE_RUN_NBYTES: Final = 256 << 10
 """Until it is measured (`ways.py`): runs of this mean length or longer go to the copy engine, which leaves the
 multiprocessors to the model; shorter ones to a kernel, because each run is a command of the engine's. Reasoned, not
 measured: no GPU was at hand."""
-MOST_RUNS: Final = SLOT_NBYTES // 24
-"""Of one `begin`: a kernel's list of them lies in one slot."""
+MOST_PAIRS: Final = SLOT_NBYTES // PAIR_NBYTES
+"""Runs, or units of a `StridedPlan`, of one `begin`: a kernel's list of them lies in one slot."""
 RUN_NBYTES: Final = 4 << 20
 """A kernel's list says a longer run as several (`kMaxRunNbytes` of `csrc/common/runs.h`)."""
-MOST_TOKENS: Final = SLOT_NBYTES // TOKEN_NBYTES
-"""The same of `StridedPlan`."""
 
 _WORLD: Final = [(0, 2**63 - 1)]
 """Every address as one region: the runs were checked before."""
@@ -52,30 +50,25 @@ class Copies(Launches[Work]):
         super().__init__(device, kernels, wake, num_slots)
         self._has_kernels, self._engine_run_nbytes = kernels is not None, engine_run_nbytes
 
-    def wants_tokens(self, run_nbytes: int, runs_nbytes: float) -> bool:
-        """Whether `StridedPlan` is the better way to say a copy: a kernel makes it, from a list that is shorter.
-
-        run_nbytes: of the runs that would say it. runs_nbytes: of their list, for one token.
-        """
-        return self._has_kernels and run_nbytes < self._engine_run_nbytes and runs_nbytes > TOKEN_NBYTES
+    def wants_pairs(self, run_nbytes: int) -> bool:
+        """Whether a kernel copies what would be runs of `run_nbytes`: it is best said by `StridedPlan`."""
+        return self._has_kernels and run_nbytes < self._engine_run_nbytes
 
     def begin(self, work: Work, plan: RunArray | StridedPlan) -> None:
-        """Copy up to `MOST_RUNS` runs of source address, destination address, nbytes, or up to `MOST_TOKENS` tokens.
+        """Copy up to `MOST_PAIRS` runs of source address, destination address, nbytes, or as many units.
 
         `has_room` is true. Raises CudaFailure.
         """
         if isinstance(plan, StridedPlan):
-            self.launch_plan(work, plan)
+            self.launch(work, plan.moves())
         elif (
             not self._has_kernels
             or int(plan[:, 2].sum()) >= self._engine_run_nbytes * len(plan)
-            or int((-(-plan[:, 2] // RUN_NBYTES)).sum()) > MOST_RUNS
+            or int((-(-plan[:, 2] // RUN_NBYTES)).sum()) > MOST_PAIRS
         ):
             self.copy(work, plan)
         else:
-            self.launch_runs(
-                work, _cuda.RunQueue([RunList(0, 0, 0, 0, np.ascontiguousarray(plan))], _WORLD, _WORLD), 2**62
-            )
+            self.launch(work, _cuda.Moves([RunList(0, 0, 0, 0, np.ascontiguousarray(plan))], _WORLD, _WORLD))
 
 
 @contextlib.contextmanager

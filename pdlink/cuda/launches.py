@@ -1,7 +1,7 @@
 """Work of a GPU on one stream, kernels or copy engine: begun with a slot, and seen to end in the order it began.
 
-A slot is pinned memory for a kernel's list of runs, as much of the GPU's for a long list (`csrc/cuda/launcher.h`),
-and an event. Their number bounds what is in flight, and what has to be waited for when a peer is closed. A host
+A slot is pinned memory for the list of a part of a batch, as much of the GPU's (`csrc/cuda/launcher.h`), and an
+event. Their number bounds what is in flight, and what has to be waited for when a peer is closed. A host
 function behind the oldest launch in flight, on a stream of its own, makes an eventfd readable.
 """
 
@@ -12,8 +12,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-import numpy as np
-
 from pdlink import _cuda
 from pdlink.cuda.buffers import DeviceBuffer, PinnedBuffer
 from pdlink.cuda.driver import CudaEvent, CudaFailure, CudaStream, CudaUnavailable
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
 
     from pdlink.cuda.driver import Device
     from pdlink.cuda.kernels import Kernels
-    from pdlink.cuda.strided import StridedPlan
     from pdlink.kv.layout import RunArray
 
 Work = TypeVar("Work")
@@ -31,7 +28,7 @@ Work = TypeVar("Work")
 NUM_SLOTS: Final = 32
 """A push of 32 layers waits for no slot."""
 SLOT_NBYTES: Final = 256 << 10
-"""Room for 10,922 runs: a layer of 2,048 tokens takes 256 in blocks of 16, and 32,768 where every head goes alone."""
+"""Room for 32,768 pairs of a plan: 524,288 tokens in blocks of 16. A run takes as much as two."""
 
 _ABANDONED: list[list[_Slot]] = []
 """Kept until the process ends: a kernel whose end is not reported may still read them."""
@@ -76,11 +73,11 @@ class Launches(Generic[Work]):
         gpu_share: float = 1.0,
     ) -> None:
         """kernels: None where there are none; then only `copy` can be used. wake: the eventfd to ring. gpu_share: of
-        the threads that the GPU runs at a time, the most that a launch of runs takes.
+        the threads that the GPU runs at a time, the most that a launch takes.
 
         Raises CudaFailure, CudaUnavailable.
         """
-        self._device, self._kernels, self._wake = device, kernels, wake
+        self._device, self._wake = device, wake
         self.in_flight: deque[LaunchedWork[Work]] = deque()
         self._bell_is_set = False
         self._all_slots: list[_Slot] = []
@@ -97,10 +94,10 @@ class Launches(Generic[Work]):
                 self._all_slots.append(_Slot(device, copy))
                 made.callback(self._all_slots[-1].close)
             self._slots = list(self._all_slots)
-            kernel = 0 if kernels is None else kernels.function("pdlink_runs")
+            named = [] if kernels is None else [(name, kernels.function(name)) for name in _cuda.kernel_names()]
             try:
                 most = max(1, int(gpu_share * device.num_threads / _cuda.THREADS))
-                self._launcher = _cuda.KernelLauncher(device.driver.path, device.context, kernel, most)
+                self._launcher = _cuda.KernelLauncher(device.driver.path, device.context, named, most)
             except RuntimeError as error:
                 raise CudaUnavailable(str(error)) from None
             made.pop_all()
@@ -136,32 +133,19 @@ class Launches(Generic[Work]):
         if launch.slot is not None:
             self._device.wait(stream, launch.slot.event)
 
-    def launch_runs(self, work: Work, runs: _cuda.RunQueue, launch_nbytes: int) -> None:
-        """Launch a kernel for the next `launch_nbytes` of `runs`; `has_room` is true.
+    def launch(self, work: Work, moves: _cuda.Moves) -> None:
+        """Launch kernels for `moves`, whose list fits into `SLOT_NBYTES`; `has_room` is true, and there are kernels.
 
-        Raises CudaFailure: the context is dead. `work` is in flight then if the kernel was launched.
+        Raises CudaFailure: the context is dead. `work` is in flight then if a kernel was launched.
         """
         slot = self._slots.pop()
-        answer = self._launcher.launch_runs(runs, launch_nbytes, slot.native, self._stream.handle)
-        if answer[0] in ("", "cuEventRecord"):
+        call, number, begun = self._launcher.launch(moves, slot.native, self._stream.handle)
+        if begun:
             self.in_flight.append(LaunchedWork(work, slot))
-        self._check(answer)
-
-    def launch_plan(self, work: Work, plan: StridedPlan) -> None:
-        """Launch a kernel for a plan whose slots fit into `SLOT_NBYTES`; `has_room` is true, and there are kernels.
-
-        Raises CudaFailure as `launch_runs` does.
-        """
-        assert self._kernels is not None
-        slot = self._slots.pop()
-        self.in_flight.append(LaunchedWork(work, slot))  # it may be on its way when a call fails
-        slot.array[: plan.slots.nbytes] = plan.slots.reshape(-1).view(np.uint8)
-        for launch in plan.launches(slot.device_ptr):
-            self._kernels.launch(launch, self._stream.handle)
-        slot.event.record(self._stream)
+        self._check(call, number)
 
     def copy(self, work: Work, runs: RunArray) -> None:
-        """Give these runs to the copy engine; `has_room` is true. Raises CudaFailure as `launch_runs` does."""
+        """Give these runs to the copy engine; `has_room` is true. Raises CudaFailure as `launch` does."""
         slot = self._slots.pop()
         self.in_flight.append(LaunchedWork(work, slot))  # some of them may be on their way when one fails
         self._device.copy_runs(runs, self._stream.handle)
@@ -186,7 +170,8 @@ class Launches(Generic[Work]):
         """Have the oldest launch in flight ring when it has run. Raises CudaFailure."""
         slot = next((launch.slot for launch in self.in_flight if launch.slot is not None), None)
         if slot is not None and not self._bell_is_set:
-            self._check(self._launcher.ring_after(slot.event.handle, self._wake, self._bell.handle))
+            call, number = self._launcher.ring_after(slot.event.handle, self._wake, self._bell.handle)
+            self._check(call, number)
             self._bell_is_set = True
 
     def rung(self) -> None:
@@ -209,8 +194,7 @@ class Launches(Generic[Work]):
             self._bell.close()
             self._stream.close()
 
-    def _check(self, answer: tuple[str, int]) -> None:
-        call, number = answer
+    def _check(self, call: str, number: int) -> None:
         if number:
             raise self._device.driver.failure(call, number)
 

@@ -1,40 +1,35 @@
-"""`StridedPlan`: one copy of tokens between two paged places, said by strides and a slot for each token.
-
-A list of byte runs takes 24 bytes for each run, and between HND pages and another order of axes a run is one head of
-one token: 256 bytes. Here a token takes 16 bytes, whatever its heads and parts.
-"""
+"""`StridedPlan`: one copy of tokens between two paged places, said by strides and pairs of blocks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pdlink import _cuda
 
 if TYPE_CHECKING:
-    Slots = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+    import numpy as np
 
-TOKEN_NBYTES = 16
-"""Of the list, for a token: its slot on both sides."""
+    Pairs = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+
+PAIR_NBYTES: Final = 16
+"""Of the list, for a unit."""
+ADDRESSES: Final[dict[str, Any]] = {"block_stride": 1, "token_stride": 0, "block_tokens": 1, "num_slots": 2**63 - 1}
+"""Of a side whose numbers are addresses."""
 
 
 class Paged(NamedTuple):
-    """One side. Addresses and strides in bytes; a slot is block * `block_tokens` + token inside the block."""
+    """One side. Addresses and strides in bytes."""
 
     base: int
-    """Address, for the GPU, of the first head of slot 0 of the first part."""
+    """Address, for the GPU, of the first head of block 0 of the first part."""
     part_stride: int
     block_stride: int
     token_stride: int
     head_stride: int
     block_tokens: int
     num_slots: int
-
-    def placed(self, slots: int) -> _cuda.Rows:
-        """slots: address of the list of this side."""
-        return _cuda.Rows(**self._asdict(), slots=slots)
+    """Tokens of all blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +39,37 @@ class StridedPlan:
     num_parts: int
     num_heads: int
     head_nbytes: int
-    slots: Slots
-    """[2, tokens], C-contiguous: of the source, of the destination. The kernel skips a slot outside its side."""
+    unit_tokens: int
+    skip: int
+    """Tokens of the first unit that are not copied."""
+    num_tokens: int
+    pairs: Pairs
+    """[units, 2], C-contiguous: of the source, of the destination, counted through the blocks of each. The kernel
+    skips a unit outside its side."""
 
     def __len__(self) -> int:
-        """Tokens."""
-        return self.slots.shape[1]
+        """Units."""
+        return len(self.pairs)
 
-    def launches(self, at: int) -> list[_cuda.Launch]:
-        """at: where the GPU finds `slots`."""
-        return _cuda.plan_reshape(
-            self.src.placed(at),
-            self.dst.placed(at + self.slots.nbytes // 2),
-            num_tokens=len(self),
+    def moves(self) -> _cuda.Moves:
+        return _cuda.Moves.of_pairs(
+            _cuda.Rows(**self.src._asdict()),
+            _cuda.Rows(**self.dst._asdict()),
+            self.pairs,
+            unit_tokens=self.unit_tokens,
+            skip=self.skip,
+            num_tokens=self.num_tokens,
             num_parts=self.num_parts,
             num_heads=self.num_heads,
             head_nbytes=self.head_nbytes,
         )
 
-    def cut(self, most_tokens: int) -> list[StridedPlan]:
-        """The same in copies of `most_tokens` at most."""
-        cuts = range(0, len(self), most_tokens)
-        sides = self.src, self.dst, self.num_parts, self.num_heads, self.head_nbytes
-        return [StridedPlan(*sides, np.ascontiguousarray(self.slots[:, at : at + most_tokens])) for at in cuts]
+    def cut(self, most_units: int) -> list[StridedPlan]:
+        """The same in copies of `most_units` at most."""
+        end, parts = self.skip + self.num_tokens, []
+        for at in range(0, len(self.pairs), most_units):
+            pairs = self.pairs[at : at + most_units]
+            skip = 0 if at else self.skip
+            num_tokens = min(end, (at + len(pairs)) * self.unit_tokens) - at * self.unit_tokens - skip
+            parts.append(replace(self, skip=skip, num_tokens=num_tokens, pairs=pairs))
+        return parts

@@ -19,6 +19,7 @@ from pdlink import _cuda
 from pdlink.cuda.buffers import DeviceBuffer, PinnedBuffer
 from pdlink.cuda.copies import ENGINE_RUN_NBYTES
 from pdlink.cuda.driver import CudaFailure, CudaStream
+from pdlink.cuda.strided import ADDRESSES
 
 if TYPE_CHECKING:
     from pdlink.cuda.driver import Device
@@ -96,7 +97,7 @@ def measure(device: Device, kernels: Kernels) -> Ways:
     with contextlib.ExitStack() as made:
         pages = made.enter_context(contextlib.closing(DeviceBuffer(device, _MEASURED_NBYTES)))
         host = made.enter_context(contextlib.closing(PinnedBuffer(device, _MEASURED_NBYTES)))
-        listed = made.enter_context(contextlib.closing(PinnedBuffer(device, _MEASURED_NBYTES // RUN_NBYTES[0] * 24)))
+        listed = made.enter_context(contextlib.closing(PinnedBuffer(device, _MEASURED_NBYTES // RUN_NBYTES[0] * 16)))
         stream = made.enter_context(contextlib.closing(CudaStream(device)))
         table = []
         for run_nbytes in RUN_NBYTES:
@@ -125,8 +126,10 @@ def _engine_s(device: Device, runs: RunArray, stream: CudaStream) -> float:
 
 
 def _kernel_s(kernels: Kernels, runs: RunArray, listed: PinnedBuffer, stream: CudaStream) -> float:
-    listed.array[: runs.nbytes] = np.ascontiguousarray(runs).view(np.uint8).reshape(-1)
-    launch = _cuda.plan_runs(listed.device_ptr, len(runs), int(runs[0, 2]))
+    pairs = np.ascontiguousarray(runs[:, :2])
+    listed.array[: pairs.nbytes] = pairs.view(np.uint8).reshape(-1)
+    src, dst = (_cuda.Rows(**ADDRESSES, alignment=16, slots=listed.device_ptr + at, slot_step=16) for at in (0, 8))
+    (launch,) = _cuda.plan_reshape(src, dst, num_tokens=len(runs), head_nbytes=int(runs[0, 2]))
     taken = []
     for _ in range(_TIMES):
         began_s = time.perf_counter()

@@ -386,15 +386,10 @@ class DataPath:
                     plan = plan_of(peer.templates[push.group], push)
                     transfer.plans[push.group, push.start, push.end] = plan
                 first = self._groups.index_of[push.layers.start]
-                lists = plan.run_lists(first)
-                for index in range(first + 1, first + len(push.layers)):
-                    lists += plan.run_lists(index)
+                layers = range(first, first + len(push.layers))
                 planned, batch.submitted_s = True, self._now_s()
-                if batch.after:
-                    events = [(mark.event.handle, mark.event.stream) for mark in batch.after]
-                    ticket = lane.transport.submit_after(peer.key, lists, self._batch_timeout_s, events)
-                else:
-                    ticket = lane.transport.submit(peer.key, lists, self._batch_timeout_s)
+                events = [(mark.event.handle, mark.event.stream) for mark in batch.after]
+                ticket = lane.transport.submit_plan(peer.key, plan, layers, self._batch_timeout_s, events)
                 lane.in_flight[ticket] = batch
             except Exception as error:  # noqa: BLE001  a peer's numbers, in the engine's thread: they cost only it
                 if not batch.after:

@@ -3,7 +3,7 @@
 On a GPU a layer is reported before it is written: the host has only launched the kernels that will write it. And a
 block is free before the last kernel that writes it has run: one that zeroes it, or a step scheduled ahead. A `Mark`
 is an event behind all of that. A transport may let the GPU wait for that of a layer which is reported now
-(`Transport.submit_after`); whatever else is to follow one waits here. The driver is called without the endpoint's
+(`Transport.submit_plan`); whatever else is to follow one waits here. The driver is called without the endpoint's
 lock, by the thread that makes a mark and by the endpoint's.
 
 What waits for a mark of one stream does not wait for those of others.

@@ -1,8 +1,9 @@
 """Two layouts + two block lists → byte runs: the only place with offset arithmetic.
 
 `template()` compares two layouts once per pair of peers and sorts their layers into classes of equal geometry.
-`bind()` works out, once per request, the runs of each class; a layer adds only the bases of its parts, so a plan for
-eighty layers costs as much as one for a single layer.
+`bind()` checks the blocks of a request once, for all layers: a plan for eighty layers costs as much as one for one.
+What moves bytes takes from it what it needs: *pairs* of blocks, with the strides of a layer (a GPU), or *runs* of
+bytes, one list for each class of layers, to which a layer adds only the bases of its parts (everybody else).
 
 How the runs of a class come about:
   1. The token range is cut wherever a block ends on either side. What lies between two cuts is a *span*: tokens at a
@@ -21,7 +22,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from math import gcd
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -36,6 +39,10 @@ IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
 BlockIds = Sequence[int] | np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
 """In token order."""
 Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+Pairs = np.ndarray[tuple[int, int], np.dtype[np.int32]]
+Strided: TypeAlias = "tuple[int, int, int, int, int, int, int, int, int, int]"
+"""Heads and bytes of each; tokens of a block, strides of blocks, tokens and heads of the source, then of the
+destination."""
 
 _made = tuple.__new__
 """`_made(RunList, fields)` takes half the time of `RunList(*fields)`, and every layer of a request makes some."""
@@ -54,11 +61,8 @@ class LayerClass:
     head_nbytes: int
     axes_table: Table = field(compare=False)
     """`axes` for the compiled loops."""
-
-    def of_span(self, num_tokens: int) -> tuple[int, int]:
-        """How many runs a span of so many tokens is, and their bytes."""
-        *counts, nbytes = _box(self.axes_table, num_tokens, self.head_nbytes)
-        return int(np.prod(counts)), int(nbytes)
+    strided: Strided = field(compare=False)
+    """The same for kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ class LayerTemplate:
     class_index: int
     bases: tuple[tuple[Part, Part], ...]
     """(source, destination) per list of runs: one for fused parts, otherwise one per part."""
+    strided: tuple[Strided, list[tuple[int, int, int, int]]]
+    """For kernels: of the class, and region and offset of the source and of the destination of each part."""
     token_nbytes: int
 
 
@@ -80,31 +86,70 @@ class Template:
     classes: tuple[LayerClass, ...]
     layers: tuple[LayerTemplate, ...]
 
-    def runs_of_token(self) -> tuple[int, float]:
-        """Bytes of the longest run of blocks that do not join, and how many runs a token of a layer is at most."""
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens of a unit: the most that lie in one block on both sides, wherever they are."""
+        return gcd(self.src.block_tokens, self.dst.block_tokens)
+
+    def run_nbytes(self) -> int:
+        """Bytes of the longest run of blocks that do not join."""
         span_tokens = min(self.src.block_tokens, self.dst.block_tokens)
-        spans = [shape.of_span(span_tokens) for shape in self.classes]
-        counts = [spans[layer.class_index][0] * len(layer.bases) for layer in self.layers]
-        return max(nbytes for _, nbytes in spans), max(counts) / span_tokens
+        return max(int(_box(shape.axes_table, span_tokens, shape.head_nbytes)[3]) for shape in self.classes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
-    """The copies of one request; the runs of a class are shared by its layers and read-only."""
+    """The copies of one request."""
 
     template: Template
     start: int
     end: int
-    runs: tuple[RunArray, ...]
-    """Per class of `template.classes`."""
+    src_blocks: IntArray
+    """From the one on that holds `start`; distinct, and there, as are those of the destination."""
+    dst_blocks: IntArray
 
-    def run_lists(self, layer: int) -> list[RunList]:
-        """What to submit for one layer; empty if the range is."""
+    def run_lists(self, layer: int, count: int = 1) -> list[RunList]:
+        """What to submit for `count` layers from this one on, by runs; empty if the range of tokens is."""
         if self.start == self.end:
             return []
-        shape = self.template.layers[layer]
-        runs = self.runs[shape.class_index]
-        return [_made(RunList, (src.region, src.offset, dst.region, dst.offset, runs)) for src, dst in shape.bases]
+        found, runs = [], self.runs
+        for shape in self.template.layers[layer : layer + count]:
+            of_class = runs[shape.class_index]
+            for src, dst in shape.bases:
+                found.append(_made(RunList, (src.region, src.offset, dst.region, dst.offset, of_class)))
+        return found
+
+    @cached_property
+    def runs(self) -> tuple[RunArray, ...]:
+        """Per class of `template.classes`; shared by the layers of a class, read-only, made when first asked for."""
+        src, dst = self.template.src, self.template.dst
+        tokens, block_tokens = (self.start, self.end), (src.block_tokens, dst.block_tokens)
+        found = []
+        for shape in self.template.classes:
+            strides = shape.src_strides, shape.dst_strides
+            blocks = self.src_blocks, self.dst_blocks
+            runs = _runs(*blocks, tokens, block_tokens, *strides, shape.axes_table, shape.head_nbytes)
+            runs.flags.writeable = False  # layers share them
+            found.append(runs)
+        return tuple(found)
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        """[units, 2], C-contiguous: source unit and destination unit, the same for all layers. Read-only.
+
+        Unit n of a side begins at token n * `unit_tokens`, counted through its blocks. Of the first unit
+        `start % unit_tokens` tokens are not copied. Made when it is first asked for.
+        """
+        unit, end = self.template.unit_tokens, self.end if self.end > self.start else 0
+        units = np.arange(self.start // unit, -(-end // unit))
+        pairs = np.empty((len(units), 2), np.int32)
+        sides = (self.template.src, self.src_blocks), (self.template.dst, self.dst_blocks)
+        for column, (layout, blocks) in enumerate(sides):
+            per_block = layout.block_tokens // unit
+            index = units // per_block - self.start // layout.block_tokens
+            pairs[:, column] = blocks[index] * per_block + units % per_block
+        pairs.flags.writeable = False
+        return pairs
 
     def layer_nbytes(self, layer: int) -> int:
         return (self.end - self.start) * self.template.layers[layer].token_nbytes
@@ -144,10 +189,13 @@ def template(src: KVLayout, dst: KVLayout) -> Template:
                 f"parts of layer {index} differ: source {len(src_layer.parts)}, destination {len(dst_layer.parts)}"
             )
         shape, bases = _classify(src, dst, src_layer, dst_layer)
+        pairs_of_parts = zip(src_layer.parts, dst_layer.parts, strict=True)
+        parts = [(of.region, of.offset, to.region, to.offset) for of, to in pairs_of_parts]
         layers.append(
             LayerTemplate(
                 class_index=classes.setdefault(shape, len(classes)),
                 bases=bases,
+                strided=(shape.strided, parts),
                 token_nbytes=len(src_layer.parts) * src.num_heads * src.head_nbytes,
             )
         )
@@ -162,7 +210,7 @@ def bind(template: Template, src_blocks: BlockIds, dst_blocks: BlockIds, start: 
     so both sides agree where inside a block a token lies whatever their block sizes.
     Raises ValueError if a list is too short for the range, names a block that does not exist, or would write a
     destination block twice.
-    Cost: O(blocks + runs), without the GIL in the loops.
+    Cost: O(blocks); runs and pairs are made when they are asked for, the runs without the GIL.
     """
     if not 0 <= start <= end < MAX_OFFSET:
         raise ValueError(f"token range [{start}, {end}) is not a range of positions")
@@ -170,21 +218,14 @@ def bind(template: Template, src_blocks: BlockIds, dst_blocks: BlockIds, start: 
     dst = _needed("destination", template.dst, dst_blocks, start, end)
     if len(dst) > 1 and len(set(dst.tolist())) != len(dst):
         raise ValueError("destination blocks are not distinct: two ranges of tokens would be written to one block")
-    tokens, block_tokens = (start, end), (template.src.block_tokens, template.dst.block_tokens)
-    found = []
-    for shape in template.classes:
-        strides = shape.src_strides, shape.dst_strides
-        runs = _runs(src, dst, tokens, block_tokens, *strides, shape.axes_table, shape.head_nbytes)
-        runs.flags.writeable = False  # layers share them
-        found.append(runs)
-    return Plan(template, start, end, tuple(found))
+    return Plan(template, start, end, src, dst)
 
 
 def warm_up() -> None:
     """Compile (or load from the cache) what `bind` needs, so that no request pays for it. Call once at start."""
     layer = LayerLayout(parts=(Part(0, 0),), block_stride=1, token_stride=1, head_stride=1)
     tiny = KVLayout("uint8", block_tokens=1, num_blocks=1, num_heads=1, head_nbytes=1, layers=(layer,))
-    bind(template(tiny, tiny), [0], [0], 0, 1)
+    bind(template(tiny, tiny), [0], [0], 0, 1).runs  # noqa: B018
 
 
 def _classify(
@@ -208,8 +249,13 @@ def _classify(
         axes=axes,
         head_nbytes=src.head_nbytes,
         axes_table=np.array(axes, dtype=np.int64),
+        strided=(src.num_heads, src.head_nbytes, *_strides(src, src_layer), *_strides(dst, dst_layer)),
     )
     return shape, bases
+
+
+def _strides(layout: KVLayout, layer: LayerLayout) -> tuple[int, int, int, int]:
+    return layout.block_tokens, layer.block_stride, layer.token_stride, layer.head_stride
 
 
 def _common_distance(bases: tuple[tuple[Part, Part], ...]) -> int:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import numpy as np
 
 from pdlink import threads
-from pdlink.cuda.copies import MOST_RUNS, MOST_TOKENS, Copies, kernels_if_any
+from pdlink.cuda.copies import MOST_PAIRS, Copies, kernels_if_any
 from pdlink.cuda.driver import CudaEvent, CudaFailure, CudaStream
 from pdlink.cuda.steps import PinnedSteps
 from pdlink.cuda.strided import Paged, StridedPlan
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pdlink.kv.layout import KVLayout, RunArray
     from pdlink.kv.plan import IntArray, Template
     from pdlink.memory.buffers import Bytes
-    from pdlink.store.groups import SlotPlan
+    from pdlink.store.groups import PairPlan
 
 log = logging.getLogger(__name__)
 
@@ -198,18 +198,17 @@ class GpuPages:
         if not waits:
             then()
 
-    def wants_slots(self, template: Template, *, loading: bool) -> bool:
-        """Whether copies by this template are better said by a slot for each token than by runs (`SlotPlan`).
+    def wants_pairs(self, template: Template, *, loading: bool) -> bool:
+        """Whether a kernel makes copies by this template, so that they are said by pairs of blocks (`PairPlan`).
 
-        A recurrent state is not: its runs are long.
+        Not of a recurrent state: its runs are long.
         """
-        run_nbytes, runs_of_token = template.runs_of_token()
         copies = (self._loads if loading else self._stores).copies
-        return not template.src.state and copies.wants_tokens(run_nbytes, 24 * runs_of_token)
+        return not template.src.state and copies.wants_pairs(template.run_nbytes())
 
-    def copy_slots(
+    def copy_pairs(
         self,
-        plan: SlotPlan,
+        plan: PairPlan,
         layer: int,
         arena: Bytes,
         *,
@@ -218,13 +217,13 @@ class GpuPages:
         then: Then,
         begun: Callable[[PageCopy], None] | None = None,
     ) -> PageCopy:
-        """`copy` of one layer, which one kernel makes in pinned memory for up to `MOST_TOKENS` tokens."""
+        """`copy` of one layer, which one kernel makes in pinned memory for up to `MOST_PAIRS` units."""
         return self._copy(
             lambda: self._strided(plan, layer, arena, loading=loading), loading, after=after, then=then, begun=begun
         )
 
     def one_base(self, arena: Bytes, offsets: IntArray, nbytes: int) -> bool:
-        """Whether the GPU finds these ranges of the arena at addresses of one base, which `copy_slots` takes.
+        """Whether the GPU finds these ranges of the arena at addresses of one base, which `copy_pairs` takes.
 
         Pins them. False, too, if that fails: `copy` tells its caller then.
         """
@@ -450,13 +449,13 @@ class GpuPages:
             placed[:, here] += self._bases[region]
             runs_at.append(placed)
         whole = np.concatenate(runs_at) if runs_at else np.zeros((0, 3), np.int64)
-        return [whole[at : at + MOST_RUNS] for at in range(0, len(whole), MOST_RUNS)]
+        return [whole[at : at + MOST_PAIRS] for at in range(0, len(whole), MOST_PAIRS)]
 
-    def _strided(self, plan: SlotPlan, layer: int, arena: Bytes, *, loading: bool) -> list[StridedPlan]:
+    def _strided(self, plan: PairPlan, layer: int, arena: Bytes, *, loading: bool) -> list[StridedPlan]:
         """One launch each. Parts that do not lie a constant distance apart on both sides go alone."""
         of, to = plan.template.src, plan.template.dst
         pages, record = (to, of) if loading else (of, to)
-        base = self._pinned(arena).one_base(plan.record_slots[:1] // record.block_tokens * ALIGNMENT_NBYTES, 1)
+        base = self._pinned(arena).one_base(np.array([plan.begin]), 1)
         assert base is not None
         page_parts = [int(self._bases[part.region]) + part.offset for part in pages.layers[layer].parts]
         record_parts = [base + part.offset for part in record.layers[layer].parts]
@@ -471,9 +470,9 @@ class GpuPages:
             kept = _paged(record, layer, record_parts[index], record_step, 1 << 62)
             kept = kept._replace(block_stride=ALIGNMENT_NBYTES)
             sides = (kept, page) if loading else (page, kept)
-            numbers = (plan.record_slots, plan.page_slots) if loading else (plan.page_slots, plan.record_slots)
-            whole = StridedPlan(*sides, num_parts, of.num_heads, of.head_nbytes, np.stack(numbers))
-            copies += whole.cut(MOST_TOKENS)
+            tokens = plan.template.unit_tokens, plan.skip, plan.num_tokens
+            whole = StridedPlan(*sides, num_parts, of.num_heads, of.head_nbytes, *tokens, plan.pairs)
+            copies += whole.cut(MOST_PAIRS)
         return copies
 
     def _pinned(self, arena: Bytes) -> PinnedSteps:

@@ -1,19 +1,20 @@
 """`RecordGroup`: the records of one group of an engine's layers, and plans of copies between them and its pages.
 
-`Blocks` are some of a request's blocks. A `RecordPlan` says copies as runs, a `SlotPlan` as slots of tokens.
+`Blocks` are some of a request's blocks. A `RecordPlan` says copies as runs, a `PairPlan` as pairs of blocks.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from pdlink.errors import ConfigError
 from pdlink.kv.hashing import Origin
-from pdlink.kv.plan import Plan, bind, template
+from pdlink.kv.plan import bind, template
 from pdlink.store.extents import ALIGNMENT_NBYTES
 from pdlink.store.record import SUM_LINE_NBYTES, shape_of
 from pdlink.store.slots import WHOLE, Share
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from pdlink.store.slots import Slot
 
     Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
+    PairArray = np.ndarray[tuple[int, int], np.dtype[np.int64]]
     Chunks = Sequence[tuple[int, Slot]]
     """Slots, by number of the chunk in the prompt."""
 
@@ -48,15 +50,28 @@ class Blocks:
 class RecordPlan:
     """Copies between blocks and some records, whose runs follow each other."""
 
-    plan: Plan
+    template: Template
+    runs: tuple[RunArray, ...]
+    """Per class of the template."""
     shape: RecordShape
     starts: Numbers
     """Where each record begins in the arena."""
     ends: tuple[Numbers, ...]
-    """Per class of the plan's template: behind the last run of each record."""
+    """Per class of the template: behind the last run of each record."""
+
+    def of_layer(self, layer: int) -> list[tuple[int, int, RunArray]]:
+        """Source region, destination region, runs."""
+        shape = self.template.layers[layer]
+        runs = self.runs[shape.class_index]
+        return [(src.region, dst.region, runs + (src.offset, dst.offset, 0)) for src, dst in shape.bases]
 
     def ends_of(self, layer: int) -> Numbers:
-        return self.ends[self.plan.template.layers[layer].class_index]
+        return self.ends[self.template.layers[layer].class_index]
+
+    @property
+    def num_runs(self) -> int:
+        """Of all layers and parts."""
+        return sum(len(self.runs[layer.class_index]) * len(layer.bases) for layer in self.template.layers)
 
     def whole(self) -> dict[tuple[int, int], RunArray]:
         """The runs of all layers, by (source region, destination region), in the order of their sources.
@@ -66,12 +81,12 @@ class RecordPlan:
         destinations 0.041 and 0.047; two cores of an EPYC).
         """
         bases: defaultdict[tuple[int, int, int], list[tuple[int, int, int]]] = defaultdict(list)
-        for layer in self.plan.template.layers:
+        for layer in self.template.layers:
             for src, dst in layer.bases:
                 bases[layer.class_index, src.region, dst.region].append((src.offset, dst.offset, 0))
         parts: defaultdict[tuple[int, int], list[RunArray]] = defaultdict(list)
         for (index, src_region, dst_region), some in bases.items():
-            based = self.plan.runs[index] + np.array(some)[:, None]
+            based = self.runs[index] + np.array(some)[:, None]
             parts[src_region, dst_region].append(based.reshape(-1, 3))
         found = {}
         for regions, of_classes in parts.items():
@@ -81,18 +96,23 @@ class RecordPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotPlan:
-    """The same copies as a slot for each token and strides, for a kernel (`pdlink.cuda.strided`).
+class PairPlan:
+    """The same copies as strides and pairs of blocks, for a kernel (`pdlink.cuda.strided`).
 
     A record is a block of the arena that begins at a multiple of `ALIGNMENT_NBYTES`, which is the stride of blocks.
     """
 
     template: Template
-    page_slots: Numbers
-    record_slots: Numbers
+    pairs: PairArray
+    """[units, 2], C-contiguous: of the source, of the destination, in units of `template.unit_tokens`."""
+    skip: int
+    """Tokens of the first unit that are not copied."""
+    num_tokens: int
+    begin: int
+    """Where the first record begins in the arena."""
 
 
-AnyPlan: TypeAlias = "RecordPlan | SlotPlan"
+AnyPlan: TypeAlias = "RecordPlan | PairPlan"
 
 
 class RecordGroup:
@@ -164,26 +184,28 @@ class RecordGroup:
             place = np.array([slot.offset, 0, 0] if loading else [0, slot.offset, 0])
             parts.append([runs + place for runs in bound.runs])
         classes = list(zip(*parts, strict=True))
-        plan = Plan(shape, begin, end, tuple(np.concatenate(runs) for runs in classes))
+        whole = tuple(np.concatenate(runs) for runs in classes)
         ends = tuple(np.cumsum([len(of_record) for of_record in runs]) for runs in classes)
-        return RecordPlan(plan, self.shape, np.array([slot.offset for _, slot in slots]), ends)
+        return RecordPlan(shape, whole, self.shape, np.array([slot.offset for _, slot in slots]), ends)
 
-    def slot_plan(self, slots: Chunks, blocks: Blocks, begin: int, end: int, *, loading: bool) -> SlotPlan:
-        """The same by slots of tokens. Raises ValueError for blocks that do not exist."""
+    def pair_plan(self, slots: Chunks, blocks: Blocks, begin: int, end: int, *, loading: bool) -> PairPlan:
+        """The same by pairs of blocks. Raises ValueError for blocks that do not exist."""
         template, pages = self.template(loading=loading), self.layout
-        record_tokens = (template.src if loading else template.dst).block_tokens
-        spans = [(slot, *self.part_of(chunk, begin, end)) for chunk, slot in slots]
-        tokens = np.concatenate([np.arange(first, last) for _, first, last in spans])
-        begins = np.concatenate([np.full(last - first, slot.offset) for slot, first, last in spans])
+        unit, record_tokens = template.unit_tokens, (template.src if loading else template.dst).block_tokens
+        spans = [(slot, *self.part_of(chunk, begin, end)) for chunk, slot in sorted(slots, key=itemgetter(0))]
+        whole = [(slot.offset, first // unit, -(-last // unit)) for slot, first, last in spans]
+        units = np.concatenate([np.arange(first, last) for _, first, last in whole])
+        begins = np.concatenate([np.full(last - first, offset) for offset, first, last in whole])
         numbers = np.array(blocks.numbers, np.int64)
-        index = tokens // pages.block_tokens - blocks.begin // pages.block_tokens
+        per_page, per_record = pages.block_tokens // unit, record_tokens // unit
+        index = units // per_page - blocks.begin // pages.block_tokens
         if index.max() >= len(numbers) or numbers.min() < 0 or numbers.max() >= pages.num_blocks:
-            raise ValueError(f"blocks {blocks} do not hold tokens up to {tokens.max()}: there are {pages.num_blocks}")
-        return SlotPlan(
-            template,
-            numbers[index] * pages.block_tokens + tokens % pages.block_tokens,
-            begins // ALIGNMENT_NBYTES * record_tokens + tokens % record_tokens,
-        )
+            raise ValueError(f"blocks {blocks} do not hold tokens up to {spans[-1][2]}: there are {pages.num_blocks}")
+        page = numbers[index] * per_page + units % per_page
+        record = begins // ALIGNMENT_NBYTES * per_record + units % per_record
+        pairs = np.stack((record, page) if loading else (page, record), axis=1)
+        num_tokens = sum(last - first for _, first, last in spans)
+        return PairPlan(template, np.ascontiguousarray(pairs), spans[0][1] % unit, num_tokens, whole[0][0])
 
 
 def _share(layout: KVLayout, heads: range | None, num_heads: int | None) -> Share:

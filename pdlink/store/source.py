@@ -25,7 +25,7 @@ from pdlink.cuda.driver import CudaFailure
 from pdlink.errors import TransferFailed
 from pdlink.events import KVCopied, emit
 from pdlink.kv import hashing
-from pdlink.store.groups import RecordPlan, SlotPlan
+from pdlink.store.groups import PairPlan, RecordPlan
 from pdlink.store.line import Line
 from pdlink.store.prompt import Prompt, PromptKeys
 from pdlink.store.record import layer_ranges
@@ -190,11 +190,11 @@ class Source:
     def plan(
         self, group: RecordGroup, slots: Chunks, blocks: Blocks, begin: int, end: int, *, loading: bool
     ) -> AnyPlan:
-        """For `move`: by slots of tokens where a GPU copies and runs are short."""
-        if self.gpu is not None and self.gpu.wants_slots(group.template(loading=loading), loading=loading):
+        """For `move`: by pairs of blocks where a kernel of a GPU copies."""
+        if self.gpu is not None and self.gpu.wants_pairs(group.template(loading=loading), loading=loading):
             begins = np.array([slot.offset for _, slot in slots])
             if self.gpu.one_base(self.store.array, begins, group.shape.nbytes):
-                return group.slot_plan(slots, blocks, begin, end, loading=loading)
+                return group.pair_plan(slots, blocks, begin, end, loading=loading)
         return group.plan(slots, blocks, begin, end, loading=loading)
 
     def move(
@@ -220,13 +220,10 @@ class Source:
             then("")
             return
         arena, told = self.store.array, partial(self._tell, then)
-        if isinstance(plan, SlotPlan):
-            self.gpu.copy_slots(plan, layer, arena, loading=loading, after=after, then=told, begun=begun)
+        if isinstance(plan, PairPlan):
+            self.gpu.copy_pairs(plan, layer, arena, loading=loading, after=after, then=told, begun=begun)
             return
-        lists = []
-        for run_list in plan.plan.run_lists(layer):
-            runs = run_list.runs + np.array([run_list.src_base, run_list.dst_base, 0])
-            lists.append((run_list.dst_region if loading else run_list.src_region, runs))
+        lists = [(dst if loading else src, runs) for src, dst, runs in plan.of_layer(layer)]
         self.gpu.copy(lists, arena, loading=loading, after=after, then=told, begun=begun)
 
     def copy(self, plan: RecordPlan, layer: int, *, loading: bool, sums: Sums | None = None) -> None:
@@ -235,10 +232,9 @@ class Source:
         sums: [records, 2]; those of what is copied are added. Only where the source `fuses`.
         """
         arena = self.store.array
-        for run_list in plan.plan.run_lists(layer):
-            runs = run_list.runs + np.array([run_list.src_base, run_list.dst_base, 0])
-            to = self.arrays[run_list.dst_region] if loading else arena
-            of = arena if loading else self.arrays[run_list.src_region]
+        for src, dst, runs in plan.of_layer(layer):
+            to = self.arrays[dst] if loading else arena
+            of = arena if loading else self.arrays[src]
             if sums is None:
                 _copy.nt_runs(to, of, runs)
             else:
@@ -339,8 +335,8 @@ class Source:
 
     def _copy_whole(self, plan: RecordPlan, *, loading: bool) -> None:
         arena = self.store.array
-        if plan.plan.num_runs > _MOST_RUNS:
-            for layer in range(len(plan.plan.template.layers)):
+        if plan.num_runs > _MOST_RUNS:
+            for layer in range(len(plan.template.layers)):
                 self.copy(plan, layer, loading=loading)
             return
         for (src, dst), runs in plan.whole().items():

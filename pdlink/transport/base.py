@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pdlink.capabilities import MemoryKind, Reach, Trust
     from pdlink.config import TransportConfig
     from pdlink.kv.groups import KVGroups
+    from pdlink.kv.plan import Plan
     from pdlink.memory.buffers import AnyBuffer
 
 
@@ -128,7 +129,7 @@ class Transport(ABC):
     connects_aside: ClassVar[bool] = False
     """Whether `connect` may ask the peer, or take long: the endpoint calls it in a thread of its own."""
     follows_events: ClassVar[bool] = False
-    """Whether it has `submit_after`."""
+    """Whether `submit_plan` takes events."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -215,19 +216,20 @@ class Transport(ABC):
         (checked before anything is written) and TransportFailure if the peer is failed, closed or unknown.
         """
 
+    def submit_plan(
+        self, peer: str, plan: Plan, layers: range, timeout_s: float, after: Sequence[tuple[int, int]] = ()
+    ) -> int:
+        """As `submit`, of these layers of a plan.
+
+        after: where `follows_events`, events that the GPU waits for before it reads, each with the stream it was
+        recorded in. Batches that wait hold up no others; `timeout_s` counts from when all are reached. An event must
+        stay as it is until the batch is reported.
+        """
+        return self.submit(peer, plan.run_lists(layers.start, len(layers)), timeout_s)
+
     def heard(self, peer: str, data: bytes) -> None:
         """A note of this peer's, once both sides are ready. Raises ProtocolError, which costs the session."""
         raise ProtocolError(f"{self.name}: got a note of {len(data)} bytes from {peer}; it has none")
-
-    def submit_after(
-        self, peer: str, lists: Sequence[RunList], timeout_s: float, after: Sequence[tuple[int, int]]
-    ) -> int:
-        """As `submit`, and the GPU waits for these events before it reads: each with the stream it was recorded in.
-
-        Where `follows_events`. Batches that wait hold up no others. `timeout_s` counts from when all are reached. An
-        event must stay as it is until the batch is reported.
-        """
-        raise NotImplementedError
 
     @abstractmethod
     def poll(self) -> list[Occurrence]:

@@ -2,10 +2,10 @@
 
 The two may share a GPU or have one each with peer access (NVLink, PCIe). The invitation carries CUDA IPC handles of
 the registered device buffers, or says where those of virtual memory are given out (`handle_door.py`). The writer maps
-the memory once, and every batch is one kernel launch, whatever its number of runs: a layer of scattered pages costs
-what one copy does, and the owner's CPU and streams take no part.
+the memory once, and a push is a kernel launch, of strides and pairs of blocks: a layer of scattered pages costs what
+one copy does, between any two layouts, and the owner's CPU and streams take no part.
 
-What orders a write: `submit` means that the source bytes are there, `submit_after` that they are behind these events,
+What orders a write: `submit` means that the source bytes are there, `submit_plan` that they are behind these events,
 for which the launch waits on the GPU. What orders a read: `BatchDone` follows the event behind the kernel, whose
 stores are visible to every kernel launched after it.
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pdlink.config import TransportConfig
     from pdlink.cuda.buffers import DeviceMemory, PinnedBuffer
     from pdlink.cuda.virtual import Range, SharedMemory
-    from pdlink.kv.layout import RunList
+    from pdlink.kv.plan import Plan
     from pdlink.memory.buffers import AnyBuffer
 
 LAUNCH_NBYTES = 256 << 20
@@ -191,11 +191,14 @@ class MappedCudaTransport(NativeTransport[_cuda.GpuCopier, "AnyBuffer"]):
         self._regions.append(_Region(buffer.ptr, buffer.nbytes, export))
         return copier.add_region(buffer.ptr, buffer.nbytes)
 
-    def submit_after(
-        self, peer: str, lists: Sequence[RunList], timeout_s: float, after: Sequence[tuple[int, int]]
+    def submit_plan(
+        self, peer: str, plan: Plan, layers: range, timeout_s: float, after: Sequence[tuple[int, int]] = ()
     ) -> int:
+        template, unit_tokens = plan.template, plan.template.unit_tokens
+        some = [layer.strided for layer in template.layers[layers.start : layers.stop]]
+        tokens = unit_tokens, plan.start % unit_tokens, plan.end - plan.start
         try:
-            return self._engine.submit_after(peer, lists, timeout_s, after)
+            return self._engine.submit_plan(peer, plan.pairs, *tokens, some, timeout_s, after)
         except (RuntimeError, TypeError) as error:
             raise refused(error) from error
 

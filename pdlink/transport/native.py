@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdlink.kv.layout import RunList
+    from pdlink.kv.plan import Plan
     from pdlink.memory.buffers import AnyBuffer
 
 
@@ -95,6 +96,17 @@ class NativeTransport(Transport, Generic[AnyEngine, Kept]):
             native = self._engine  # says why there is none
         try:
             return native.submit(peer, lists, timeout_s)
+        except (RuntimeError, TypeError) as error:
+            raise refused(error) from error
+
+    def submit_plan(
+        self, peer: str, plan: Plan, layers: range, timeout_s: float, after: Sequence[tuple[int, int]] = ()
+    ) -> int:
+        native = self._native
+        if native is None or self._closed:
+            native = self._engine
+        try:  # and no call of `submit`, in the engine's thread
+            return native.submit(peer, plan.run_lists(layers.start, len(layers)), timeout_s)
         except (RuntimeError, TypeError) as error:
             raise refused(error) from error
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
 import pdlink
 from pdlink.capabilities import MemoryKind, Trust
 from pdlink.cuda.buffers import DeviceBuffer
-from pdlink.cuda.driver import CudaEvent, Device
+from pdlink.cuda.driver import CudaEvent, CudaFailure, Device
 from pdlink.cuda.ways import Ways
+from pdlink.kv.layout import KVLayout, LayerLayout, Part
+from pdlink.kv.plan import BlockIds, Plan, bind, template
 from pdlink.memory.buffers import AnyBuffer, Buffer
 from pdlink.transport.base import Transport
 from pdlink.transport.mapped_cuda import MappedCudaTransport
@@ -20,6 +24,23 @@ from pdlink.transport.staged import StagedTransport
 from tests.cuda.fake import IMAGE, fake
 from tests.events import EventBells
 from tests.node.conftest import TIMEOUTS, TOKENS, groups
+
+
+def block_plan(pool_nbytes: int, block_nbytes: int, src: BlockIds, dst: BlockIds) -> Plan:
+    """Between blocks of the first regions, of one layer of one part whose blocks hold a token."""
+    layer = LayerLayout((Part(0, 0),), block_nbytes, block_nbytes, block_nbytes)
+    layout = KVLayout("uint8", 1, pool_nbytes // block_nbytes, 1, block_nbytes, (layer,))
+    return bind(template(layout, layout), src, dst, 0, len(src))
+
+
+@contextlib.contextmanager
+def nothing_can_be_pinned() -> Iterator[None]:
+    def refuse(*_: object) -> int:
+        raise CudaFailure("cuMemHostRegister_v2", 2, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Device, "pin", refuse)
+        yield
 
 
 class LentBuffer(DeviceBuffer):

@@ -32,15 +32,32 @@ using namespace fake;
 
 namespace {
 
-// What a kernel that moves tokens reads and writes, head by head.
-std::vector<Run> runs_of(const std::string& kernel, const pdlink::cuda::Reshape& reshape, unsigned planes) {
+// What the latest copy to an address of the GPU's own memory was of.
+struct Copied {
+    std::uint64_t src, nbytes;
+};
+std::map<std::uint64_t, Copied> copied_from;
+
+// Where what a launch that is given now reads at `address` is now: memory of the host, or of a copy that may not have
+// run.
+std::uint64_t source_of(std::uint64_t address) {
+    auto at = copied_from.upper_bound(address);
+    if (at == copied_from.begin()) return address;
+    --at;
+    return address < at->first + at->second.nbytes ? at->second.src + (address - at->first) : address;
+}
+
+// What a kernel reads and writes, head by head.
+std::vector<Run> runs_of(const std::string& kernel, pdlink::cuda::Reshape reshape) {
     const std::uint64_t unit_nbytes = std::stoul(kernel.substr(std::strlen("pdlink_copy")));
     const std::uint64_t head_nbytes = unit_nbytes * reshape.units_per_head.divisor();
     const std::uint32_t heads = reshape.units_per_row / reshape.units_per_head.divisor();
+    for (pdlink::cuda::Side* side : {&reshape.src, &reshape.dst})
+        if (side->list) side->list = source_of(side->list);
     std::vector<Run> runs;
-    for (unsigned plane = 0; plane < planes; ++plane)
+    for (std::uint32_t plane = 0; plane < reshape.num_planes; ++plane)
         for (std::uint32_t token = 0; token < reshape.num_strands / reshape.strands_per_row.divisor(); ++token) {
-            const std::int64_t src = reshape.src.slot(token), dst = reshape.dst.slot(token);
+            const auto [src, dst] = reshape.slots(token);
             if (src < 0 || src >= reshape.src.num_slots || dst < 0 || dst >= reshape.dst.num_slots) continue;
             const std::uint32_t layer = plane / reshape.num_parts.divisor(),
                                 part = plane % reshape.num_parts.divisor();
@@ -65,9 +82,6 @@ int begin_copies(const char* call, void* stream, const std::vector<Run>& runs) {
     w.order.run(call, stream, runs);
     return kSuccess;
 }
-
-// Where the latest copy to an address of the GPU's own memory came from.
-std::map<std::uint64_t, std::uint64_t> copied_from;
 
 // Other memory is at these addresses now, or may be soon. The caller holds the mutex.
 void forget_copies(std::uint64_t address, std::uint64_t nbytes) {
@@ -345,7 +359,7 @@ int cuMemcpyAsync(std::uint64_t dst, std::uint64_t src, std::size_t nbytes, void
         const std::lock_guard lock(world().mutex);
         const auto after = world().allocations.upper_bound(dst);  // host memory comes and goes unseen
         if (after != world().allocations.begin() && dst < std::prev(after)->first + std::prev(after)->second.nbytes)
-            copied_from[dst] = src;
+            copied_from[dst] = {src, nbytes};
     }
     line->put([=] {
         const std::lock_guard wait(world().gate);
@@ -516,20 +530,13 @@ int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned 
     STREAM(line, stream);
     if (!x || !y || z != 1 || y > 65535 || threads != pdlink::cuda::kThreads) return kInvalidValue;
     const std::string& name = *static_cast<std::string*>(function);
-    const std::size_t nbytes = name == "pdlink_runs" ? sizeof(pdlink::cuda::CopyRuns) : sizeof(pdlink::cuda::Reshape);
-    pdlink::cuda::Launch launch{name, x, y, {}};
     const auto* bytes = static_cast<const std::byte*>(arguments[0]);
-    launch.argument.assign(bytes, bytes + nbytes);  // the driver copies it before it returns, too
-    if (name == "pdlink_runs") {  // the list is in pinned memory, and there by now, or is copied from there
-        const auto& list = *reinterpret_cast<const pdlink::cuda::CopyRuns*>(bytes);
-        const std::size_t count = list.num_shares / list.segments.divisor();
+    pdlink::cuda::Launch launch{name, x, y, {bytes, bytes + sizeof(pdlink::cuda::Reshape)}};
+    pdlink::cuda::Reshape reshape;
+    std::memcpy(&reshape, bytes, sizeof reshape);  // the driver copies it before it returns, too
+    {
         const std::lock_guard lock(world().mutex);
-        const auto at = copied_from.find(list.runs);
-        const Run* runs = reinterpret_cast<const Run*>(at == copied_from.end() ? list.runs : at->second);
-        world().order.run("pdlink_runs", stream, {runs, runs + count});
-    } else {  // so are the slots of tokens
-        const auto runs = runs_of(name, *reinterpret_cast<const pdlink::cuda::Reshape*>(bytes), y);
-        const std::lock_guard lock(world().mutex);
+        const auto runs = runs_of(name, reshape);
         for (const Run& run : runs)
             for (const std::uint64_t at : {run.src, run.src + run.nbytes - 1, run.dst, run.dst + run.nbytes - 1})
                 if (where(at, 1) != Where::kKnown)  // a kernel may go from one registration into the next

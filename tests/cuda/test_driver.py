@@ -9,6 +9,7 @@ import subprocess
 import threading
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from pdlink.cuda import driver, virtual
 from pdlink.cuda.buffers import DeviceBuffer
 from pdlink.cuda.driver import CudaEvent, CudaFailure, CudaStream, CudaUnavailable, Device
 from pdlink.cuda.kernels import Kernels
+from pdlink.cuda.strided import ADDRESSES
 from pdlink.memory.buffers import Buffer
 from tests.cuda.double import Kv
 from tests.cuda.fake import IMAGE, Fake
@@ -26,6 +28,7 @@ from tests.cuda.virtual import AllocationProp
 from tests.events import Reached
 from tests.waiting import WAIT_S
 
+ONE_ROW: dict[str, Any] = {"block_stride": 0, "token_stride": 0, "block_tokens": 1, "num_slots": 1}
 HEADER = Path("/usr/local/cuda/include/cuda.h")
 SOURCES = Path(__file__).parents[2] / "pdlink"
 
@@ -99,19 +102,21 @@ def test_a_copy_follows_what_its_stream_has_before_it(device: Device, double: Fa
     """The held kernel writes; the copy behind it must see what it wrote, and no sooner."""
     kernels, stream = Kernels(device, IMAGE), CudaStream(device)
     source, middle, target = (torch.full((64,), n, dtype=torch.uint8) for n in (1, 2, 3))
-    for one in (middle, target):  # an asynchronous copy takes no other memory of the host
+    for one in (source, middle, target):  # neither a kernel nor an asynchronous copy takes other memory of the host
         device.pin(one.data_ptr(), 64)
-    runs = torch.tensor([[source.data_ptr(), middle.data_ptr(), 64]])
+    (launch,) = _cuda.plan_reshape(
+        *(_cuda.Rows(base=one.data_ptr(), **ONE_ROW) for one in (source, middle)), num_tokens=1, head_nbytes=64
+    )
     double.hold()
     try:
-        kernels.launch(_cuda.plan_runs(runs.data_ptr(), 1, 64), stream.handle)
+        kernels.launch(launch, stream.handle)
         device.copy(target.data_ptr(), middle.data_ptr(), 64, stream.handle)
         assert target[0] == 3
     finally:
         double.go_on()
     stream.synchronize()
     assert target.tolist() == [1] * 64
-    for one in (middle, target):
+    for one in (source, middle, target):
         device.unpin(one.data_ptr())
     for made in (kernels, stream, CudaEvent(device)):
         made.close()
@@ -254,7 +259,7 @@ def test_every_call_is_spelt_as_the_library_spells_it() -> None:
 
 
 def test_the_double_reads_a_list_where_it_is_and_not_where_other_memory_there_came_from(device: Device) -> None:
-    """Memory that was the target of a copy is given back, and pinned again for a list of runs."""
+    """Memory that was the target of a copy is given back, and pinned again for a list."""
     memory = Buffer(4096)
     with closing(CudaStream(device)) as stream, closing(DeviceBuffer(device, 8192)) as pool:
         with closing(DeviceBuffer(device, 4096)) as gone:
@@ -263,9 +268,11 @@ def test_the_double_reads_a_list_where_it_is_and_not_where_other_memory_there_ca
             stream.synchronize()
             device.unpin(memory.ptr)
         device.pin(memory.ptr, memory.nbytes)
-        memory.array[:24] = np.array([pool.ptr, pool.ptr + 4096, 512], np.uint64).view(np.uint8)
+        memory.array[:16] = np.array([0, 4096], np.int64).view(np.uint8)
+        places = [_cuda.Rows(base=pool.ptr, **ADDRESSES, slots=memory.ptr + at) for at in (0, 8)]
+        (launch,) = _cuda.plan_reshape(*places, num_tokens=1, head_nbytes=512)
         with closing(Kernels(device, IMAGE)) as kernels:
-            kernels.launch(_cuda.plan_runs(memory.ptr, 1, 512), stream.handle)
+            kernels.launch(launch, stream.handle)
             stream.synchronize()
         device.unpin(memory.ptr)
     memory.close()

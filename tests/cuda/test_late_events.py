@@ -23,8 +23,8 @@ from pdlink.endpoint.sharing import Sharing
 from pdlink.errors import TransferFailed
 from pdlink.events import LayerLanded, listen
 from pdlink.transport.mapped_cuda import NUM_STREAMS
-from tests.conformance.transports.side import Side, join, run_list
-from tests.cuda.double import DoubleNode, DoubleTransport, DriverEvent
+from tests.conformance.transports.side import Side, join
+from tests.cuda.double import DoubleNode, DoubleTransport, DriverEvent, block_plan
 from tests.cuda.fake import COMPILER, Fake, fake
 from tests.cuda.test_mapped_cuda import calls_until
 from tests.node.conftest import DST, LAYERS, SRC, TOKENS, groups
@@ -61,8 +61,8 @@ Make = Callable[[], Work]
 
 
 @pytest.fixture
-def pair(double: Fake) -> Iterator[tuple[Side, Side]]:
-    writer, owner = Side(DoubleTransport()), Side(DoubleTransport())
+def pair(double: Fake, request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
+    writer, owner = (Side(DoubleTransport(getattr(request, "param", 1 << 20))) for _ in range(2))
     for seed, side in enumerate((writer, owner)):
         side.add_buffer(POOL_NBYTES, seed)
     join(writer, owner)
@@ -77,8 +77,12 @@ def held(pair: tuple[Side, Side], double: Fake, device: Device) -> Iterator[Make
         yield lambda: made.enter_context(closing(Work(double, device)))
 
 
-def submit_after(side: Side, offset: int, nbytes: int, *marks: tuple[int, int], timeout_s: float = WAIT_S) -> int:
-    return side.transport.submit_after("owner", [run_list([[offset, offset, nbytes]])], timeout_s, marks)
+def submit_after(
+    side: Side, offset: int, nbytes: int, *marks: tuple[int, int], timeout_s: float = WAIT_S, block_nbytes: int = 64
+) -> int:
+    blocks = range(offset // block_nbytes, (offset + nbytes) // block_nbytes)
+    plan = block_plan(POOL_NBYTES, block_nbytes, blocks, blocks)
+    return side.transport.submit_plan("owner", plan, range(1), timeout_s, marks)
 
 
 def test_bytes_are_read_behind_what_writes_them(
@@ -129,18 +133,18 @@ def test_a_late_forward_pass_leaves_slots_for_others(pair: tuple[Side, Side], he
     assert (owner.buffers[0].array[: 64 * len(late)] == writer.buffers[0].array[: 64 * len(late)]).all()
 
 
+@pytest.mark.parametrize("pair", [POOL_NBYTES // 2 // (2 * NUM_SLOTS)], indirect=True)
 def test_a_late_batch_of_many_launches_leaves_slots_for_others(pair: tuple[Side, Side], held: Make) -> None:
-    """A layer of small runs takes several: each has a list, and a list a slot."""
-    writer, owner = pair
+    """Each part has a list, and a list a slot."""
+    writer, _ = pair
     work = held()
-    runs = [[at, at, 512] for at in range(0, POOL_NBYTES // 2, 1024)] * 4 * (NUM_SLOTS + 1)
-    late = writer.transport.submit_after("owner", [run_list(runs)], WAIT_S, [work.mark()])
+    late = submit_after(writer, 0, POOL_NBYTES // 2, work.mark())
     for _ in range(NUM_SLOTS):
         assert writer.wait_batch(writer.submit_block("owner", POOL_NBYTES // 2, 64)) == "ok"
     assert not writer.done(late)
     work.run()
     assert writer.wait_batch(late) == "ok"
-    mine, theirs = (side.buffers[0].array[: POOL_NBYTES // 2].reshape(-1, 1024)[:, :512] for side in pair)
+    mine, theirs = (side.buffers[0].array[: POOL_NBYTES // 2] for side in pair)
     assert np.array_equal(mine, theirs)
 
 
@@ -157,14 +161,18 @@ def test_a_batch_after_several_streams_waits_for_all(pair: tuple[Side, Side], do
     assert writer.wait_batch(ticket) == "ok"
 
 
-def test_a_batch_larger_than_a_launch_is_done_with_its_last_part(pair: tuple[Side, Side], held: Make) -> None:
+@pytest.mark.parametrize("pair", [POOL_NBYTES // 8], indirect=True)
+def test_a_batch_larger_than_a_launch_is_done_with_its_last_part(
+    pair: tuple[Side, Side], double: Fake, held: Make
+) -> None:
     writer, owner = pair
     work = held()
-    runs = [[at, at, 512] for at in range(0, POOL_NBYTES, 1024)] * 4
-    ticket = writer.transport.submit_after("owner", [run_list(runs)], WAIT_S, [work.mark()])
+    double.take_log()
+    ticket = submit_after(writer, 0, POOL_NBYTES - 4096, work.mark())
+    calls_until(double, "cuLaunchKernel", 8)
     work.run()
     assert writer.wait_batch(ticket) == "ok"
-    mine, theirs = (side.buffers[0].array.reshape(-1, 1024)[:, :512] for side in pair)
+    mine, theirs = (side.buffers[0].array[:-4096] for side in pair)
     assert np.array_equal(mine, theirs)
     assert owner.snapshot() != writer.snapshot()
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,16 +22,17 @@ import pytest
 
 from pdlink import _cuda
 from pdlink.config import TransportConfig
-from pdlink.cuda import driver, launches
+from pdlink.cuda import driver
 from pdlink.cuda.buffers import DeviceBuffer, PinnedBuffer
 from pdlink.cuda.driver import Device
 from pdlink.cuda.launches import NUM_SLOTS, SLOT_NBYTES
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
+from pdlink.kv.plan import Plan
 from pdlink.transport.base import Site
 from pdlink.transport.mapped_cuda import MappedCudaTransport
 from tests.conformance.transports.other_process import OtherProcess
 from tests.conformance.transports.side import PATIENCE_S, Side, join, run_list
-from tests.cuda.double import DoubleTransport
+from tests.cuda.double import DoubleTransport, block_plan
 from tests.cuda.fake import COMPILER, IMAGE, Fake, fake
 
 POOL_NBYTES = 1 << 20
@@ -64,45 +65,81 @@ def calls_until(double: Fake, name: str, count: int = 1) -> list[str]:
     return calls
 
 
+def scattered_plan(num_blocks: int, nbytes: int) -> Plan:
+    """Between blocks of the same numbers."""
+    blocks = np.random.default_rng(num_blocks).permutation(POOL_NBYTES // nbytes)[:num_blocks]
+    return block_plan(POOL_NBYTES, nbytes, blocks.tolist(), blocks.tolist())
+
+
 def test_a_layer_of_scattered_pages_is_one_launch(pair: tuple[Side, Side], double: Fake) -> None:
+    """Its pairs are in the argument of the kernel."""
     writer, owner = pair
     double.hold()
     try:
         double.take_log()
-        ticket = writer.submit("owner", run_list(scattered(128, 4096)), run_list(scattered(99, 512)))
+        ticket = writer.transport.submit_plan("owner", scattered_plan(128, 4096), range(1), PATIENCE_S)
         calls = calls_until(double, "cuLaunchHostFunc")
     finally:
         double.go_on()
     assert writer.wait_batch(ticket) == "ok"
     assert calls.count("cuLaunchKernel") == 1
+    assert "cuMemcpyAsync" not in calls
     assert calls.index("cuLaunchKernel") < calls.index("cuEventRecord") < calls.index("cuLaunchHostFunc")
     assert np.array_equal(owner.buffers[0].array, writer.buffers[0].array) is False
 
 
-def test_a_list_of_runs_longer_than_a_slot_takes_more_launches(pair: tuple[Side, Side], double: Fake) -> None:
+def test_runs_of_one_length_are_one_launch(pair: tuple[Side, Side], double: Fake) -> None:
+    writer, _ = pair
+    double.take_log()
+    runs = [[8192 * place, 8192 * place, 4096 if place % 3 else 512] for place in range(100)]
+    assert writer.wait_batch(writer.submit("owner", run_list(runs))) == "ok"
+    assert [call for call, _ in double.take_log()].count("cuLaunchKernel") == 2
+
+
+def test_a_list_longer_than_a_slot_takes_more_launches(pair: tuple[Side, Side], double: Fake) -> None:
     writer, owner = pair
     double.take_log()
-    assert writer.wait_batch(writer.submit("owner", run_list(scattered(POOL_NBYTES // 32, 32)))) == "ok"
+    runs = scattered(POOL_NBYTES // 32, 32)
+    assert writer.wait_batch(writer.submit("owner", run_list(runs))) == "ok"
     assert np.array_equal(owner.buffers[0].array, writer.buffers[0].array)
     launches = [call for call, _ in double.take_log()].count("cuLaunchKernel")
-    assert launches >= POOL_NBYTES // 32 // (SLOT_NBYTES // 24)
+    assert launches >= POOL_NBYTES // 32 // (SLOT_NBYTES // 16)
 
 
-@pytest.mark.parametrize(("num_runs", "copies"), [(1023, 0), (1024, 1)])
+@pytest.mark.parametrize(("num_pairs", "copies"), [(400, 0), (401, 1)])
 def test_a_long_list_is_copied_to_the_gpu_before_the_kernel_reads_it(
-    pair: tuple[Side, Side], double: Fake, num_runs: int, copies: int
+    pair: tuple[Side, Side], double: Fake, num_pairs: int, copies: int
 ) -> None:
-    """A kernel reads host memory 32 bytes at a time."""
+    """A kernel reads host memory 32 bytes at a time, and its argument for nothing."""
     writer, owner = pair
-    expected = owner.buffers[0].array.copy()
-    runs = scattered(num_runs, 512)
-    for src, dst, nbytes in runs:
-        expected[dst : dst + nbytes] = writer.buffers[0].array[src : src + nbytes]
+    expected, plan = owner.buffers[0].array.copy(), scattered_plan(num_pairs, 512)
+    for block in plan.src_blocks.tolist():
+        expected[block * 512 :][:512] = writer.buffers[0].array[block * 512 :][:512]
     double.take_log()
-    assert writer.wait_batch(writer.submit("owner", run_list(runs))) == "ok"
+    assert writer.wait_batch(writer.transport.submit_plan("owner", plan, range(1), PATIENCE_S)) == "ok"
     calls = [call for call, _ in double.take_log() if call in ("cuMemcpyAsync", "cuLaunchKernel")]
     assert calls == ["cuMemcpyAsync"] * copies + ["cuLaunchKernel"]
     assert np.array_equal(owner.buffers[0].array, expected)
+
+
+def test_no_list_is_rewritten_while_a_kernel_may_read_it(pair: tuple[Side, Side], double: Fake) -> None:
+    """More long lists than there are slots, none of which has run when the last slot is taken."""
+    writer, owner = pair
+    block, each, num = 16, 512, 2 * NUM_SLOTS
+    blocks = np.random.default_rng(7).permutation(POOL_NBYTES // block)[: each * num]
+    double.hold()
+    try:
+        double.take_log()
+        tickets = [
+            writer.transport.submit_plan("owner", block_plan(POOL_NBYTES, block, some, some), range(1), PATIENCE_S)
+            for some in np.split(blocks, num)
+        ]
+        assert calls_until(double, "cuLaunchKernel", NUM_SLOTS).count("cuLaunchKernel") == NUM_SLOTS
+    finally:
+        double.go_on()
+    assert [writer.wait_batch(ticket) for ticket in tickets] == ["ok"] * num
+    mine, theirs = (side.buffers[0].array.reshape(-1, block)[blocks] for side in pair)
+    assert np.array_equal(mine, theirs)
 
 
 def test_lists_stay_in_host_memory_where_the_gpu_has_none_left(double: Fake) -> None:
@@ -113,7 +150,8 @@ def test_lists_stay_in_host_memory_where_the_gpu_has_none_left(double: Fake) -> 
         other.add_buffer(POOL_NBYTES, seed=1)
         other.connect("writer", writer.invite("owner"))
         double.take_log()
-        assert other.wait_batch(other.submit("writer", run_list(scattered(1024, 512)))) == "ok"
+        plan = scattered_plan(1024, 512)
+        assert other.wait_batch(other.transport.submit_plan("writer", plan, range(1), PATIENCE_S)) == "ok"
         assert "cuMemcpyAsync" not in [call for call, _ in double.take_log()]
 
 
@@ -339,12 +377,13 @@ def test_a_launch_takes_a_share_of_the_gpu(
 ) -> None:
     """The double has 4 multiprocessors of 2,048 threads, and a block has 256."""
     most: list[int] = []
+    real = _cuda.KernelLauncher
 
-    def launcher(library: str, context: int, kernel: int, max_blocks: int) -> _cuda.KernelLauncher:
+    def launcher(library: str, context: int, kernels: Any, max_blocks: int) -> _cuda.KernelLauncher:
         most.append(max_blocks)
-        return _cuda.KernelLauncher(library, context, kernel, max_blocks)
+        return real(library, context, kernels, max_blocks)
 
-    monkeypatch.setattr(launches, "_cuda", SimpleNamespace(KernelLauncher=launcher, THREADS=_cuda.THREADS))
+    monkeypatch.setattr(_cuda, "KernelLauncher", launcher)
     monkeypatch.setattr(driver, "LIBRARY", double.path)
     transport = MappedCudaTransport.configured(TransportConfig(gpu_share=gpu_share), Site("cuda"))
     with closing(transport):
@@ -468,7 +507,7 @@ FORK = """
 import os
 from pdlink.errors import TransportFailure
 from tests.conformance.transports.side import Side, join
-from tests.cuda.double import DoubleTransport
+from tests.cuda.double import DoubleTransport, block_plan
 
 writer, owner = Side(DoubleTransport()), Side(DoubleTransport())
 for side in (writer, owner):

@@ -125,6 +125,18 @@ def test_more_tokens_than_one_launch_takes_are_shared_out(max_strands: int) -> N
     assert torch.equal(dst.flatten(0, 1)[slots], src.flatten(0, 1)[3:28])
 
 
+@pytest.mark.parametrize("max_blocks", [1, 2, 3, 7, 100])
+def test_a_grid_of_few_blocks_does_all_of_it_in_turns(max_blocks: int) -> None:
+    """Four planes of 80 strands a token, which would be 8 blocks each."""
+    src, dst = torch.rand(4, 25, 1, 1280), torch.zeros(4, 25, 1, 1280)
+    strided = {"layer_stride": 25 * 5120, "block_stride": 5120, "token_stride": 0, "block_tokens": 1, "num_slots": 25}
+    places = [_cuda.Rows(base=side.data_ptr(), **strided) for side in (src, dst)]
+    (launch,) = _cuda.plan_reshape(*places, num_tokens=25, num_layers=4, head_nbytes=5120, max_blocks=max_blocks)
+    assert launch.grid[0] * launch.grid[1] <= max_blocks
+    _cuda.run_on_cpu(launch)
+    assert torch.equal(dst, src)
+
+
 def test_the_widest_access_that_fits_is_taken() -> None:
     """By start of the storage, in bytes, and by bytes of a row."""
 

@@ -91,7 +91,8 @@ def test_kv_of_gpus_travels_through_slots_and_into_blocks_of_another_size(
     kernels, engine = "cuLaunchKernel", "cuMemcpyBatchAsync_v2"
     log = [call for call, _ in double.take_log()]
     used, unused = (kernels, engine) if image else (engine, kernels)
-    assert 2 <= log.count(used) <= 2 * LAYERS, "a gather and a scatter for each layer, or for several"
+    most = 2 * LAYERS * (2 if image else 1)  # the last block, which is not full, is a launch of its own
+    assert 2 <= log.count(used) <= most, "a gather and a scatter for each layer, or for several"
     assert unused not in log
     lane = "tcp" if below == "ucx" else below  # how the bytes really travel: of UCX what it found
     assert [peer["lane"] for peer in prefill.report().peers] == [f"staged-{lane}"]

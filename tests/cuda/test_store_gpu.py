@@ -26,7 +26,7 @@ from pdlink.memory.buffers import Buffer
 from pdlink.store import gpu_pages
 from pdlink.store.gpu_pages import GpuPages
 from pdlink_bench.gpu.tiers import measured
-from tests.cuda.double import Kv
+from tests.cuda.double import Kv, nothing_can_be_pinned
 from tests.cuda.fake import IMAGE, Fake, fake
 from tests.events import Reached
 from tests.store.stubs import GatedTier
@@ -318,7 +318,7 @@ def test_what_does_not_fit_into_the_launches_in_flight_waits_in_line(
     made: Any, held: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy of many runs is several launches, and over when the last of them is."""
-    monkeypatch.setattr(gpu_pages, "MOST_RUNS", 7)
+    monkeypatch.setattr(gpu_pages, "MOST_PAIRS", 7)
     monkeypatch.setattr(gpu_pages, "_NUM_SLOTS", 2)
     engine = made()
     held(engine.stores)
@@ -336,23 +336,23 @@ def test_what_does_not_fit_into_the_launches_in_flight_waits_in_line(
     check(engine, mine, 0, 40)
 
 
-def test_memory_that_cannot_be_pinned_is_a_miss(made: Any, double: Fake, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_cannot_be_pinned_is_a_miss(made: Any, caplog: pytest.LogCaptureFixture) -> None:
     engine, other, third = stored(made), made(), made()
-    double.fail("cuMemHostRegister_v2", 2)
     mine = other.blocks(2)
-    end, loading = load(other, mine)
-    assert end == 40
-    assert loading.done.result(WAIT_S) == 0
+    with nothing_can_be_pinned():
+        end, loading = load(other, mine)
+        assert end == 40
+        assert loading.done.result(WAIT_S) == 0
     with pytest.raises(TransferFailed):
         loading.has_layer(0)
     assert "cannot be pinned: cuMemHostRegister_v2 failed with CUDA_ERROR_OUT_OF_MEMORY" in caplog.text
     assert load(other, mine)[1].done.result(WAIT_S) == 40, "memory may be there later"
     check(other, mine, 0, 40)
-    double.fail("cuMemHostRegister_v2", 2)
-    prompt, blocks = third.prompt("x", PROMPT[::-1]), third.blocks(1)
-    third.prefill(prompt, blocks, [TOKENS])
-    prompt.close()
-    third.settle()
+    with nothing_can_be_pinned():
+        prompt, blocks = third.prompt("x", PROMPT[::-1]), third.blocks(1)
+        third.prefill(prompt, blocks, [TOKENS])
+        prompt.close()
+        third.settle()
     assert made.store.held()["reservations"] == 0
     assert not third.prompt("y", PROMPT[::-1]).lookup()
     assert found(engine) == 40

@@ -1,6 +1,6 @@
-"""Between pages and records by a slot for each token, on the double: for layouts whose byte runs are short.
+"""Between pages and records by pairs of blocks, on the double.
 
-What a GPU stored is read into host pages of another layout by byte runs, which share no arithmetic with the slots.
+What a GPU stored is read into host pages of another layout by byte runs, which share no arithmetic with the pairs.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import threading
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partialmethod
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+from pdlink import _cuda
+from pdlink.cuda import copies
 from pdlink.cuda.launches import Launches
 from pdlink.cuda.steps import PinnedSteps
 from pdlink.cuda.ways import Ways
@@ -153,17 +155,21 @@ def _pairs(parts: range) -> list[tuple[int, int]]:
     return [(layer, part) for layer in range(LAYERS) for part in parts]
 
 
-def _noted(self: Any, made: list[str], name: str, call: Callable[..., None], *args: Any) -> None:
-    made.append(name)
-    call(self, *args)
+def _noted(made: list[str], name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        made.append(name)
+        return call(*args, **kwargs)
+
+    return noted
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which way copies were made."""
     made: list[str] = []
-    for name in ("launch_runs", "launch_plan", "copy"):
-        monkeypatch.setattr(Launches, name, partialmethod(_noted, made, name, getattr(Launches, name)))
+    for of, name in ((_cuda.Moves, "of_pairs"), (Launches, "copy")):
+        monkeypatch.setattr(of, name, _noted(made, name, getattr(of, name)))
+    monkeypatch.setattr(copies, "_cuda", SimpleNamespace(Moves=_noted(made, "runs", _cuda.Moves)))
     return made
 
 
@@ -180,7 +186,7 @@ def world(double: Fake, device: Device) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_short_runs_go_by_slots_of_tokens_both_ways_and_no_byte_differs(
+def test_kernels_copy_by_pairs_of_blocks_both_ways_and_no_byte_differs(
     world: Any, layout: KVLayout, launched: list[str]
 ) -> None:
     """Of the first chunk a part is left alone: its bytes, and those of blocks that are not named, stay."""
@@ -193,7 +199,7 @@ def test_short_runs_go_by_slots_of_tokens_both_ways_and_no_byte_differs(
     before = [buffer.array.copy() for buffer in other.buffers]
     begin = 16 if layout.block_tokens == 16 else 0
     assert other.load(begin) == kept
-    assert set(launched) == {"launch_plan"}
+    assert set(launched) == {"of_pairs"}
     assert other.tokens(begin, kept) == gpu.tokens(begin, kept)
     written = [buffer.array.copy() for buffer in other.buffers]
     _mask(other, range(begin, kept), written, before)
@@ -214,9 +220,9 @@ def _mask(pages: Pages, tokens: range, *both: list[Any]) -> None:
                         memory[part.region][first : first + layout.head_nbytes] = 0
 
 
-def test_long_runs_go_by_a_list_of_them_and_the_copy_engine_takes_no_slots(world: Any, launched: list[str]) -> None:
+def test_the_copy_engine_takes_runs_of_its_length_and_no_pairs(world: Any, launched: list[str]) -> None:
     world(paged("LPBTH", 16, 64), 1).store([TOKENS])
-    assert set(launched) == {"launch_runs"}
+    assert set(launched) == {"of_pairs"}
     launched.clear()
     hnd = world(paged("LPBHT", 16, 64), 2, ways=BY_ENGINE)
     hnd.load(0)
@@ -224,18 +230,19 @@ def test_long_runs_go_by_a_list_of_them_and_the_copy_engine_takes_no_slots(world
     launched.clear()
     between = world(paged("LPBHT", 16, 64), 3, ways=Ways(64, 65))
     between.load(0)
-    assert set(launched) == {"launch_plan"}, "a run of 64 bytes is shorter than the engine takes that way"
+    assert set(launched) == {"of_pairs"}, "a run of 64 bytes is shorter than the engine takes that way"
 
 
-def test_more_tokens_than_a_launch_takes_are_several(
+def test_more_units_than_a_launch_takes_are_several(
     world: Any, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_pages, "MOST_TOKENS", 11)
+    """Of 16 tokens; of what is loaded the first is not whole."""
+    monkeypatch.setattr(gpu_pages, "MOST_PAIRS", 3)
     gpu, other = world(paged("LPBHT", 16, 64), 1), world(paged("LPBHT", 16, 64), 2)
     gpu.store([TOKENS])
-    assert len(launched) == LAYERS * -(-(TOKENS // CHUNK * CHUNK) // 11)
-    assert other.load(0) == 128
-    assert other.tokens(0, 128) == gpu.tokens(0, 128)
+    assert len(launched) == LAYERS * -(-(TOKENS // CHUNK * CHUNK // 16) // 3)
+    assert other.load(5) == 128
+    assert other.tokens(5, 128) == gpu.tokens(5, 128)
 
 
 def test_an_arena_without_one_base_for_the_gpu_is_copied_by_runs(
@@ -247,7 +254,7 @@ def test_an_arena_without_one_base_for_the_gpu_is_copied_by_runs(
     launched.clear()
     monkeypatch.setattr(PinnedSteps, "one_base", lambda *_: None)
     assert other.load(0) == 128
-    assert set(launched) == {"launch_runs"}
+    assert set(launched) == {"runs"}
     assert other.tokens(0, 128) == gpu.tokens(0, 128)
 
 
@@ -259,9 +266,8 @@ def test_blocks_that_are_not_there_are_refused_before_a_kernel_runs(world: Any) 
             gpu.source.plan(gpu.source.groups[0], slots, Blocks(blocks, 0), 0, CHUNK, loading=True)
 
 
-def test_the_list_of_runs_of_a_token_is_counted_as_it_is_made() -> None:
-    """Bytes of a run, and runs for a token of a layer, of blocks that do not join."""
-    wanted = {"LPBHT": (64, 2 * HEADS), "LPBTH": (16 * HEADS * 64, 2 / 16), "BLPTH": (16 * HEADS * 64, 2 / 16)}
+def test_the_length_of_the_runs_of_whole_blocks_is_known_before_they_are_made() -> None:
+    wanted = {"LPBHT": 64, "LPBTH": 16 * HEADS * 64, "BLPTH": 16 * HEADS * 64}
     for order, expected in wanted.items():
         layout = paged(order, 16, 64)
-        assert template(layout, shape_of(layout, CHUNK).whole()).runs_of_token() == expected
+        assert template(layout, shape_of(layout, CHUNK).whole()).run_nbytes() == expected

@@ -25,7 +25,8 @@ from pdlink.cuda import ops
 from pdlink.cuda.buffers import DeviceBuffer
 from pdlink.cuda.driver import CudaUnavailable, Device
 from pdlink.errors import PdlinkError
-from pdlink.kv.layout import RunList
+from pdlink.kv.layout import KVLayout, paged_layout
+from pdlink.kv.plan import bind, template
 from pdlink.memory.borrowed import borrow
 from pdlink.transport.base import BatchDone, BatchStatus
 from pdlink.transport.mapped import MappedTransport
@@ -74,6 +75,19 @@ TRANSPORTS: dict[str, Callable[[], Transport]] = {
 EXPANDABLE = "mapped-cuda, expandable_segments"
 """The owner's pool is a tensor in torch's virtual memory: many chunks, each with a handle of its own."""
 TRANSPORTS[EXPANDABLE] = MappedCudaTransport
+
+
+def _layout(order: str) -> KVLayout:
+    return paged_layout(
+        dtype="bfloat16",
+        itemsize=2,
+        num_layers=LAYERS,
+        num_blocks=POOL_BLOCKS,
+        block_tokens=BLOCK_TOKENS,
+        num_heads=HEADS,
+        head_dim=HEAD_DIM,
+        order=order,
+    )
 
 
 def _owned(transport_name: str, device: Device) -> DeviceBuffer | BorrowedDeviceBuffer:
@@ -135,13 +149,9 @@ class GpuLink:
         self.src, self.dst = (
             random.permutation(POOL_BLOCKS)[: TOKENS // BLOCK_TOKENS].astype(np.int64) for _ in range(2)
         )
-        nbytes = np.full(len(self.src), PAGE_NBYTES, dtype=np.int64)
-        self._runs = np.stack([self.src * PAGE_NBYTES, self.dst * PAGE_NBYTES, nbytes], axis=1)
-        tokens, heads = np.divmod(np.arange(BLOCK_TOKENS * HEADS), HEADS)
-        inside = np.stack([tokens * HEADS + heads, heads * BLOCK_TOKENS + tokens], axis=1) * HEAD_NBYTES
-        vectors = (self._runs[:, None, :2] + inside[None]).reshape(-1, 2)
-        self._vectors = np.column_stack([vectors, np.full(len(vectors), HEAD_NBYTES)]).astype(np.int64)
-        """The same pages, tokens before heads here and heads before tokens there."""
+        mine, other = (_layout(order) for order in ("LPBTH", "LPBHT"))
+        self._plans = [bind(template(mine, there), self.src, self.dst, 0, TOKENS) for there in (mine, other)]
+        """Between equal layouts, and to one with heads before tokens."""
         self._events = [torch.cuda.Event(blocking=True) for _ in range(LAYERS)]  # type: ignore[no-untyped-call]
         self.open_batches: set[int] = set()
         try:
@@ -162,19 +172,16 @@ class GpuLink:
 
     def submit(self, first: int, num_layers: int = 1, *, other_layout: bool = False) -> None:
         """These layers, in one batch."""
-        runs = self._vectors if other_layout else self._runs
-        bases = range(first * 2 * PART_NBYTES, (first + num_layers) * 2 * PART_NBYTES, PART_NBYTES)
-        lists = [RunList(0, base, 0, base, runs) for base in bases]
-        self.open_batches.add(self.transport.submit("owner", lists, PATIENCE_S))
+        layers, plan = range(first, first + num_layers), self._plans[other_layout]
+        self.open_batches.add(self.transport.submit_plan("owner", plan, layers, PATIENCE_S))
 
     def submit_behind(self, layer: int) -> None:
         """This layer, behind what is launched on the current stream."""
         event, stream = self._events[layer], torch.cuda.current_stream()
         event.record(stream)
-        base = layer * 2 * PART_NBYTES
-        lists = [RunList(0, at, 0, at, self._runs) for at in (base, base + PART_NBYTES)]
         after = [(int(event.cuda_event), int(stream.cuda_stream))]
-        self.open_batches.add(self.transport.submit_after("owner", lists, PATIENCE_S, after))
+        layers = range(layer, layer + 1)
+        self.open_batches.add(self.transport.submit_plan("owner", self._plans[0], layers, PATIENCE_S, after))
 
     def wait(self) -> None:
         """Until every batch is reported. Raises RuntimeError for one that failed."""

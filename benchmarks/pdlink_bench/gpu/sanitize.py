@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 
+import numpy as np
 import torch
 
 from pdlink import _cuda
 from pdlink.cuda.driver import CudaStream, Device
 from pdlink.cuda.kernels import Kernels
+from pdlink.cuda.launches import Launches
+from pdlink.kv.layout import RunList
 
 BLOCKS, BLOCK_TOKENS, HEADS = 7, 3, 3
 CASES = [
@@ -69,23 +73,24 @@ def reshape_case(kernels: Kernels, unit_nbytes: int, nbytes: int, shift: int, *,
     return name
 
 
-def runs_case(kernels: Kernels, shift: int) -> str:
-    src, dst = (
-        torch.randint(0, 256, (1 << 17,)).to(torch.uint8).cuda(),
-        torch.zeros(1 << 17, dtype=torch.uint8).cuda(),
-    )
-    rows = [(0, 70_000, 40_007), (50_000, 16, 1), (60_000, 1024, 4096), (90_000 + shift, 9000 + shift, 333)]
-    runs = torch.tensor([[src.data_ptr() + a, dst.data_ptr() + b, n] for a, b, n in rows]).cuda()
+def moves_case(device: Device, kernels: Kernels, num_runs: int, shift: int) -> None:
+    """Runs of two lengths between any addresses: pairs in the argument, or a list that is copied."""
+    each = 40 if num_runs < 200 else 16
+    size = num_runs * 2 * each + 64
+    src = torch.randint(0, 256, (size,)).to(torch.uint8).cuda()
+    dst = torch.zeros(size, dtype=torch.uint8).cuda()
+    at = np.random.default_rng(num_runs).permutation(num_runs) * 2 * each + shift
+    runs = np.stack([at, np.roll(at, 1), np.where(np.arange(num_runs) % 2, each, each // 2)], axis=1).astype(np.int64)
+    regions = [[(int(one.data_ptr()), size)] for one in (src, dst)]
     torch.cuda.synchronize()
-    launch = _cuda.plan_runs(runs.data_ptr(), len(rows), 40_007)
-    kernels.launch(launch, 0)
-    torch.cuda.synchronize()
-    expected = torch.zeros(1 << 17, dtype=torch.uint8)
-    for a, b, n in rows:
+    with closing(Launches[str](device, kernels, wake=-1, gpu_share=0.01)) as launches:
+        launches.launch("runs", _cuda.Moves([RunList(0, 0, 0, 0, runs)], *regions))
+        torch.cuda.synchronize()
+    expected = torch.zeros(size, dtype=torch.uint8)
+    for a, b, n in runs.tolist():
         expected[b : b + n] = src[a : a + n].cpu()
     if not torch.equal(dst.cpu(), expected):
         raise RuntimeError("runs landed wrong")
-    return launch.kernel
 
 
 def main() -> int:
@@ -95,7 +100,9 @@ def main() -> int:
     kernels = Kernels(device)
     CudaStream(device).close()
     seen = {reshape_case(kernels, *case, flat=flat) for case in CASES for flat in (True, False)}
-    seen |= {runs_case(kernels, shift) for shift in (0, 4, 1)}
+    for shift in (0, 4, 1):
+        for num_runs in (50, 5000):
+            moves_case(device, kernels, num_runs, shift)
     missing = set(_cuda.kernel_names()) - seen
     kernels.close()
     device.close()
