@@ -93,6 +93,16 @@ def fatbin() -> bytes:
 def divide(divisor: int, n: int) -> int:
     """n // divisor as the kernels do it."""
 
+def check_runs(
+    lists: Sequence[tuple[int, int, int, int, NDArray[np.int64]]],
+    local: Sequence[tuple[int, int]],
+    remote: Sequence[tuple[int, int]],
+) -> None:
+    """lists: as in `_copy.Copier.submit`; local, remote: address and bytes of each region.
+
+    Raises ValueError for a run outside its region.
+    """
+
 class Moves:
     """What is to be copied in one launch, or a few that share a list (`csrc/cuda/moves.h`)."""
 
@@ -102,10 +112,7 @@ class Moves:
         local: Sequence[tuple[int, int]],
         remote: Sequence[tuple[int, int]],
     ) -> None:
-        """lists: as in `_copy.Copier.submit`; local, remote: address and bytes of each region.
-
-        Neighbours are joined. Raises ValueError for a run outside its region.
-        """
+        """As of `check_runs`; neighbours are joined."""
 
     @staticmethod
     def of_pairs(

@@ -79,6 +79,13 @@ Moves* moves_of_runs(const std::vector<PyRunList>& lists, const Extents& local, 
     return new Moves(views, from, to, {});
 }
 
+void check_runs(const std::vector<PyRunList>& lists, const Extents& local, const Extents& remote) {
+    const auto views = views_of(lists);
+    const std::vector<Extent> from = extents_of(local), to = extents_of(remote);
+    const nb::gil_scoped_release release;
+    for (std::size_t i = 0; i < views.size(); ++i) check_list(views[i], i, from, to);
+}
+
 using PyPairs = nb::ndarray<const std::int64_t, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>;
 
 Moves moves_of_pairs(const Rows& src, const Rows& dst, const PyPairs& pairs, std::uint32_t unit_tokens,
@@ -200,6 +207,7 @@ NB_MODULE(_cuda, m) {
     m.def("plan_reshape", &plan, "src"_a, "dst"_a, nb::kw_only(), "num_tokens"_a, "num_layers"_a = 1,
           "num_parts"_a = 1, "num_heads"_a = 1, "head_nbytes"_a, "refused"_a = 0, "max_strands"_a = 0x7fffffff,
           "max_blocks"_a = kAnyBlocks);
+    m.def("check_runs", &check_runs, "lists"_a.noconvert(), "local"_a, "remote"_a);
     m.def("run_on_cpu", &run_on_cpu, "launch"_a, nb::call_guard<nb::gil_scoped_release>());
     m.def("kernel_names", &kernel_names);
     m.def("fatbin", [] { return nb::bytes(fatbin().data(), fatbin().size()); });

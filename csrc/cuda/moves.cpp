@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -11,6 +12,8 @@ namespace {
 
 constexpr std::int64_t kMost = 0x7fffffff;
 constexpr std::uint32_t kMostPlanes = 65535;  // of a launch
+// Runs of several lengths are cut into pieces of one, so that they are one launch: at least so long, and so many.
+constexpr std::uint64_t kPieceNbytes = 4096, kMostPieces = 1024;
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("plan: " + what); }
 
@@ -202,15 +205,18 @@ Moves::Moves(const PlanOfLayers& plan, std::span<const Extent> local, std::span<
 
 Moves::Moves(std::span<const RunList> lists, std::span<const Extent> local, std::span<const Extent> remote,
              const PartLimits& limits) {
+    std::vector<Run> runs = join_runs(lists, local, remote);
+    std::uint64_t common = 0;
+    for (const Run& run : runs) nbytes_ += run.nbytes, common = std::gcd(common, run.nbytes);
+    std::uint64_t most = std::clamp<std::uint64_t>(limits.nbytes & ~std::uint64_t{15}, 16, kMaxRunNbytes);
+    if (common >= kPieceNbytes && nbytes_ / common <= kMostPieces) most = std::min(most, common);
     std::vector<Row> rows;
-    for (Run run : join_runs(lists, local, remote)) {
-        const std::uint64_t most = std::clamp<std::uint64_t>(limits.nbytes & ~std::uint64_t{15}, 16, kMaxRunNbytes);
-        for (nbytes_ += run.nbytes; run.nbytes > 0;) {
+    for (Run& run : runs)
+        while (run.nbytes > 0) {
             const std::uint64_t nbytes = std::min(run.nbytes, most), bits = run.src | run.dst | nbytes | 16;
             rows.push_back({nbytes, bits & -bits, run.src, run.dst});
             run.src += nbytes, run.dst += nbytes, run.nbytes -= nbytes;
         }
-    }
     const auto alike = [](const Row& a, const Row& b) { return a.nbytes == b.nbytes && a.width == b.width; };
     std::ranges::stable_sort(rows, [](const Row& a, const Row& b) {
         return a.nbytes != b.nbytes ? a.nbytes > b.nbytes : a.width > b.width;

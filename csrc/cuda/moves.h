@@ -1,8 +1,8 @@
 // `Moves`: what a batch copies, in parts of a few launches that share one list.
 //
 // A plan is strides and pairs of blocks, the same for all layers of a class: its planes that lie evenly are one
-// launch. Runs are rows at any addresses: those of one length are one launch, whose pairs are the addresses. Both are
-// checked against the regions before anything moves.
+// launch. Runs are rows at any addresses: those of one length are one launch, whose pairs are the addresses; lengths
+// that are multiples of a long one are cut to it. Both are checked against the regions before anything moves.
 #pragma once
 
 #include <cstddef>

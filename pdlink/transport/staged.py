@@ -191,7 +191,7 @@ class StagedTransport(Transport):
         stager = self._running()
         extents = stager.extents(peer)
         try:
-            _cuda.Moves(lists, [(0, nbytes) for _, nbytes in self._regions], extents)  # checks every run
+            _cuda.check_runs(lists, [(0, nbytes) for _, nbytes in self._regions], extents)
         except TypeError as error:
             raise ValueError(f"lists need 64-bit numbers and C-contiguous int64 runs [n, 3]: {error}") from error
         return stager.submit(peer, lists, timeout_s)

@@ -88,12 +88,20 @@ def test_a_layer_of_scattered_pages_is_one_launch(pair: tuple[Side, Side], doubl
     assert np.array_equal(owner.buffers[0].array, writer.buffers[0].array) is False
 
 
-def test_runs_of_one_length_are_one_launch(pair: tuple[Side, Side], double: Fake) -> None:
-    writer, _ = pair
+@pytest.mark.parametrize(("lengths", "launches"), [((4096, 512), 2), ((4096, 8192), 1), ((8192, 8192), 1)])
+def test_runs_of_one_length_are_one_launch(
+    pair: tuple[Side, Side], double: Fake, lengths: tuple[int, int], launches: int
+) -> None:
+    """Or of several that are multiples of a long one."""
+    writer, owner = pair
+    expected = owner.buffers[0].array.copy()
+    runs = [[9008 * place, 9104 * place, lengths[place % 2]] for place in range(100)]
+    for src, dst, nbytes in runs:
+        expected[dst : dst + nbytes] = writer.buffers[0].array[src : src + nbytes]
     double.take_log()
-    runs = [[8192 * place, 8192 * place, 4096 if place % 3 else 512] for place in range(100)]
     assert writer.wait_batch(writer.submit("owner", run_list(runs))) == "ok"
-    assert [call for call, _ in double.take_log()].count("cuLaunchKernel") == 2
+    assert [call for call, _ in double.take_log()].count("cuLaunchKernel") == launches
+    assert np.array_equal(owner.buffers[0].array, expected)
 
 
 def test_a_list_longer_than_a_slot_takes_more_launches(pair: tuple[Side, Side], double: Fake) -> None:
