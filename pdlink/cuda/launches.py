@@ -30,27 +30,15 @@ NUM_SLOTS: Final = 32
 SLOT_NBYTES: Final = 256 << 10
 """Room for 32,768 pairs of a plan: 524,288 tokens in blocks of 16. A run takes as much as two."""
 
-_ABANDONED: list[list[_Slot]] = []
+_ABANDONED: list[object] = []
 """Kept until the process ends: a kernel whose end is not reported may still read them."""
 
 
+@dataclass(frozen=True)
 class _Slot:
-    def __init__(self, device: Device, copy: int) -> None:
-        """copy: address of as much memory of the GPU, or 0."""
-        self._list = PinnedBuffer(device, SLOT_NBYTES)
-        self.array = self._list.array
-        self.device_ptr = self._list.device_ptr
-        try:
-            self.event = CudaEvent(device)
-        except BaseException:
-            self._list.close()
-            raise
-        self.native = (self._list.ptr, self.device_ptr, self._list.nbytes, copy, self.event.handle)
-        """For `_cuda`."""
-
-    def close(self) -> None:
-        self._list.close()
-        self.event.close()
+    event: CudaEvent
+    native: tuple[int, int, int, int, int]
+    """For `_cuda`."""
 
 
 @dataclass(eq=False)
@@ -86,13 +74,17 @@ class Launches(Generic[Work]):
             made.callback(self._stream.close)
             self._bell = CudaStream(device)
             made.callback(self._bell.close)
+            self._memory = PinnedBuffer(device, num_slots * SLOT_NBYTES) if kernels is not None else None
+            """Of all slots: one descriptor."""
+            if self._memory is not None:
+                made.callback(self._memory.close)
             self._lists = _lists(device, num_slots) if kernels is not None else None
             if self._lists is not None:
                 made.callback(self._lists.close)
             for number in range(num_slots):
-                copy = 0 if self._lists is None else self._lists.ptr + number * SLOT_NBYTES
-                self._all_slots.append(_Slot(device, copy))
-                made.callback(self._all_slots[-1].close)
+                event = CudaEvent(device)
+                made.callback(event.close)
+                self._all_slots.append(_Slot(event, self._place(number, event)))
             self._slots = list(self._all_slots)
             named = [] if kernels is None else [(name, kernels.function(name)) for name in _cuda.kernel_names()]
             try:
@@ -101,6 +93,13 @@ class Launches(Generic[Work]):
             except RuntimeError as error:
                 raise CudaUnavailable(str(error)) from None
             made.pop_all()
+
+    def _place(self, number: int, event: CudaEvent) -> tuple[int, int, int, int, int]:
+        if self._memory is None:
+            return 0, 0, 0, 0, event.handle
+        at = number * SLOT_NBYTES
+        copy = 0 if self._lists is None else self._lists.ptr + at
+        return self._memory.ptr + at, self._memory.device_ptr + at, SLOT_NBYTES, copy, event.handle
 
     @property
     def launcher(self) -> _cuda.KernelLauncher:
@@ -180,7 +179,7 @@ class Launches(Generic[Work]):
 
     def abandon(self) -> None:
         """Leave what a kernel may still use as it is."""
-        _ABANDONED.append(self._all_slots)
+        _ABANDONED.extend((self._memory, self._all_slots))
 
     def close(self) -> None:
         """After the last one has ended."""
@@ -188,7 +187,10 @@ class Launches(Generic[Work]):
             self._stream.synchronize()
             self._bell.synchronize()  # the last host function may not have rung yet
             for slot in self._all_slots:
-                slot.close()
+                slot.event.close()
+            if self._memory is not None:
+                self._memory.close()
+                self._memory = None  # its mapping holds a descriptor, which is not to wait for the collector
             if self._lists is not None:
                 self._lists.close()
             self._bell.close()
