@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import time
 from collections.abc import Callable
 
@@ -16,3 +17,11 @@ def until(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S)
         assert time.monotonic() < deadline_s, f"waited {timeout_s} s until {what}"
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.02)
+
+
+def readable(*fds: int, timeout_s: float = 0.0) -> bool:
+    """Whether one of these is readable within that time. `select` itself takes no descriptor above 1,023."""
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    return bool(poller.poll(timeout_s * 1000))

@@ -8,7 +8,6 @@ Keys are what the channel would have proven.
 from __future__ import annotations
 
 import os
-import select
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -32,7 +31,7 @@ from pdlink.protocol.messages import VERSION, Envelope, Identity
 from pdlink.reasons import Code, Reason
 from pdlink.transport.base import Transport
 from tests.endpoint.conftest import Handler, Receives, SenderLog, Sends, layout
-from tests.waiting import WAIT_S
+from tests.waiting import WAIT_S, readable
 
 TIMEOUTS = Deadlines(
     heartbeat_s=0.5, peer_s=4 * WAIT_S, connect_s=5 * WAIT_S, lease_s=5 * WAIT_S, request_s=6 * WAIT_S
@@ -155,7 +154,7 @@ class Bench:
             assert time.monotonic() < deadline_s, f"timed out waiting until {what}"
             self.step()
             if not condition():
-                select.select(fds, [], [], 0.002)
+                readable(*fds, timeout_s=0.002)
 
     def transfer(self) -> None:
         """One transfer of the honest pair, all the way, with the right bytes."""

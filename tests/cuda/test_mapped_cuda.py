@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import select
 import subprocess
 import sys
 import time
@@ -36,6 +35,7 @@ from tests.conformance.transports.other_process import OtherProcess
 from tests.conformance.transports.side import PATIENCE_S, Side, join, run_list
 from tests.cuda.double import DoubleTransport, block_plan
 from tests.cuda.fake import COMPILER, IMAGE, Fake, fake
+from tests.waiting import readable
 
 POOL_NBYTES = 1 << 20
 
@@ -296,7 +296,7 @@ def test_name_of_a_peer_is_taken_until_its_end_is_fetched(pair: tuple[Side, Side
         other.call("add_buffer", 4096, 0)
         writer.transport.invite("other")
         writer.close_peer("other")
-        assert select.select([writer.transport.fileno()], [], [], PATIENCE_S)[0], "its end can be fetched"
+        assert readable(writer.transport.fileno(), timeout_s=PATIENCE_S), "its end can be fetched"
         with pytest.raises(ProtocolError, match="peer name other is used twice"):
             writer.connect("other", other.call("invite", "here"))
         assert double.counts().mappings == 0
@@ -321,7 +321,7 @@ def test_a_call_of_the_driver_that_stands_stops_no_other_thread(
     writer, _ = pair
     writer.transport.invite("other")
     writer.close_peer("other")
-    assert select.select([writer.transport.fileno()], [], [], PATIENCE_S)[0], "its end can be fetched"
+    assert readable(writer.transport.fileno(), timeout_s=PATIENCE_S), "its end can be fetched"
 
     def let_go() -> bool:
         double.wait_stalled()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import select
 import time
 from itertools import dropwhile
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 from pdlink.kv.layout import RunArray, RunList
 from pdlink.memory.buffers import AnyBuffer, Buffer, Bytes
 from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Transport
+from tests.waiting import readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,7 +111,7 @@ class Side:
         while not true():
             left_s = deadline - time.monotonic()
             assert left_s > 0, f"waited {PATIENCE_S} s for {what}; happened: {self.happened}"
-            select.select([self.transport.fileno()], [], [], left_s)
+            readable(self.transport.fileno(), timeout_s=left_s)
             self.poll()
 
     def done(self, ticket: int) -> list[BatchDone]:
@@ -138,7 +138,7 @@ class Side:
         """Whether the end of a peer is reported within a time that is meant to be too short in some runs."""
         deadline = time.monotonic() + timeout_s
         while PeerClosed(peer) not in self.happened and (left_s := deadline - time.monotonic()) > 0:
-            select.select([self.transport.fileno()], [], [], left_s)
+            readable(self.transport.fileno(), timeout_s=left_s)
             self.poll()
         return PeerClosed(peer) in self.happened
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ import pytest
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.transport.base import PeerClosed
 from tests.conformance.transports.side import PATIENCE_S, Side, join, run_list
+from tests.waiting import readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,19 +29,19 @@ def pair(make_side: Callable[[], Side], nbytes: int = 1 << 16) -> tuple[Side, Si
     return writer, owner
 
 
-def readable(side: Side, timeout_s: float = 0.0) -> bool:
-    return bool(select.select([side.transport.fileno()], [], [], timeout_s)[0])
+def is_readable(side: Side, timeout_s: float = 0.0) -> bool:
+    return readable(side.transport.fileno(), timeout_s=timeout_s)
 
 
 def test_fileno_is_readable_exactly_while_poll_has_something(make_side: Callable[[], Side]) -> None:
     writer, _ = pair(make_side)
     assert writer.wait_batch(writer.submit_block("owner", 0, 4)) == "ok"
     for _ in range(3):
-        assert not readable(writer)
+        assert not is_readable(writer)
         assert writer.transport.poll() == []
         writer.submit_block("owner", 0, 4)
-        assert readable(writer, PATIENCE_S)
-        assert readable(writer)
+        assert is_readable(writer, PATIENCE_S)
+        assert is_readable(writer)
         assert len(writer.transport.poll()) == 1
 
 
@@ -263,7 +263,7 @@ def test_an_idle_transport_uses_no_cpu(make_side: Callable[[], Side]) -> None:
     writer, _ = pair(make_side)
     assert writer.wait_batch(writer.submit_block("owner", 0, 4)) == "ok"
     before_s = time.process_time()
-    assert not readable(writer, timeout_s=0.4)
+    assert not is_readable(writer, timeout_s=0.4)
     assert time.process_time() - before_s < 0.1
 
 
