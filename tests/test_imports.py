@@ -57,6 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"endpoint.channel", "endpoint.inflow", "endpoint.work"},  # sockets and their thread; no endpoint
     "observe": BASE | {"api", "kv.hashing", "protocol"},
     "serve": BASE
+    | {"_http"}  # its large pages
     | {"api", "kv", "memory", "cuda", "transport", "protocol", "node", "engine", "store", "peers", "observe"}
     | {"endpoint.token", "pdlink_proxy"},
     "fleet": BASE

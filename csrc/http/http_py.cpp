@@ -12,6 +12,7 @@
 #include "common/native_py.h"
 #include "http/events.h"
 #include "http/heads.h"
+#include "http/large_pages.h"
 #include "http/packed.h"
 
 namespace pdlink::http {
@@ -89,6 +90,8 @@ NB_MODULE(_http, m) {
             return nb::make_tuple(found.prompt_tokens, found.completion_tokens);
         },
         "events"_a);
+    m.def("take_arenas_from_large_pages", &pdlink::http::take_arenas_from_large_pages);
+    m.def("move_heap_to_large_pages", &pdlink::http::move_heap_to_large_pages);
     m.def("marks_of", &pdlink::http::marks, "events"_a, "wanted"_a);
     m.def("server_timing", &pdlink::http::timing_of, "queue_s"_a, "placement_s"_a, "prefill_s"_a.none(),
           "transfer_s"_a.none(), "decode_s"_a.none(), "last"_a, "until_now_s"_a);
