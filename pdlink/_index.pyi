@@ -1,6 +1,6 @@
 """Who has the KV of which prefix, from published events or by guess, and whom a request suits best (`csrc/index`)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -154,7 +154,7 @@ class WorkerLoad:
     slowness: float
     """Time for a token, relative to the mean of its pool. 1 for differences that may be chance."""
     taken: float
-    """See `TakenKV`."""
+    """See `Costs`."""
     room_tokens: int | None
     """Tokens whose KV it can still take; None if it does not say."""
     pool_tokens: int | None
@@ -197,24 +197,21 @@ class WorkerLoad:
         """By its own account it has this many requests, room for so many tokens, and so many to do. Without the
         latter each request of others counts as a mean one."""
 
-class TakenKV:
-    """KV that the workers of a pool have computed of late, in shares of their pools. What was computed counts less
-    with all that is computed after it. `WorkerLoad.taken` is a logarithm, which stays small."""
+class Costs(Guesses):
+    """Further, KV that the workers of a pool have computed of late, in shares of their pools. What was computed
+    counts less with all that is computed after it; `WorkerLoad.taken` is a logarithm, which stays small."""
 
-    def __init__(self) -> None: ...
-    def add(self, worker: WorkerLoad, tokens: float, num_workers: int) -> None:
-        """It computes so many tokens more. num_workers: of the pool."""
-
-    def of(self, worker: WorkerLoad) -> float: ...
+    def taken(self, worker: WorkerLoad) -> float:
+        """In shares of its pool. `placed` adds to it."""
 
 class Columns:
     """The workers of a table, judged in one pass: a thousand in microseconds. fit, everywhere: marks the rows that
     may be chosen, at least one; None: all."""
 
-    def __init__(self, works: Sequence[WorkerLoad], rows: dict[str, int]) -> None:
+    def __init__(self, workers: Sequence[WorkerLoad], rows: dict[str, int]) -> None:
         """rows: by key of a worker; read anew with each call."""
 
-    def put(self, row: int, work: WorkerLoad) -> None:
+    def put(self, row: int, worker: WorkerLoad) -> None:
         """The row is this worker's from now on."""
 
     @property
@@ -247,8 +244,7 @@ class Columns:
 
     def cheapest(
         self,
-        guesses: Guesses,
-        taken: TakenKV,
+        costs: Costs,
         keys: Sequence[int],
         key_tokens: int,
         num_tokens: int,
@@ -261,6 +257,45 @@ class Columns:
         """The row from which the first token is expected soonest, unless one that computed less of late costs little
         more; tokens of the prompt that it may hold; and so many of the lowest costs, in tokens of a mean worker.
         Further to `cached`: behind: by key of a worker, what comes to its costs for each token of the prompt."""
+
+class PairLeg:
+    """The workers of one leg for `Pairing`, as long as the same ones may get requests."""
+
+    def __init__(
+        self, columns: Columns, fit: _Mask | None, costs: Costs | None, policy: str, labels: Sequence[str]
+    ) -> None:
+        """costs: None for the least loaded. policy: its name. labels: by row."""
+
+class Pairing:
+    """Both workers of a request, where nothing is unusual."""
+
+    def __init__(
+        self,
+        prefill: PairLeg,
+        decode: PairLeg,
+        alone: int,
+        idle_alone: int,
+        behind: Mapping[str, dict[str, float]],
+    ) -> None:
+        """alone: decode computes a prompt of which it lacks at most so many tokens, or `idle_alone` if it has nothing
+        else to do. behind: by decode's key, that of `Columns.cheapest`."""
+
+    def choose(
+        self,
+        keys: Sequence[int],
+        key_tokens: int,
+        num_tokens: int,
+        more_tokens: int,
+        held: HeldKV | None,
+        most_load: int,
+        turn: int,
+        num_scores: int,
+    ) -> tuple[int, int, int, bytes | None] | None:
+        """The rows of prefill and decode, how many tokens of the prompt prefill may hold, and in MessagePack what was
+        weighed, as `Considered` by leg, with so many scores; None if nothing was, or nobody asked.
+
+        None if that is not all: no decode worker has room for the prompt and `more_tokens`, every prefill worker has
+        `most_load` tokens to do (0 for no limit), or decode computes the prompt itself."""
 
 def keys_of(seed: int, data: bytes, piece_nbytes: int) -> list[int]:
     """Names of the beginnings of `data`, each a piece longer than the one before; equal in every process. Other

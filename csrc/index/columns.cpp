@@ -14,7 +14,6 @@ constexpr double kMargin = 0.25;  // shares of a pool by which workers may diffe
 // NaN is no less than any value, nor equal to itself: it counts as the largest.
 double ordered(double value) { return std::isnan(value) ? kInfinity : value; }
 
-// Of the rows that `among`, the one with the smallest value; equal ones take turns.
 // Of the rows that are `among`, the one with the smallest value; equal ones take turns.
 template <class Value, class Among>
 std::size_t least_of(std::size_t num, std::size_t turn, Value&& value, Among&& among) {
@@ -38,20 +37,11 @@ std::size_t least_of(std::size_t num, std::size_t turn, Value&& value, Among&& a
     }
 }
 
-bool fits(Fit fit, std::size_t row) { return fit.empty() || fit[row]; }
-
-}  // namespace
-
-std::size_t least(Rows rows, Fit fit, std::size_t turn) {
-    return least_of(
-        rows.size(), turn, [&](std::size_t row) { return rows[row]->load(); },
-        [&](std::size_t row) { return fits(fit, row); });
-}
-
-Scored lowest(std::span<const double> values, Fit fit, std::size_t most) {
+template <class Value>
+Scored lowest(std::span<const WorkerLoad* const> workers, const Fit& fit, std::size_t most, Value&& value) {
     Scored found;
-    for (std::size_t row = 0; row < values.size(); ++row)
-        if (fits(fit, row)) found.emplace_back(row, ordered(values[row]));
+    for (std::size_t row = 0; row < workers.size(); ++row)
+        if (fit(*workers[row], row)) found.emplace_back(row, ordered(value(row)));
     const auto end = found.begin() + static_cast<std::ptrdiff_t>(std::min(most, found.size()));
     std::partial_sort(found.begin(), end, found.end(), [](const auto& one, const auto& other) {
         return std::pair(one.second, one.first) < std::pair(other.second, other.first);
@@ -60,22 +50,82 @@ Scored lowest(std::span<const double> values, Fit fit, std::size_t most) {
     return found;
 }
 
-std::size_t cheapest(Rows rows, const TakenKV& taken, std::span<const double> costs, std::span<const double> cached,
-                     double num_tokens, Fit fit, std::size_t turn) {
-    const auto taken_of = [&](std::size_t row) { return rows[row]->taken; };
+}  // namespace
+
+Columns::Columns(std::vector<const WorkerLoad*> workers)
+    : workers_(std::move(workers)), cached_(workers_.size()), loading_(workers_.size()), costs_(workers_.size()) {}
+
+std::size_t Columns::num(const Fit& fit) const {
+    std::size_t num = 0;
+    for (std::size_t row = 0; row < workers_.size(); ++row) num += fit(*workers_[row], row);
+    return num;
+}
+
+const std::vector<double>& Columns::held(const Held& held) {
+    std::ranges::fill(cached_, 0.0);
+    add(held);
+    return cached_;
+}
+
+const std::vector<double>& Columns::cached(const Asked& asked, Guesses& guesses) {
+    guesses.leading(asked.keys, workers_, cached_);
+    for (double& tokens : cached_) tokens = std::min(tokens * asked.key_tokens, asked.num_tokens);
+    std::ranges::fill(loading_, 0.0);
+    if (asked.held) add(*asked.held);
+    return cached_;
+}
+
+Picked Columns::least(const Fit& fit, std::size_t turn) const {
+    return {least_of(
+        workers_.size(), turn, [&](std::size_t row) { return workers_[row]->load(); },
+        [&](std::size_t row) { return fit(*workers_[row], row); })};
+}
+
+Picked Columns::cheapest(const Asked& asked, Costs& costs, std::span<const RowValue> behind, const Fit& fit,
+                         std::size_t turn) {
+    costs.num_workers = workers_.size();
+    cached(asked, costs);
     double smallest = kInfinity;
-    for (std::size_t row = 0; row < costs.size(); ++row)
-        if (fits(fit, row)) smallest = std::min(smallest, costs[row]);
-    const std::size_t row = least_of(rows.size(), turn, taken_of, [&](std::size_t each) {
-        return fits(fit, each) && ordered(costs[each]) == smallest;
+    for (std::size_t row = 0; row < costs_.size(); ++row)
+        costs_[row] =
+            (workers_[row]->load() + asked.num_tokens - cached_[row]) * workers_[row]->slowness + loading_[row];
+    for (const auto& [row, extra] : behind) costs_[row] += extra * asked.num_tokens;
+    for (std::size_t row = 0; row < costs_.size(); ++row)
+        if (fit(*workers_[row], row)) smallest = std::min(smallest, costs_[row]);
+    const auto taken_of = [&](std::size_t row) { return workers_[row]->taken; };
+    const std::size_t row = least_of(workers_.size(), turn, taken_of, [&](std::size_t each) {
+        return fit(*workers_[each], each) && ordered(costs_[each]) == smallest;
     });
-    if (rows[row]->taken == -kInfinity) return row;
-    const auto busy = [&](std::size_t each) { return ordered(rows[each]->load() * rows[each]->slowness); };
-    const std::size_t other = least_of(rows.size(), 0, taken_of,
-                                       [&](std::size_t each) { return fits(fit, each) && busy(each) <= busy(row); });
-    const double more = taken.of(*rows[row]) - taken.of(*rows[other]);
-    const bool spares = costs[other] - costs[row] <= kSpared * (num_tokens - cached[row]) * (more - kMargin);
-    return spares ? other : row;
+    if (workers_[row]->taken == -kInfinity) return {row, cached_[row]};
+    const auto busy = [&](std::size_t each) { return ordered(workers_[each]->load() * workers_[each]->slowness); };
+    const std::size_t other = least_of(workers_.size(), 0, taken_of, [&](std::size_t each) {
+        return fit(*workers_[each], each) && busy(each) <= busy(row);
+    });
+    const double more = costs.taken(*workers_[row]) - costs.taken(*workers_[other]);
+    const bool spares = costs_[other] - costs_[row] <= kSpared * (asked.num_tokens - cached_[row]) * (more - kMargin);
+    return spares ? Picked{other, cached_[other]} : Picked{row, cached_[row]};
+}
+
+Scored Columns::lowest_loads(const Fit& fit, std::size_t most) const {
+    return lowest(workers_, fit, most, [&](std::size_t row) { return workers_[row]->load(); });
+}
+
+Scored Columns::lowest_costs(const Fit& fit, std::size_t most) const {
+    return lowest(workers_, fit, most, [&](std::size_t row) { return costs_[row]; });
+}
+
+void Columns::add(const Held& held) {
+    if (held.shares.empty()) return;
+    share_of_.resize(std::max<std::size_t>(share_of_.size(), held.shares.back().worker + 1));
+    for (std::size_t at = 0; at < held.shares.size(); ++at) share_of_[held.shares[at].worker] = at + 1;
+    for (std::size_t row = 0; row < cached_.size(); ++row) {
+        const Holder worker = workers_[row]->number;
+        if (worker >= share_of_.size() || !share_of_[worker]) continue;
+        const Share& share = held.shares[share_of_[worker] - 1];
+        cached_[row] = std::max(cached_[row], share.tokens);
+        loading_[row] = share.loading;
+    }
+    for (const Share& share : held.shares) share_of_[share.worker] = 0;
 }
 
 }  // namespace pdlink::index

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 #include <utility>
 #include <vector>
@@ -11,24 +12,62 @@
 
 namespace pdlink::index {
 
-using Rows = std::span<const WorkerLoad* const>;
-// Which rows may be chosen, one byte each; empty: all.
-using Fit = std::span<const bool>;
-using Scored = std::vector<std::pair<std::size_t, double>>;  // rows and their values, the lowest first
+// Which rows may be chosen.
+struct Fit {
+    std::span<const std::uint8_t> marks;  // not 0 for those that may, one for each row; empty: all
+    double room = -kInfinity;             // tokens that must fit in
+    double below = kInfinity;             // what they have to do must be less, if this is finite
 
-// The row with the least to do of those that fit, of which there is one at least. Equal ones take turns: else the
-// first gets all requests of an idle pool.
-std::size_t least(Rows rows, Fit fit, std::size_t turn);
-// At most so many of the lowest values.
-Scored lowest(std::span<const double> values, Fit fit, std::size_t most);
+    bool operator()(const WorkerLoad& worker, std::size_t row) const {
+        return (marks.empty() || marks[row]) && worker.room() >= room &&
+               (below == kInfinity || worker.load() < below);
+    }
+};
 
-// The row from which the first token is expected soonest. costs: of each row, tokens of a mean worker until then;
-// cached: tokens of the prompt that it has.
-//
-// What a worker computes pushes other KV out, sooner where it has computed more of late. So a worker that has no more
-// to do, and has computed less, gets the request instead if it costs little more: sessions with one system prompt
-// would all go where the first one went, until none of them finds its KV again.
-std::size_t cheapest(Rows rows, const TakenKV& taken, std::span<const double> costs, std::span<const double> cached,
-                     double num_tokens, Fit fit, std::size_t turn);
+using RowValue = std::pair<std::size_t, double>;
+using Scored = std::vector<RowValue>;  // rows and their values, the lowest first
+
+struct Picked {
+    std::size_t row;
+    double cached = 0;  // tokens of the prompt that it has
+};
+
+// For one thread. The caller keeps the workers.
+class Columns {
+  public:
+    explicit Columns(std::vector<const WorkerLoad*> workers);
+    void put(std::size_t row, const WorkerLoad& worker) { workers_.at(row) = &worker; }
+
+    const std::vector<const WorkerLoad*>& workers() const { return workers_; }
+    std::size_t num(const Fit& fit) const;
+
+    // By row, tokens of the prompt that the worker says it has; or what it may hold, by what it says or what it was
+    // sent. Until the next call.
+    const std::vector<double>& held(const Held& held);
+    const std::vector<double>& cached(const Asked& asked, Guesses& guesses);
+
+    // The row with the least to do of those that fit, of which there is one at least. Equal ones take turns: else the
+    // first gets all requests of an idle pool.
+    Picked least(const Fit& fit, std::size_t turn) const;
+    // The row from which the first token is expected soonest. behind: rows, and what comes to their costs for each
+    // token of the prompt.
+    //
+    // What a worker computes pushes other KV out, sooner where it has computed more of late. So a worker that has no
+    // more to do, and has computed less, gets the request instead if it costs little more: sessions with one system
+    // prompt would all go where the first one went, until none of them finds its KV again.
+    Picked cheapest(const Asked& asked, Costs& costs, std::span<const RowValue> behind, const Fit& fit,
+                    std::size_t turn);
+
+    // At most so many of those with the least to do, or of the lowest costs of the last `cheapest`.
+    Scored lowest_loads(const Fit& fit, std::size_t most) const;
+    Scored lowest_costs(const Fit& fit, std::size_t most) const;
+
+  private:
+    void add(const Held& held);
+
+    std::vector<const WorkerLoad*> workers_;
+    std::vector<double> cached_, loading_, costs_;
+    std::vector<std::size_t> share_of_;  // by number of a worker, in `add`: place of its share, from 1
+};
 
 }  // namespace pdlink::index

@@ -19,14 +19,15 @@ double note(Guesses& sent_to, const Kept& kept, const WorkerLoad& worker, const 
     return asked.num_tokens - std::max(std::min(had * asked.key_tokens, asked.num_tokens), said ? said->tokens : 0.0);
 }
 
-void TakenKV::add(WorkerLoad& worker, double tokens, std::size_t num_workers) {
+void Costs::take(WorkerLoad& worker, double tokens) {
     if (!(tokens > 0)) return;
-    const double share = tokens / (worker.pool_tokens ? static_cast<double>(*worker.pool_tokens) : kPoolTokens);
+    const double pool = static_cast<double>(worker.pool_tokens.value_or(0));
+    const double share = tokens / (pool > 0 ? pool : kPoolTokens);
     const double more = std::log(share) + unit_, most = std::max(worker.taken, more);
     worker.taken = most + std::log1p(std::exp(std::min(worker.taken, more) - most));
     unit_ += std::log1p(share / static_cast<double>(num_workers));
 }
 
-double TakenKV::of(const WorkerLoad& worker) const { return std::exp(worker.taken - unit_); }
+double Costs::taken(const WorkerLoad& worker) const { return std::exp(worker.taken - unit_); }
 
 }  // namespace pdlink::index

@@ -26,15 +26,19 @@ struct Kept {
 // The prompt goes to this worker. Returns how many tokens of it the worker lacks.
 double note(Guesses& sent_to, const Kept& kept, const WorkerLoad& worker, const Asked& asked);
 
-// KV that workers have computed of late, in shares of their pools. What was computed counts less and less with all
-// that is computed after it: a unit grows instead. `WorkerLoad::taken` is a logarithm, in units of the beginning, so
-// it stays small.
-class TakenKV {
+// What the workers of a pool were sent, and KV that they have computed of late, in shares of their pools. What was
+// computed counts less and less with all that is computed after it: a unit grows instead. `WorkerLoad::taken` is a
+// logarithm, in units of the beginning, so it stays small.
+class Costs : public Guesses {
   public:
-    // The worker computes so many tokens more. num_workers: of its pool.
-    void add(WorkerLoad& worker, double tokens, std::size_t num_workers);
+    using Guesses::Guesses;
+
+    // The worker, of a pool of `num_workers`, computes so many tokens more.
+    void take(WorkerLoad& worker, double tokens);
     // In shares of its pool.
-    double of(const WorkerLoad& worker) const;
+    double taken(const WorkerLoad& worker) const;
+
+    std::size_t num_workers = 1;  // of the pool
 
   private:
     double unit_ = 0;  // its logarithm

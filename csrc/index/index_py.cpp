@@ -4,6 +4,7 @@
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -12,6 +13,8 @@
 #include <functional>
 #include <optional>
 #include <stdexcept>
+#include <string>
+#include <string_view>
 #include <tuple>
 #include <vector>
 
@@ -20,6 +23,7 @@
 #include "index/guesses.h"
 #include "index/held.h"
 #include "index/msgpack.h"
+#include "index/pairing.h"
 #include "index/prefixes.h"
 #include "index/worker_load.h"
 
@@ -62,98 +66,130 @@ std::vector<Key> names(Key seed, const nb::bytes& data, std::size_t piece_nbytes
 
 using Column = nb::ndarray<nb::numpy, double, nb::ndim<1>>;
 using Mask = nb::ndarray<const bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using ByWorker = std::optional<nb::dict>;
 using Keys = std::vector<Key>;
 
-// A row for each worker.
-class PyColumns {
+// Keeps its workers.
+class PyColumns : public Columns {
   public:
-    PyColumns(std::vector<nb::object> works, nb::dict rows) : kept_(std::move(works)), rows_(std::move(rows)) {
-        for (const nb::object& each : kept_) works_.push_back(nb::cast<const WorkerLoad*>(each));
-        cached_.resize(works_.size()), loading_.resize(works_.size()), costs_.resize(works_.size());
-    }
+    PyColumns(std::vector<nb::object> workers, nb::dict rows)
+        : Columns(cast(workers)), kept_(std::move(workers)), rows_(std::move(rows)) {}
 
-    void put(std::size_t row, nb::object work) {
-        works_.at(row) = nb::cast<const WorkerLoad*>(work);
-        kept_[row] = std::move(work);
+    void put(std::size_t row, nb::object worker) {
+        Columns::put(row, nb::cast<const WorkerLoad&>(worker));
+        kept_[row] = std::move(worker);
     }
     bool tells_room() const {
-        return std::ranges::any_of(works_, [](const WorkerLoad* each) { return each->room_tokens.has_value(); });
+        return std::ranges::any_of(workers(), [](const WorkerLoad* each) { return each->room_tokens.has_value(); });
     }
     template <auto Of>
     Column column() const {
-        auto* const values = new std::vector<double>(works_.size());
-        std::ranges::transform(works_, values->begin(), [](const WorkerLoad* each) { return std::invoke(Of, each); });
+        auto* const values = new std::vector<double>(workers().size());
+        std::ranges::transform(workers(), values->begin(),
+                               [](const WorkerLoad* each) { return std::invoke(Of, each); });
         const nb::capsule owner(values, [](void* at) noexcept { delete static_cast<std::vector<double>*>(at); });
         return Column(values->data(), {values->size()}, owner);
     }
-    std::size_t least(const std::optional<Mask>& fit, std::size_t turn) const {
-        return index::least(works_, fitting(fit), turn);
+    Fit fitting(const std::optional<Mask>& fit) const {
+        if (!fit) return {};
+        if (fit->shape(0) != workers().size()) throw std::invalid_argument("fit: expected a mark for each row");
+        return {{reinterpret_cast<const std::uint8_t*>(fit->data()), fit->shape(0)}};
     }
-    Scored lowest(const std::optional<Mask>& fit, std::size_t most) {
-        std::ranges::transform(works_, costs_.begin(), &WorkerLoad::load);
-        return index::lowest(costs_, fitting(fit), most);
+    // The row of a worker with this key.
+    std::optional<std::size_t> row(nb::handle key) const {
+        PyObject* const found = PyDict_GetItemWithError(rows_.ptr(), key.ptr());
+        return found ? std::optional(nb::cast<std::size_t>(nb::handle(found))) : std::nullopt;
     }
-    std::vector<double> held(const Held& held) {
-        std::ranges::fill(cached_, 0.0);
-        add(held);
-        return cached_;
-    }
-    std::vector<double> cached(Guesses& guesses, const Keys& keys, double key_tokens, double num_tokens,
-                               const Held* held) {
-        look({keys, key_tokens, num_tokens, held}, guesses);
-        return cached_;
-    }
-    std::tuple<std::size_t, std::size_t, Scored> cheapest(Guesses& guesses, const TakenKV& taken, const Keys& keys,
-                                                          double key_tokens, double num_tokens, const Held* held,
-                                                          const ByWorker& behind, const std::optional<Mask>& fit,
-                                                          std::size_t turn, std::size_t num_scores) {
-        look({keys, key_tokens, num_tokens, held}, guesses);
-        for (std::size_t row = 0; row < costs_.size(); ++row)
-            costs_[row] = (works_[row]->load() + num_tokens - cached_[row]) * works_[row]->slowness + loading_[row];
-        if (behind)
-            for (const auto [key, extra] : *behind)
-                if (PyObject* const row = PyDict_GetItemWithError(rows_.ptr(), key.ptr()))
-                    costs_[nb::cast<std::size_t>(nb::handle(row))] += nb::cast<double>(extra) * num_tokens;
-        const std::size_t row = index::cheapest(works_, taken, costs_, cached_, num_tokens, fitting(fit), turn);
-        Scored scores;
-        if (num_scores) scores = index::lowest(costs_, fitting(fit), num_scores);
-        return {row, static_cast<std::size_t>(cached_[row]), std::move(scores)};
+    // By row what is given by key.
+    std::vector<RowValue> by_row(const nb::dict& by_key) const {
+        std::vector<RowValue> found;
+        for (const auto [key, value] : by_key)
+            if (const auto at = row(key)) found.emplace_back(*at, nb::cast<double>(value));
+        return found;
     }
 
   private:
-    Fit fitting(const std::optional<Mask>& fit) const {
-        if (!fit) return {};
-        if (fit->shape(0) != works_.size()) throw std::invalid_argument("fit: expected a mark for each row");
-        return {fit->data(), fit->shape(0)};
+    static std::vector<const WorkerLoad*> cast(const std::vector<nb::object>& workers) {
+        std::vector<const WorkerLoad*> found;
+        for (const nb::object& each : workers) found.push_back(nb::cast<const WorkerLoad*>(each));
+        return found;
     }
-    // `cached_`: tokens of the prompt that each row may hold, by what it says or else by what it was sent;
-    // `loading_`: what it costs to use them, by what it says.
-    void look(const Asked& asked, Guesses& guesses) {
-        guesses.leading(asked.keys, works_, cached_);
-        for (double& tokens : cached_) tokens = std::min(tokens * asked.key_tokens, asked.num_tokens);
-        std::ranges::fill(loading_, 0.0);
-        if (asked.held) add(*asked.held);
+    std::vector<nb::object> kept_;
+    nb::dict rows_;
+};
+
+std::tuple<std::size_t, std::size_t, Scored> cheapest(PyColumns& self, Costs& costs, const Keys& keys,
+                                                      double key_tokens, double num_tokens, const Held* held,
+                                                      const std::optional<nb::dict>& behind,
+                                                      const std::optional<Mask>& fit, std::size_t turn,
+                                                      std::size_t num_scores) {
+    const Fit fits = self.fitting(fit);
+    const std::vector<RowValue> extra = behind ? self.by_row(*behind) : std::vector<RowValue>();
+    const Picked picked = self.cheapest({keys, key_tokens, num_tokens, held}, costs, extra, fits, turn);
+    return {picked.row, static_cast<std::size_t>(picked.cached),
+            num_scores ? self.lowest_costs(fits, num_scores) : Scored()};
+}
+
+// One leg of a `Pairing`, and what it is called where it is told what was weighed.
+struct PyPairLeg {
+    PyColumns& columns;
+    std::vector<std::uint8_t> marks;
+    Costs* costs;
+    std::string policy;
+    std::vector<std::string> labels;  // by row
+
+    PairLeg leg() const { return {&columns, marks, costs}; }
+    // In MessagePack, an entry of a map of Python's `Considered` by leg: it is kept with many requests, and read for
+    // few.
+    void tell(msgpack::Writer& to, std::string_view leg, const PairWeighed& weighed) const {
+        if (!weighed.of) return;
+        to.text(leg), to.map(3);
+        to.text("policy"), to.text(policy);
+        to.text("of"), to.number(weighed.of);
+        to.text("scores"), to.array(weighed.lowest.size());
+        for (const auto& [row, score] : weighed.lowest) to.array(2), to.text(labels.at(row)), to.number(score);
     }
-    void add(const Held& held) {
-        if (held.shares.empty()) return;
-        share_of_.resize(std::max<std::size_t>(share_of_.size(), held.shares.back().worker + 1));
-        for (std::size_t at = 0; at < held.shares.size(); ++at) share_of_[held.shares[at].worker] = at + 1;
-        for (std::size_t row = 0; row < cached_.size(); ++row) {
-            const Holder worker = works_[row]->number;
-            if (worker >= share_of_.size() || !share_of_[worker]) continue;
-            const Share& share = held.shares[share_of_[worker] - 1];
-            cached_[row] = std::max(cached_[row], share.tokens);
-            loading_[row] = share.loading;
+};
+
+void make_pair_leg(PyPairLeg* self, PyColumns& columns, const std::optional<Mask>& fit, Costs* costs,
+                   std::string policy, std::vector<std::string> labels) {
+    const std::span<const std::uint8_t> marks = columns.fitting(fit).marks;
+    new (self) PyPairLeg{columns, {marks.begin(), marks.end()}, costs, std::move(policy), std::move(labels)};
+}
+
+class PyPairing : public Pairing {
+  public:
+    PyPairing(const PyPairLeg& prefill, const PyPairLeg& decode, double alone, double idle_alone,
+              const nb::dict& behind)
+        : Pairing(prefill.leg(), decode.leg(), {alone, idle_alone}, by_row(prefill, decode, behind)),
+          prefill_(prefill),
+          decode_(decode) {}
+
+    nb::object choose(const Keys& keys, double key_tokens, double num_tokens, double more_tokens, const Held* held,
+                      double most_load, std::size_t turn, std::size_t num_scores) {
+        const auto found =
+            Pairing::choose({keys, key_tokens, num_tokens, held}, more_tokens, most_load, turn, num_scores);
+        if (!found) return nb::none();
+        nb::object weighed = nb::none();
+        if (const std::size_t num = (found->by_decode.of > 0) + (found->by_prefill.of > 0)) {
+            msgpack::Writer to;
+            to.map(num);
+            decode_.tell(to, "decode", found->by_decode);
+            prefill_.tell(to, "prefill", found->by_prefill);
+            weighed = nb::bytes(to.data().data(), to.data().size());
         }
-        for (const Share& share : held.shares) share_of_[share.worker] = 0;
+        return nb::make_tuple(found->prefill, found->decode, static_cast<std::size_t>(found->cached), weighed);
     }
 
-    std::vector<nb::object> kept_;
-    std::vector<const WorkerLoad*> works_;  // of `kept_`
-    nb::dict rows_;
-    std::vector<double> cached_, loading_, costs_;
-    std::vector<std::size_t> share_of_;  // by number of a worker, in `add`: place of its share, from 1
+  private:
+    static std::vector<std::vector<RowValue>> by_row(const PyPairLeg& prefill, const PyPairLeg& decode,
+                                                     const nb::dict& behind) {
+        std::vector<std::vector<RowValue>> found(behind.size() ? decode.labels.size() : 0);
+        for (const auto [key, extra] : behind)
+            if (const auto row = decode.columns.row(key))
+                found[*row] = prefill.columns.by_row(nb::cast<nb::dict>(extra));
+        return found;
+    }
+    PyPairLeg prefill_, decode_;
 };
 
 // The ids in "[1, 2, 3]" as little-endian words. Throws std::invalid_argument for other JSON.
@@ -277,23 +313,54 @@ NB_MODULE(_index, m) {
         .def_rw("room_tokens", &WorkerLoad::room_tokens, nb::arg().none())
         .def_rw("pool_tokens", &WorkerLoad::pool_tokens, nb::arg().none())
         .def_rw("publishes", &WorkerLoad::publishes);
-    nb::class_<TakenKV>(m, "TakenKV")
-        .def(nb::init<>())
-        .def("add", &TakenKV::add, "worker"_a, "tokens"_a, "num_workers"_a)
-        .def("of", &TakenKV::of, "worker"_a);
+    nb::class_<Costs, Guesses>(m, "Costs")
+        .def(nb::init<std::size_t>(), "max_keys"_a)
+        .def("taken", &Costs::taken, "worker"_a)
+        .def(
+            "placed",
+            [](Costs& self, WorkerLoad& worker, const Keys& keys, double key_tokens, double num_tokens,
+               const Held* held, std::size_t of_worker, std::size_t unheard) {
+                const double lacking = note(self, {of_worker, unheard}, worker, {keys, key_tokens, num_tokens, held});
+                self.take(worker, lacking);
+                return static_cast<std::int64_t>(lacking);
+            },
+            "worker"_a, "keys"_a, "key_tokens"_a, "num_tokens"_a, "held"_a.none(), "of_worker"_a, "unheard"_a);
     nb::class_<PyColumns>(m, "Columns")
-        .def(nb::init<std::vector<nb::object>, nb::dict>(), "works"_a, "rows"_a)
-        .def("put", &PyColumns::put, "row"_a, "work"_a)
+        .def(nb::init<std::vector<nb::object>, nb::dict>(), "workers"_a, "rows"_a)
+        .def("put", &PyColumns::put, "row"_a, "worker"_a)
         .def_prop_ro("tells_room", &PyColumns::tells_room)
         .def_prop_ro("load", &PyColumns::column<&WorkerLoad::load>, nb::rv_policy::automatic)
         .def_prop_ro("room", &PyColumns::column<&WorkerLoad::room>, nb::rv_policy::automatic)
         .def_prop_ro("slowness", &PyColumns::column<&WorkerLoad::slowness>, nb::rv_policy::automatic)
-        .def("least", &PyColumns::least, "fit"_a.none(), "turn"_a)
-        .def("lowest", &PyColumns::lowest, "fit"_a.none(), "most"_a)
-        .def("held", &PyColumns::held, "held"_a)
-        .def("cached", &PyColumns::cached, "guesses"_a, "keys"_a, "key_tokens"_a, "num_tokens"_a, "held"_a.none())
-        .def("cheapest", &PyColumns::cheapest, "guesses"_a, "taken"_a, "keys"_a, "key_tokens"_a, "num_tokens"_a,
-             "held"_a.none(), "behind"_a.none(), "fit"_a.none(), "turn"_a, "num_scores"_a);
+        .def(
+            "least",
+            [](const PyColumns& self, const std::optional<Mask>& fit, std::size_t turn) {
+                return self.least(self.fitting(fit), turn).row;
+            },
+            "fit"_a.none(), "turn"_a)
+        .def(
+            "lowest",
+            [](const PyColumns& self, const std::optional<Mask>& fit, std::size_t most) {
+                return self.lowest_loads(self.fitting(fit), most);
+            },
+            "fit"_a.none(), "most"_a)
+        .def(
+            "held", [](PyColumns& self, const Held& held) { return self.held(held); }, "held"_a)
+        .def(
+            "cached",
+            [](PyColumns& self, Guesses& guesses, const Keys& keys, double key_tokens, double num_tokens,
+               const Held* held) { return self.cached({keys, key_tokens, num_tokens, held}, guesses); },
+            "guesses"_a, "keys"_a, "key_tokens"_a, "num_tokens"_a, "held"_a.none())
+        .def("cheapest", &cheapest, "costs"_a, "keys"_a, "key_tokens"_a, "num_tokens"_a, "held"_a.none(),
+             "behind"_a.none(), "fit"_a.none(), "turn"_a, "num_scores"_a);
+    nb::class_<PyPairLeg>(m, "PairLeg")
+        .def("__init__", &make_pair_leg, "columns"_a, "fit"_a.none(), "costs"_a.none(), "policy"_a, "labels"_a,
+             nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>());
+    nb::class_<PyPairing>(m, "Pairing")
+        .def(nb::init<const PyPairLeg&, const PyPairLeg&, double, double, const nb::dict&>(), "prefill"_a, "decode"_a,
+             "alone"_a, "idle_alone"_a, "behind"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+        .def("choose", &PyPairing::choose, "keys"_a, "key_tokens"_a, "num_tokens"_a, "more_tokens"_a, "held"_a.none(),
+             "most_load"_a, "turn"_a, "num_scores"_a);
     nb::class_<Prefixes>(m, "Prefixes")
         .def(nb::init<std::size_t, std::size_t>(), "block_tokens"_a, "max_blocks"_a)
         .def("stored", &stored, "holder"_a, "medium"_a, "ids"_a, "parent"_a.none(), "root"_a, "tokens"_a)

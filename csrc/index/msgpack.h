@@ -1,11 +1,14 @@
-// Lists of token ids and block names, read from MessagePack without a Python object for each.
+// MessagePack, read and written without a Python object for each part: lists of token ids and block names are read.
 // Source: the specification, https://github.com/msgpack/msgpack/blob/master/spec.md
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <span>
 #include <stdexcept>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "index/prefixes.h"
@@ -78,6 +81,27 @@ class Reader {
         return length;
     }
     std::span<const std::uint8_t> data_;
+};
+
+class Writer {
+  public:
+    void map(std::size_t size) { put(0xDE, size, 2); }
+    void array(std::size_t size) { put(0xDC, size, 2); }
+    void text(std::string_view text) {
+        put(0xDB, text.size(), 4);
+        data_ += text;
+    }
+    void number(std::size_t value) { put(0xCF, value, 8); }
+    void number(double value) { put(0xCB, std::bit_cast<std::uint64_t>(value), 8); }
+
+    const std::string& data() const { return data_; }
+
+  private:
+    void put(std::uint8_t tag, std::uint64_t value, std::size_t nbytes) {
+        data_ += static_cast<char>(tag);
+        while (nbytes--) data_ += static_cast<char>(value >> 8 * nbytes);
+    }
+    std::string data_;
 };
 
 inline Id id(std::span<const std::uint8_t> data) { return Reader(data).name(); }

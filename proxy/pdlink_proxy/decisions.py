@@ -61,7 +61,8 @@ Decided: TypeAlias = tuple[Any, ...]
 
 
 def decision(request_id: str, said: Decided) -> Decision:
-    fields = dict(zip(Decision.__struct_fields__, (request_id, *said), strict=False))
+    plain = (msgspec.msgpack.decode(each) if isinstance(each, msgspec.Raw) else each for each in said)
+    fields = dict(zip(Decision.__struct_fields__, (request_id, *plain), strict=False))
     return msgspec.convert(fields, Decision)
 
 

@@ -62,8 +62,9 @@ class PlacementRequest(msgspec.Struct, eq=False):
     key_tokens: int = KEY_TOKENS
     chain: Sequence[int] | None = None
     """`keys`, once they are known."""
-    considered: dict[str, Considered] | None = None
-    """Set it to a mapping to learn, by leg, the policy and what it chose from."""
+    considered: dict[str, Considered] | msgspec.Raw | None = None
+    """Set it to a mapping to learn, by leg, the policy and what it chose from; in MessagePack, where that is told for
+    both legs at once."""
     known_ids: Tokens | None = None
     """Of a text, its first token ids, as far as they are known; see `Tokenizing`."""
     held: HeldKV | None = None

@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
+from pdlink._index import Pairing, PairLeg
+
 from .decisions import Considered
 from .fleet import fitting
 from .policies.base import MAX_SCORES, Pick
 from .policies.candidates import Candidates
+from .policies.cost import Cost
+from .policies.least_loaded import LeastLoaded
 from .policies.registry import make_policy
 from .table import Workers
 
@@ -74,6 +78,16 @@ class Alone(NamedTuple):
 
 
 _NEVER = Alone()
+_NATIVE = (LeastLoaded, Cost)
+"""Policies that `Pairing` has, too; not those that are derived from them."""
+
+
+class Pairs(NamedTuple):
+    """Chooses both workers of a request in one call, where nothing is unusual, and decides as `Placer.place` does."""
+
+    pairing: Pairing
+    hashes: bool
+    """The keys of the prompt count."""
 
 
 class Placer:
@@ -97,6 +111,50 @@ class Placer:
         """A prefill worker that has so many to do gets no more; 0 for no limit."""
         self._turn = salt
         """Routers of equal turns would draw the same workers by chance."""
+
+    def pairs(self, fleet: Fleet) -> Pairs | None:
+        """For requests of this fleet; None if they need more than that."""
+        legs = (self.decode, Workers.of(fleet.decode)), (self.prefill, Workers.of(fleet.prefill))
+        if fleet.plain or fleet.refused or fleet.grouped or self._candidates:
+            return None
+        if any(type(policy) not in _NATIVE or not workers for policy, workers in legs):
+            return None
+        decode, prefill = (
+            PairLeg(
+                workers.table.columns,
+                workers.fit,
+                policy.sent_to if isinstance(policy, Cost) else None,
+                self._names[policy][1],
+                workers.table.labels,
+            )
+            for policy, workers in legs
+        )
+        alone = Alone(-1, -1) if fleet.needs_prefill else self._alone
+        hashes = any(isinstance(policy, Cost) and workers.num > 1 for policy, workers in legs)
+        return Pairs(Pairing(prefill, decode, *alone, fleet.behind), hashes)
+
+    def pair(self, request: PlacementRequest, pairs: Pairs) -> tuple[int, int, int] | None:
+        """The rows of prefill's worker and decode's, and what the former is expected to have of the prompt; None if
+        `place` has to look, or to say why there is none."""
+        if request.avoid or request.pinned or request.plain:
+            return None
+        found = pairs.pairing.choose(
+            request.keys if pairs.hashes else (),
+            request.key_tokens,
+            request.num_tokens,
+            request.answer_tokens,
+            request.held,
+            self.prefill_queue_tokens,
+            self._turn,
+            0 if request.considered is None else MAX_SCORES,
+        )
+        if found is None:
+            return None
+        self._turn += 1
+        prefill, decode, cached, weighed = found
+        if weighed is not None:
+            request.considered = msgspec.Raw(weighed)
+        return prefill, decode, cached
 
     def place(self, request: PlacementRequest, fleet: Fleet, *, full: bool = False) -> Decision:
         """full: workers without room for it may get it, too."""
@@ -194,7 +252,7 @@ class Placer:
         if found.num == 1:
             return Pick(found[0])
         pick = policy.pick(request, found, turn)
-        if request.considered is not None:
+        if isinstance(request.considered, dict):
             (leg, name), table = self._names[policy], found.table
             scores = pick.scores or table.columns.lowest(found.fit, MAX_SCORES)
             labels = [(table.labels[row], score) for row, score in scores]

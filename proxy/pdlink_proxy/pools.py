@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .lenders import KVSource
     from .members import Members
     from .mismatches import Mismatch
+    from .placement import Pairs
     from .records import Records
     from .refusals import RefusedPair
 
@@ -301,11 +302,17 @@ class Pools:
         fleet, sides = known.fleet, self._sides
         if request.known_ids is not None or request.prompt[:1] == b"[":
             request.held = self.kv_events.held(request, known.model)
+        if known.pairs is not None and not full and (rows := self._placer.pair(request, known.pairs)) is not None:
+            one, to = known.prefills[rows[0]], known.decodes[rows[1]]
+            if self._alone is not None:
+                self._tell_alone(None)
+            source = self._source(request, one.work) if len(self._lenders.at) > 1 else None
+            return WorkerPair(one, to, rows[2], source=source)
         placed = self._placer.place(request, fleet, full=full)
         if not isinstance(placed, Pair):
             return placed
         to = sides[Leg.DECODE].workers[placed.decode.row]
-        source = self._source(request, placed) if len(self._lenders.at) > 1 else None
+        source = self._source(request, placed.prefill or placed.decode) if len(self._lenders.at) > 1 else None
         if placed.prefill is not None:
             one = sides[Leg.PREFILL].workers[placed.prefill.row]
             if not (refused_pairs and self.refusals.try_again(one, to)) and self._alone is not None:
@@ -320,7 +327,7 @@ class Pools:
             return WorkerPair(None, to, alone=placed.alone, source=source)
         return WorkerPair(None, to, differs=self._without_prefill(request.model), source=source)
 
-    def _source(self, request: PlacementRequest, placed: Pair) -> KVSource | None:
+    def _source(self, request: PlacementRequest, computes: WorkerState) -> KVSource | None:
         """From which store the worker that computes the prompt pulls what it lacks: of one that computes prompts, a
         prefill worker, or where there are none a plain server."""
         side, policy = self._sides[Leg.PREFILL], self._placer.prefill
@@ -328,7 +335,7 @@ class Pools:
             side, policy = self._sides[Leg.DECODE], self._placer.decode
         workers = Workers(side.table)
         expected = policy.expected(request, workers)
-        return self._lenders.source(request, placed.prefill or placed.decode, expected, workers.table.states)
+        return self._lenders.source(request, computes, expected, workers.table.states)
 
     def _known(self, model: str, *, needs_prefill: bool) -> _Known:
         """The workers for requests of this model now; kept if that is settled."""
@@ -346,7 +353,8 @@ class Pools:
             behind=self._pair_times.behind,
         )
         computes = prefill if prefill.pair.num else decode
-        known = _Known(fleet, computes.model or model)
+        pairs = None if refused_pairs else self._placer.pairs(fleet)
+        known = _Known(fleet, computes.model or model, pairs, prefill_side.workers, decode_side.workers)
         settled = prefill_side.settled(model) and decode_side.settled(model)
         if settled and not refused_pairs and (decode.pair.num or decode.plain):
             self._fleets[model, needs_prefill] = known
@@ -389,6 +397,10 @@ class _Known(NamedTuple):
     fleet: Fleet
     model: str
     """As the first prefill worker calls it, or the first decode worker."""
+    pairs: Pairs | None
+    prefills: Sequence[Worker]
+    """By row."""
+    decodes: Sequence[Worker]
 
 
 class WorkerPair(msgspec.Struct, frozen=True):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from pdlink._index import HeldKV
+from pdlink_proxy.decisions import decision
 from pdlink_proxy.fleet import Fleet, PlacementRequest
 from pdlink_proxy.placement import Alone, Pair, Placer, ProxyBarred, Queued
+from pdlink_proxy.policies.cost import Cost
+from pdlink_proxy.table import Table, Workers, WorkerState
 from tests.proxy.policies.fleets import pool, request, worker
 
 
@@ -134,3 +140,82 @@ def test_decode_computes_what_it_lacks_little_of(missing: int, held: int, load: 
     strict = placer.place(asked, Fleet(pool(0), [decode], needs_prefill=True))
     assert isinstance(strict, Pair)
     assert strict.prefill is not None
+
+
+def some_workers(rng: random.Random, key: str) -> Workers:
+    states = [WorkerState(f"{key}{row}", f"{key}-{row}") for row in range(rng.choice((1, 2, 2, 3, 5)))]
+    for each in states:
+        room = rng.choice((None, None, None, rng.randrange(2000)))
+        each.heard(rng.randrange(2), room, rng.choice((0, 0, 100, rng.randrange(900))))
+        each.slowness = rng.choice((1.0, 1.0, 2.0))
+        each.pool_tokens = rng.choice((None, 1000))
+    fit = np.array([rng.random() < 0.8 for _ in states])
+    return Workers(Table(states), None if fit.all() or not fit.any() else fit)
+
+
+@pytest.mark.parametrize("policies", [*itertools.product(("cost", "least_loaded"), repeat=2)])
+@pytest.mark.parametrize("seed", range(25))
+def test_what_is_placed_in_one_call_goes_where_it_would_step_by_step(seed: int, policies: tuple[str, str]) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    usual = 0
+    prefill, decode = some_workers(rng, "p"), some_workers(rng, "d")
+    states = [*prefill.table.states, *decode.table.states]
+    alone = rng.choice((Alone(), Alone(), Alone(100), Alone(0, 400)))
+    placer = Placer(*policies, alone)
+    placer.prefill_queue_tokens = rng.choice((0, 0, 500))
+    behind = {d.key: {p.key: rng.random() for p in prefill.table.states} for d in decode if rng.random() < 0.2}
+    fleet = Fleet(prefill, decode, needs_prefill=rng.random() < 0.3, behind=behind)
+    pairs = placer.pairs(fleet)
+    assert pairs is not None
+    for _ in range(60):
+        asked = request(*(rng.randrange(4) for _ in range(rng.randrange(1, 5))))
+        if rng.random() < 0.4:
+            asked.held = HeldKV([(each.number, rng.randrange(asked.num_tokens), 9.0) for each in states[::2]])
+        asked.considered = {} if rng.random() < 0.7 else None
+        turn = placer._turn
+        rows, weighed = placer.pair(asked, pairs), asked.considered
+        assert placer._turn == turn + (rows is not None), "the next one has the next turn"
+        placer._turn, asked.considered = turn, None if weighed is None else {}
+        placed = placer.place(asked, fleet)
+        if rows is None:
+            assert not isinstance(placed, Pair) or placed.prefill is None, "nothing was unusual"
+            continue
+        usual += 1
+        one, to = prefill.table.states[rows[0]], decode.table.states[rows[1]]
+        assert placed == Pair(one, to, rows[2])
+        said = (0.0, "first", "placed", "", 1, 0.0, "", "", 0.0, 0.0, 0)
+        assert decision("r", (*said, weighed or {})).considered == (asked.considered or {})
+        for policy in placer.noting.values():
+            policy.placed(asked, one)
+        one.sent(asked.num_tokens, 0.0)
+        to.sent(asked.total_tokens, 0.0)
+        if rng.random() < 0.7:
+            one.finished(asked.num_tokens, 1.0, served=True)
+            to.finished(asked.total_tokens, 1.0, served=True)
+    if (
+        not placer.prefill_queue_tokens
+        and alone == Alone()
+        and not any(each.room_tokens is not None for each in decode)
+    ):
+        assert usual == 60
+
+
+def test_policies_that_are_not_known_natively_are_asked_themselves() -> None:
+    class Mine(Cost):
+        pass
+
+    placer, fleet = Placer("cost", "least_loaded"), Fleet(pool(0, 0), pool(0, 0))
+    assert placer.pairs(fleet) is not None
+    placer.prefill = Mine()
+    assert placer.pairs(fleet) is None
+    assert Placer("prefix", "cost").pairs(fleet) is None
+    assert Placer("cost", "cost", routers=2).pairs(fleet) is None
+    placer = Placer("cost", "least_loaded")
+    for odd in (
+        Fleet(fleet.prefill, fleet.decode, frozenset({("a", "b")})),
+        Fleet(fleet.prefill, fleet.decode, grouped=True),
+        Fleet(fleet.prefill, fleet.decode, plain=pool(0)),
+        Fleet([], fleet.decode),
+    ):
+        assert placer.pairs(odd) is None

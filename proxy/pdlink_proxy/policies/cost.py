@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdlink._index import TakenKV
+from pdlink._index import Costs
 
 from ..table import Workers
 from .base import MAX_SCORES, Pick
-from .prefix import Prefix
+from .prefix import MAX_KEYS, Prefix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,19 +28,14 @@ if TYPE_CHECKING:
 
 class Cost(Prefix):
     def __init__(self) -> None:
-        super().__init__()
-        self._taken = TakenKV()
-        self._num_workers = 1
-        """Of its pool, as it chose last."""
+        self.sent_to: Costs = Costs(MAX_KEYS)
 
     def pick(self, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
         found = workers if isinstance(workers, Workers) else Workers.of(workers)
-        keys, table = request.chain, found.table
-        self._num_workers = len(table.states)
+        table = found.table
         row, cached, scores = table.columns.cheapest(
             self.sent_to,
-            self._taken,
-            request.keys if keys is None else keys,
+            request.keys,
             request.key_tokens,
             request.num_tokens,
             request.held,
@@ -50,8 +45,3 @@ class Cost(Prefix):
             0 if request.considered is None else MAX_SCORES,
         )
         return Pick(table.states[row], cached, scores)
-
-    def placed(self, request: PlacementRequest, worker: WorkerState) -> int:
-        lacking = super().placed(request, worker)
-        self._taken.add(worker, lacking, self._num_workers)
-        return lacking

@@ -8,9 +8,9 @@ import random
 import numpy as np
 import pytest
 
-from pdlink._index import Columns, Guesses, HeldKV, TakenKV, WorkerLoad
+from pdlink._index import Columns, Costs, HeldKV, WorkerLoad
 
-NONE, TAKEN = Guesses(1), TakenKV()
+NONE = Costs(1)
 
 
 def work(load: float = 0, slowness: float = 1, taken: float = 0) -> WorkerLoad:
@@ -67,11 +67,11 @@ def test_the_cheapest_worker_is_taken_unless_one_that_computed_less_costs_little
     for turn in range(4):
         mask = None if all(fit) else np.array(fit)
         row, costs = chosen(table, fit, cached, extra, tokens, turn)
-        found = columns.cheapest(NONE, TAKEN, [], 1, tokens, said, behind, mask, turn, 8)
+        found = columns.cheapest(NONE, [], 1, tokens, said, behind, mask, turn, 8)
         assert found[:2] == (row, cached[row])
         assert [each for each, _ in found[2]] == [each for _, each in costs[:8]]
         assert [cost for _, cost in found[2]] == pytest.approx([cost for cost, _ in costs[:8]])
-        assert not columns.cheapest(NONE, TAKEN, [], 1, tokens, said, None, mask, turn, 0)[2]
+        assert not columns.cheapest(NONE, [], 1, tokens, said, None, mask, turn, 0)[2]
     assert columns.held(said) == columns.cached(NONE, [], 1, tokens, said) == cached
 
 
@@ -81,7 +81,7 @@ def test_a_worker_whose_pace_is_no_number_is_chosen_last(bad: list[int]) -> None
     columns, fit = Columns(made, {}), np.array([True, False, True])
     fine = [row for row in (0, 2) if row not in bad] or [0, 2]
     for turn in range(4):
-        row, _, scores = columns.cheapest(NONE, TAKEN, [], 1, 10, None, None, fit, turn, 8)
+        row, _, scores = columns.cheapest(NONE, [], 1, 10, None, None, fit, turn, 8)
         assert row == fine[0]
         assert sorted(each for each, _ in scores) == [0, 2]
         assert scores[0][0] == fine[0]

@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 import pytest
 
-from pdlink._index import HeldKV, TakenKV
+from pdlink._index import HeldKV
 from pdlink_proxy.fleet import PlacementRequest, count_tokens
 from pdlink_proxy.policies.prefix import MAX_UNHEARD_KEYS
 from pdlink_proxy.policies.registry import make_policy
@@ -185,12 +185,12 @@ def test_what_was_computed_long_ago_counts_no_more() -> None:
     policy.pick(request(0), workers, 0)
     for number in range(10):
         policy.placed(request(number), one)
-    taken: TakenKV = policy._taken  # type: ignore[attr-defined]
-    assert (taken.of(one) > 0.6, taken.of(other)) == (True, 0)
+    taken = policy.sent_to.taken  # type: ignore[attr-defined]
+    assert (taken(one) > 0.6, taken(other)) == (True, 0)
     for number in range(50_000):
         policy.placed(request(100 + number), workers[number % 2])
-    assert taken.of(one) == pytest.approx(taken.of(other), rel=0.2)
-    assert 0.5 < taken.of(one) < 2
+    assert taken(one) == pytest.approx(taken(other), rel=0.2)
+    assert 0.5 < taken(one) < 2
     assert max(one.taken, other.taken) < 1e4, "far from the largest number"
 
 
