@@ -1,13 +1,16 @@
-"""`PinnedSteps`: host memory that grows, registered with a GPU a step at a time, when a copy first touches the step.
+"""`PinnedSteps`: host memory that grows, registered with a GPU a step at a time.
 
-Registering pins pages, which takes memory and time, so it cannot be done ahead for a range of which a part may never
-get memory. Runs are cut where steps meet: each registration has an address of its own for the GPU
-(cuMemHostGetDevicePointer), and memory of a copy "must be either entirely registered with CUDA, or ... not registered
-at all", else the call answers CUDA_ERROR_INVALID_VALUE (CUDA Driver API 13.0, API synchronization behavior).
+At the latest when a copy touches the step. Registering pins pages, which takes memory and time, so it cannot be done
+ahead for a range of which a part may never get memory; who has given memory to a step may say so (`pin`).
+
+Runs are cut where steps meet: each registration has its own address for the GPU (cuMemHostGetDevicePointer), and memory
+of a copy "must be either entirely registered with CUDA, or ... not registered at all", else the call answers
+CUDA_ERROR_INVALID_VALUE (CUDA Driver API 13.0, API synchronization behavior).
 """
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class PinnedSteps:
-    """For one thread."""
+    """`pin` may be called by any thread, the rest by one."""
 
     def __init__(self, device: Device, memory: Bytes, step_nbytes: int) -> None:
         """memory: kept until `close`. A step of which one byte is used has memory in whole."""
@@ -31,6 +34,9 @@ class PinnedSteps:
         self._ptr, self._nbytes = memory.ctypes.data, len(memory)
         self._bases = np.zeros(-(-self._nbytes // step_nbytes), np.int64)
         """For the GPU: address less offset, by step; 0 for one that is not registered."""
+        self._lock = threading.Lock()
+        """Of registering a step."""
+        self._closed = False
         self._others: set[int] = set()
         """Steps that somebody else in this process has registered, such as UCX, and keeps so."""
 
@@ -44,9 +50,7 @@ class PinnedSteps:
         runs = self._cut(runs, column)
         steps = runs[:, column] // self._step_nbytes
         for step in np.unique(steps[self._bases[steps] == 0]).tolist():
-            begin = step * self._step_nbytes
-            nbytes = min(self._step_nbytes, self._nbytes - begin)
-            self._bases[step] = self._pin(step, self._ptr + begin, nbytes) - begin
+            self._register(step)
         runs[:, column] += self._bases[steps]
         return runs
 
@@ -61,6 +65,11 @@ class PinnedSteps:
         bases = self.placed(runs, 0)[:, 0] - self._cut(runs, 0)[:, 0]
         return int(bases[0]) if (bases == bases[0]).all() else None
 
+    def pin(self, nbytes: int) -> None:
+        """Register the whole steps among the first `nbytes`; nothing after `close`. Raises CudaFailure."""
+        for step in np.flatnonzero(self._bases[: nbytes // self._step_nbytes] == 0).tolist():
+            self._register(step)
+
     @property
     def pinned_nbytes(self) -> int:
         """At most: the last step may be shorter."""
@@ -68,10 +77,19 @@ class PinnedSteps:
 
     def close(self) -> None:
         """No copy may be under way. Raises CudaFailure. Safe to call twice."""
-        for step in np.flatnonzero(self._bases).tolist():
-            self._bases[step] = 0
-            if step not in self._others:
-                self._device.unpin(self._ptr + step * self._step_nbytes)
+        with self._lock:
+            self._closed = True
+            for step in np.flatnonzero(self._bases).tolist():
+                self._bases[step] = 0
+                if step not in self._others:
+                    self._device.unpin(self._ptr + step * self._step_nbytes)
+
+    def _register(self, step: int) -> None:
+        begin = step * self._step_nbytes
+        with self._lock:
+            if not self._bases[step] and not self._closed:
+                nbytes = min(self._step_nbytes, self._nbytes - begin)
+                self._bases[step] = self._pin(step, self._ptr + begin, nbytes) - begin
 
     def _pin(self, step: int, ptr: int, nbytes: int) -> int:
         try:

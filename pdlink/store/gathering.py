@@ -39,6 +39,12 @@ class Gathering:
             return self._end
         return self._left[0][0] if self._left else None
 
+    def settled_nbytes(self, committed_nbytes: int) -> int:
+        """How many bytes from the begin, in whole steps, nobody will try to put into huge pages any more."""
+        if self._over:
+            return committed_nbytes // STEP_NBYTES * STEP_NBYTES
+        return min([self._end, *(begin for begin, _ in self._left)])
+
     def tried(self, begin: int, gathered: bool | None) -> None:
         """What `pages.gather` said of that step."""
         if gathered is None:

@@ -232,6 +232,19 @@ class GpuPages:
         except CudaFailure:
             return False
 
+    def pin_ahead(self, arena: Bytes, nbytes: int) -> None:
+        """Pin the whole steps among these first bytes, which have memory, so that no copy waits for it.
+
+        By any thread, which it takes some milliseconds a step. Nothing, if it fails: `copy` tells its caller then.
+        """
+        with self._lock:
+            if self._closing or self._broken:
+                return
+        try:
+            self._pinned(arena).pin(nbytes)
+        except CudaFailure as failure:
+            log.debug("the store's memory is not pinned ahead of need: %s", failure)
+
     def copy(
         self,
         lists: Iterable[tuple[int, RunArray]],
@@ -476,12 +489,12 @@ class GpuPages:
         return copies
 
     def _pinned(self, arena: Bytes) -> PinnedSteps:
-        if self._arena is None or self._arena.memory.ctypes.data != arena.ctypes.data:
-            if self._arena is not None:
-                with self._lock:
+        with self._lock:
+            if self._arena is None or self._arena.memory.ctypes.data != arena.ctypes.data:
+                if self._arena is not None:
                     self._old_arenas.append(self._arena)
-            self._arena = PinnedSteps(self._device, arena, self._step_nbytes)
-        return self._arena
+                self._arena = PinnedSteps(self._device, arena, self._step_nbytes)
+            return self._arena
 
 
 def _paged(layout: KVLayout, layer: int, base: int, part_stride: int, num_slots: int) -> Paged:

@@ -155,6 +155,9 @@ class AnyStore(ABC):
 
     scopes: Scopes
     """Of the engines that use it; of a store in another process, of those of this one."""
+    memory_settled: Callable[[int], None]
+    """Told by a store in this process how many bytes from the arena's begin have memory that stays in the pages it is
+    in. For one who pins them."""
 
     @property
     @abstractmethod

@@ -1,8 +1,8 @@
 """`Keeper`: the thread that keeps house in an arena.
 
-It gives the arena memory ahead of need, puts that into huge pages afterwards, ends leases that are over and fetches
-that take too long, offers tiers again what they did not take, asks servers that do not answer, and has tiers that
-were away forget what was cleared meanwhile.
+It gives the arena memory ahead of need, puts that into huge pages afterwards, tells who pins it, ends leases and
+fetches that take too long, offers tiers again what they did not take, asks servers that do not answer, and has tiers
+that were away forget what was cleared meanwhile.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ class Keeper:
         writing: WriteThrough,
         arena: Arena,
         *,
+        settled: Callable[[int], None],
         clock: Callable[[], float],
     ) -> None:
-        """Starts the thread."""
+        """Starts the thread. settled: told how many bytes from the arena's begin stay in the pages they are in."""
         self._books, self._below, self._fetching, self._writing = books, below, fetching, writing
         self._arena, self._clock = arena, clock
         self.gathering = Gathering()
+        self._settled, self._told_nbytes = settled, 0
         self.works = True
         """Whether its last round has not failed."""
         self._work = books.room_taken
@@ -93,13 +95,18 @@ class Keeper:
             grows = self._arena.wants_more(used_nbytes) and not reads
             begin = self.gathering.next(self._arena.committed_nbytes, now_s)
             begin = None if reads else begin
-            if not late and not grows and begin is None and not catalog.is_due(now_s):
+            settled_nbytes = self.gathering.settled_nbytes(self._arena.committed_nbytes)
+            settles = settled_nbytes > self._told_nbytes and not reads
+            if not late and not grows and begin is None and not settles and not catalog.is_due(now_s):
                 self._work.wait(_PAUSE_S)
                 return
         for fetch in late:
             fetch.finish()
         if grows:
             self._arena.run_ahead(used_nbytes)
+        elif settles:
+            self._told_nbytes = settled_nbytes
+            self._settled(settled_nbytes)
         elif begin is not None:
             self._gather(begin)
 

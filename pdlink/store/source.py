@@ -112,6 +112,8 @@ class Source:
         self._hashed_by: Literal["pdlink", "sglang"] = hashed_by
         self._told: Scope | None = None
         self.tell_scope()
+        if gpu is not None:
+            store.memory_settled = lambda nbytes: gpu.pin_ahead(store.array, nbytes)
 
     def keys(
         self,

@@ -166,6 +166,7 @@ class Store(AnyStore):
         """While it is frozen nothing new is kept, and so nothing is evicted."""
         self.places_changed: Callable[[tuple[str, ...]], None] = lambda _: None
         """Told, before anything is found in a new place."""
+        self.memory_settled: Callable[[int], None] = lambda _: None
 
     def open(self) -> None:
         """Reserve the arena, give it its first memory, start the threads. Raises OSError if there is not enough; the
@@ -224,6 +225,7 @@ class Store(AnyStore):
             self._fetching,
             self._writing,
             self._arena,
+            settled=lambda nbytes: self.memory_settled(nbytes),
             clock=self._clock,
         )
         self._pinning = threads.guarded("pdlink-store-pins", self._pin_again, lambda _: None)

@@ -429,6 +429,37 @@ def _until(true: Callable[[], bool]) -> bool:
     return any(true() or waited.wait(0.01) for _ in range(int(WAIT_S * 100)))
 
 
+def test_a_step_that_has_memory_is_pinned_before_a_copy_needs_it(made: Any, double: Fake) -> None:
+    engine, store = made(), made.store
+    gpu, step_nbytes = engine.source.gpu, 4096
+    store.memory_settled(3 * step_nbytes - 1)
+    assert gpu._arena.pinned_nbytes == 2 * step_nbytes, "the third has not all of its memory"
+    with nothing_can_be_pinned():
+        store.memory_settled(3 * step_nbytes)
+    assert gpu._arena.pinned_nbytes == 2 * step_nbytes
+    store.memory_settled(len(store.array))
+    double.take_log()
+    prompt, blocks = engine.prompt("p"), engine.blocks(1)
+    engine.prefill(prompt, blocks, [TOKENS])
+    prompt.close()
+    engine.settle()
+    assert found(engine) == 40
+    assert "cuMemHostRegister_v2" not in [call for call, _ in double.take_log()]
+    engine.pool.give_back(blocks)
+
+
+def test_nothing_is_pinned_for_a_gpu_whose_engine_has_ended(made: Any, double: Fake) -> None:
+    engine, store = made(), made.store
+    store.memory_settled(8192)
+    steps = engine.source.gpu._arena
+    engine.source.close()
+    before = double.counts().registrations
+    store.memory_settled(len(store.array))
+    steps.pin(len(store.array))
+    assert double.counts().registrations == before
+    assert steps.pinned_nbytes == 0
+
+
 def test_runs_are_cut_where_steps_meet_and_a_step_is_pinned_when_it_is_used(device: Device, double: Fake) -> None:
     rng, before = np.random.default_rng(7), double.counts().registrations
     with closing(Buffer(1 << 16)) as memory:
