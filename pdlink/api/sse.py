@@ -79,15 +79,14 @@ class EventBuffer:
             raise EventTooLong(f"an event of more than {MAX_EVENT_NBYTES} bytes")
 
 
-def first_data_event(data: bytes) -> tuple[bytes, bytes] | None:
-    """Of whole events the first one with data, and those behind it; None if there is none. What is before it is left
-    out."""
+def first_data_event(data: bytes) -> tuple[int, int] | None:
+    """Of whole events where the first one with data begins and ends; None if there is none."""
     start = 0
     while (found := _BOUNDARY.search(data, start)) is not None:
         end = found.end()
         event = data[start:end]
         if event.startswith(b"data:") or b"\ndata:" in event:
-            return event, data[end:]
+            return start, end
         start = end
     return None
 
@@ -104,12 +103,9 @@ def has_named(data: bytes, names: Iterable[bytes]) -> bool:
     return any(data.startswith(mark) or b"\n" + mark in data for mark in (b"event: " + name for name in names))
 
 
-def before_done(data: bytes, comment: bytes) -> bytes:
-    """Insert a comment before [DONE], if the events end with it."""
-    if not is_done(data):
-        return data
-    start = data.rfind(b"\n", 0, data.rindex(b"[DONE]")) + 1
-    return data[:start] + comment + data[start:]
+def place_of_done(data: bytes) -> int | None:
+    """Where [DONE] begins, if whole events end with it: a comment may stand before it."""
+    return data.rfind(b"\n", 0, data.rindex(b"[DONE]")) + 1 if is_done(data) else None
 
 
 def fails(document: bytes) -> bool:

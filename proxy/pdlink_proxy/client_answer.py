@@ -171,12 +171,19 @@ class ClientAnswer:
         """As of `ClientConnection`."""
         return self.connection.native if self._chunked and not self._head else None
 
-    def end(self, data: bytes) -> None:
-        """Last bytes, perhaps none."""
+    def end(self, data: bytes, comment: bytes = b"", at: int | None = None) -> None:
+        """Last bytes, perhaps none, with the comment at that place of them."""
         self.ended = True
         head, self._head = self._head, b""
+        before = after = b""
         if self._chunked:
-            data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n"
+            nbytes = len(data) + (len(comment) if at is not None else 0)
+            before, after = (b"%x\r\n" % nbytes, b"\r\n0\r\n\r\n") if data else (b"", b"0\r\n\r\n")
+        if at is not None:
+            view = memoryview(data)  # a stream that came at once is long
+            data = b"".join((before, view[:at], comment, view[at:], after))
+        else:
+            data = before + data + after
         if head or data:
             self.connection.write(head, data)
 

@@ -292,11 +292,11 @@ class Flow:
                 state.since_s = now
                 forward = buffer.pass_whole_events(data)
             else:
-                found = first_data_event(buffer.pass_whole_events(data))
-                if found is None:
+                events = buffer.pass_whole_events(data)
+                if (found := first_data_event(events)) is None:
                     return []
-                first, rest = found
-                if (problem := problem_of(first)) is not None:
+                begin, end = found
+                if (problem := problem_of(events[begin:end])) is not None:
                     return self._malformed(leg, *problem, now)
                 state.spoke, state.since_s = True, now
                 self.hastened_s = min(now + self._limits.idle_s, self._request_deadline_s)
@@ -304,13 +304,13 @@ class Flow:
                     self.tries[-1].prefill_s = now
                 else:
                     self.tries[-1].decode_s = now
+                if leg is Leg.PREFILL:
+                    self._hear_cached(events[end:])
                 if self.first_leg is None:
                     self.first_leg = leg
-                    forward = first
-                if leg is Leg.DECODE:
-                    forward += rest
-                else:
-                    self._hear_cached(rest)
+                    forward = events[begin:] if leg is Leg.DECODE else events[begin:end]
+                elif leg is Leg.DECODE:
+                    forward = events[end:]
         except EventTooLong as error:
             return self._malformed(leg, str(error), b"", now)
         if not forward:

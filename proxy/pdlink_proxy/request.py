@@ -22,7 +22,7 @@ from pdlink.api.errors import error_body, error_for
 from pdlink.api.keys import key_of, owner_of
 from pdlink.api.openai import LAST_EVENTS
 from pdlink.api.session import ID_HEADER, KEPT, KEPT_HEADER, OWNER_HEADER, asked_session
-from pdlink.api.sse import before_done, payloads
+from pdlink.api.sse import payloads, place_of_done
 from pdlink.errors import PdlinkError
 from pdlink.logs import about
 
@@ -617,7 +617,7 @@ class Request:
             self._open()
         self._stages, timing = stages(self._flow.tries, self._admission.placement_s, time.monotonic(), "total")
         self._kv_told = self._kv_value
-        self.client.end(before_done(data, timing_comment(timing) + kv_path.comment(self._kv_told)))
+        self.client.end(data, timing_comment(timing) + kv_path.comment(self._kv_told), place_of_done(data))
 
     def _lines(self, last: str, now_s: float) -> str:
         """Headers: which request, where its time went, and of the attempt, which transfer and which workers."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdlink.api.kv_path import checked, comment, recomputed
-from pdlink.api.sse import before_done
+from pdlink.api.sse import place_of_done
 from pdlink.reasons import Reason
 from tests.proxy import fakes
 from tests.proxy.fake_vllm import FakeVllm
@@ -152,7 +152,9 @@ def test_reasons_are_one_token_of_bounded_length() -> None:
 @pytest.mark.parametrize("done", [b"data: [DONE]\n\n", b"data:[DONE]\r\n\r\n", b"id: 7\ndata: [DONE]\n\n"])
 def test_the_comment_stands_before_the_end_marker_however_it_is_written(done: bytes) -> None:
     text = event("say data: [DONE] now")
-    assert before_done(text + done, comment("unknown")) == text + done.replace(
+    events = text + done
+    at = place_of_done(events)
+    assert events[:at] + comment("unknown") + events[at:] == text + done.replace(
         b"data:", b": X-Pdlink-KV: unknown\n\ndata:"
     )
-    assert before_done(text, comment("unknown")) == text
+    assert place_of_done(text) is None
