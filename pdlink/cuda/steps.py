@@ -3,8 +3,8 @@
 At the latest when a copy touches the step. Registering pins pages, which takes memory and time, so it cannot be done
 ahead for a range of which a part may never get memory; who has given memory to a step may say so (`pin`).
 
-Runs are cut where steps meet: each registration has its own address for the GPU (cuMemHostGetDevicePointer), and memory
-of a copy "must be either entirely registered with CUDA, or ... not registered at all", else the call answers
+Runs are cut where steps meet: each registration has its own address for the GPU (cuMemHostGetDevicePointer), and
+memory of a copy "must be either entirely registered with CUDA, or ... not registered at all", else the call answers
 CUDA_ERROR_INVALID_VALUE (CUDA Driver API 13.0, API synchronization behavior).
 """
 
