@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .members import Members
     from .mismatches import Mismatch
     from .placement import Pairs
-    from .records import Records
+    from .records import EndedRequest
     from .refusals import RefusedPair
 
 log = logging.getLogger("pdlink.proxy")
@@ -78,10 +78,6 @@ class Pools:
         """Of the workers: with one of them KV may move between any two."""
         self.refusals = Refusals()
         self._pair_times = PairTimes()
-        self.records: Records | None = None
-        """Of the requests of this proxy: what their pairs took."""
-        self._num_read = 0
-        """Of them."""
         self.mismatches: list[Mismatch] = []
         """Of the last comparison."""
         self._alone: RefusedPair | None = None
@@ -253,19 +249,13 @@ class Pools:
             for side in Leg:
                 compare([each.work for each in self.workers[side]])
                 self._look_for_outliers(side)
-            self._compare_pairs()
+            self._pair_times.compare(mean_speed(each.work for each in self.workers[Leg.PREFILL]), self._compared_s)
 
-    def _compare_pairs(self) -> None:
-        if self.records is None or not (num_new := self.records.num_ended - self._num_read):
-            return
-        self._num_read, now = self.records.num_ended, time.monotonic()
-        keys = {worker.label: worker.work.key for worker in self.all}
-        for kept in self.records.newest(num_new):
-            if (took_s := kept.handover_s) is None or kept.prefill not in keys or kept.decode not in keys:
-                continue
-            one, to = keys[kept.prefill], keys[kept.decode]
-            self._pair_times.took(one, to, kept.prompt_tokens, took_s, now)
-        self._pair_times.compare(mean_speed(each.work for each in self.workers[Leg.PREFILL]), now)
+    def streamed(self, kept: EndedRequest, chosen: Mapping[Leg, Worker]) -> None:
+        """A stream has ended, of a prompt of `MIN_TOKENS` or more: it tells of the way between its last workers."""
+        if (took_s := kept.handover_s) is not None:
+            one, to = (chosen[leg].work.key for leg in Leg)
+            self._pair_times.took(one, to, kept.prompt_tokens, took_s, time.monotonic())
 
     def _forget(self, work: WorkerState) -> None:
         self._lenders.forget(work)

@@ -33,6 +33,7 @@ from .decisions import Told
 from .fleet import wanted
 from .flow import Flow
 from .metrics import exemplar_of
+from .pair_times import MIN_TOKENS
 from .records import TIMING_HEADER, EndedRequest, stages, timing_comment
 from .recovery import PATHS, Recovery
 from .sessions import SessionTurn
@@ -307,6 +308,8 @@ class Request:
             admission.wanted.num_tokens,
             admission.decided,
         )
+        if self._opened_s is not None and attempt is not None and kept.prompt_tokens >= MIN_TOKENS:
+            shared.pools.streamed(kept, attempt.chosen)
         shared.records.keep(kept)
         shared.metrics.ended(kept, self._stages, self._exemplar)
         if self._tally is not None and shared.decision_log is not None:

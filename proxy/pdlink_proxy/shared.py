@@ -73,7 +73,6 @@ class Shared:
     _serving: bool = False
 
     def __post_init__(self) -> None:
-        self.pools.records = self.records
         self.adopt(self.config)
 
     def adopt(self, config: ProxyConfig) -> None:

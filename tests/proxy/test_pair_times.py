@@ -115,15 +115,29 @@ async def test_a_proxy_learns_the_ways_of_its_workers_from_their_streams(
     prefills: list[FakeWorker], decode: FakeWorker
 ) -> None:
     async with proxy_of(prefills, [decode], policy="cost") as proxy:
-        pools, records = proxy.router.services.shared.pools, proxy.router.services.shared.records
+        pools = proxy.router.services.shared.pools
         for each in pools.workers[Leg.PREFILL]:  # as they would be after some work
             each.work.sent(4000, 0.0)
             each.work.finished(4000, 1.0, served=True)
-        for label, handover_s in (("prefill-0", 2.0), ("prefill-1", 0.1)):
+        for worker, handover_s in zip(pools.workers[Leg.PREFILL], (2.0, 0.1), strict=True):
             for _ in range(FEW):
-                records.keep(stream_of(handover_s, prefill=label))
+                pools.streamed(stream_of(handover_s), {Leg.DECODE: pools.workers[Leg.DECODE][0], Leg.PREFILL: worker})
         await until(lambda: bool(pools._pair_times.behind), "the next comparison")
         for _ in range(6):
             async with proxy.post() as response:
                 assert response.status == 200
         assert [len(each.received) for each in prefills] == [0, 6]
+
+
+async def test_long_streams_tell_of_their_pair_and_others_do_not(prefill: FakeWorker, decode: FakeWorker) -> None:
+    async with proxy_of([prefill], [decode]) as proxy:
+        pools = proxy.router.services.shared.pools
+        await proxy.stream(prompt="short")
+        async with proxy.post(prompt="word" * 4096) as response:
+            assert response.status == 200
+        assert not pools._pair_times._taken
+        await proxy.stream(prompt="word" * 4096)
+        one, to = (pools.workers[leg][0].work.key for leg in Leg)
+        taken = pools._pair_times._taken[to][one]
+        assert taken.num == 1
+        assert taken.tokens >= MIN_TOKENS
