@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import OrderedDict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -41,7 +41,7 @@ _MEDIA = re.compile(rb'"(?:image_url|input_audio|video_url|image_embeds|audio_ur
 """Parts of a message that become tokens which do not say what is in them."""
 
 
-class Text(NamedTuple):
+class Text(msgspec.Struct, frozen=True):
     """A prompt whose tokens depend on no more than this."""
 
     model: str
@@ -71,7 +71,7 @@ def text_of(request: PlacementRequest, call: Call) -> Text | None:
     return Text(request.model, call, keys)
 
 
-class KnownIds(NamedTuple):
+class KnownIds(msgspec.Struct, frozen=True):
     ids: Tokens
     share: float
     """Of the prompt's bytes that these stand for."""
