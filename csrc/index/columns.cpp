@@ -37,27 +37,18 @@ std::size_t least_of(std::size_t num, std::size_t turn, Value&& value, Among&& a
     }
 }
 
-template <class Value>
-Scored lowest(std::span<const WorkerLoad* const> workers, const Fit& fit, std::size_t most, Value&& value) {
-    Scored found;
-    for (std::size_t row = 0; row < workers.size(); ++row)
-        if (fit(*workers[row], row)) found.emplace_back(row, ordered(value(row)));
-    const auto end = found.begin() + static_cast<std::ptrdiff_t>(std::min(most, found.size()));
-    std::partial_sort(found.begin(), end, found.end(), [](const auto& one, const auto& other) {
-        return std::pair(one.second, one.first) < std::pair(other.second, other.first);
-    });
-    found.erase(end, found.end());
-    return found;
-}
-
 }  // namespace
 
 Columns::Columns(std::vector<const WorkerLoad*> workers)
     : workers_(std::move(workers)), cached_(workers_.size()), loading_(workers_.size()), costs_(workers_.size()) {}
 
-std::size_t Columns::num(const Fit& fit) const {
+std::size_t Columns::narrow(Fit fit, double room, double below, std::vector<std::uint8_t>& marks) const {
     std::size_t num = 0;
-    for (std::size_t row = 0; row < workers_.size(); ++row) num += fit(*workers_[row], row);
+    marks.resize(workers_.size());
+    for (std::size_t row = 0; row < workers_.size(); ++row) {
+        const WorkerLoad& worker = *workers_[row];
+        num += marks[row] = fit(row) && worker.room() >= room && (below == kInfinity || worker.load() < below);
+    }
     return num;
 }
 
@@ -75,43 +66,47 @@ const std::vector<double>& Columns::cached(const Asked& asked, Guesses& guesses)
     return cached_;
 }
 
-Picked Columns::least(const Fit& fit, std::size_t turn) const {
-    return {least_of(
-        workers_.size(), turn, [&](std::size_t row) { return workers_[row]->load(); },
-        [&](std::size_t row) { return fit(*workers_[row], row); })};
+Picked Columns::least(Fit fit, std::size_t turn) {
+    for (std::size_t row = 0; row < costs_.size(); ++row) costs_[row] = workers_[row]->load();
+    return {least_of(costs_.size(), turn, [&](std::size_t row) { return costs_[row]; }, fit)};
 }
 
-Picked Columns::cheapest(const Asked& asked, Costs& costs, std::span<const RowValue> behind, const Fit& fit,
+Picked Columns::cheapest(const Asked& asked, Costs& costs, std::span<const RowValue> behind, Fit fit,
                          std::size_t turn) {
     costs.num_workers = workers_.size();
     cached(asked, costs);
-    double smallest = kInfinity;
     for (std::size_t row = 0; row < costs_.size(); ++row)
         costs_[row] =
             (workers_[row]->load() + asked.num_tokens - cached_[row]) * workers_[row]->slowness + loading_[row];
     for (const auto& [row, extra] : behind) costs_[row] += extra * asked.num_tokens;
+    double smallest = kInfinity;
     for (std::size_t row = 0; row < costs_.size(); ++row)
-        if (fit(*workers_[row], row)) smallest = std::min(smallest, costs_[row]);
+        if (fit(row)) smallest = std::min(smallest, costs_[row]);
     const auto taken_of = [&](std::size_t row) { return workers_[row]->taken; };
-    const std::size_t row = least_of(workers_.size(), turn, taken_of, [&](std::size_t each) {
-        return fit(*workers_[each], each) && ordered(costs_[each]) == smallest;
+    const std::size_t row = least_of(costs_.size(), turn, taken_of, [&](std::size_t each) {
+        return fit(each) && ordered(costs_[each]) == smallest;
     });
     if (workers_[row]->taken == -kInfinity) return {row, cached_[row]};
     const auto busy = [&](std::size_t each) { return ordered(workers_[each]->load() * workers_[each]->slowness); };
-    const std::size_t other = least_of(workers_.size(), 0, taken_of, [&](std::size_t each) {
-        return fit(*workers_[each], each) && busy(each) <= busy(row);
+    const std::size_t other = least_of(costs_.size(), 0, taken_of, [&, most = busy(row)](std::size_t each) {
+        return fit(each) && busy(each) <= most;
     });
     const double more = costs.taken(*workers_[row]) - costs.taken(*workers_[other]);
     const bool spares = costs_[other] - costs_[row] <= kSpared * (asked.num_tokens - cached_[row]) * (more - kMargin);
     return spares ? Picked{other, cached_[other]} : Picked{row, cached_[row]};
 }
 
-Scored Columns::lowest_loads(const Fit& fit, std::size_t most) const {
-    return lowest(workers_, fit, most, [&](std::size_t row) { return workers_[row]->load(); });
-}
-
-Scored Columns::lowest_costs(const Fit& fit, std::size_t most) const {
-    return lowest(workers_, fit, most, [&](std::size_t row) { return costs_[row]; });
+Scored Columns::lowest(Fit fit, std::size_t most) const {
+    Scored found;
+    found.reserve(costs_.size());
+    for (std::size_t row = 0; row < costs_.size(); ++row)
+        if (fit(row)) found.emplace_back(row, ordered(costs_[row]));
+    const auto end = found.begin() + static_cast<std::ptrdiff_t>(std::min(most, found.size()));
+    std::partial_sort(found.begin(), end, found.end(), [](const auto& one, const auto& other) {
+        return std::pair(one.second, one.first) < std::pair(other.second, other.first);
+    });
+    found.erase(end, found.end());
+    return found;
 }
 
 void Columns::add(const Held& held) {

@@ -15,13 +15,8 @@ namespace pdlink::index {
 // Which rows may be chosen.
 struct Fit {
     std::span<const std::uint8_t> marks;  // not 0 for those that may, one for each row; empty: all
-    double room = -kInfinity;             // tokens that must fit in
-    double below = kInfinity;             // what they have to do must be less, if this is finite
 
-    bool operator()(const WorkerLoad& worker, std::size_t row) const {
-        return (marks.empty() || marks[row]) && worker.room() >= room &&
-               (below == kInfinity || worker.load() < below);
-    }
+    bool operator()(std::size_t row) const { return marks.empty() || marks[row]; }
 };
 
 using RowValue = std::pair<std::size_t, double>;
@@ -39,7 +34,9 @@ class Columns {
     void put(std::size_t row, const WorkerLoad& worker) { workers_.at(row) = &worker; }
 
     const std::vector<const WorkerLoad*>& workers() const { return workers_; }
-    std::size_t num(const Fit& fit) const;
+    // Marks those of `fit` that have room for so many tokens and less than `below` to do (if that is finite). Returns
+    // how many they are.
+    std::size_t narrow(Fit fit, double room, double below, std::vector<std::uint8_t>& marks) const;
 
     // By row, tokens of the prompt that the worker says it has; or what it may hold, by what it says or what it was
     // sent. Until the next call.
@@ -48,19 +45,17 @@ class Columns {
 
     // The row with the least to do of those that fit, of which there is one at least. Equal ones take turns: else the
     // first gets all requests of an idle pool.
-    Picked least(const Fit& fit, std::size_t turn) const;
+    Picked least(Fit fit, std::size_t turn);
     // The row from which the first token is expected soonest. behind: rows, and what comes to their costs for each
     // token of the prompt.
     //
     // What a worker computes pushes other KV out, sooner where it has computed more of late. So a worker that has no
     // more to do, and has computed less, gets the request instead if it costs little more: sessions with one system
     // prompt would all go where the first one went, until none of them finds its KV again.
-    Picked cheapest(const Asked& asked, Costs& costs, std::span<const RowValue> behind, const Fit& fit,
-                    std::size_t turn);
+    Picked cheapest(const Asked& asked, Costs& costs, std::span<const RowValue> behind, Fit fit, std::size_t turn);
 
-    // At most so many of those with the least to do, or of the lowest costs of the last `cheapest`.
-    Scored lowest_loads(const Fit& fit, std::size_t most) const;
-    Scored lowest_costs(const Fit& fit, std::size_t most) const;
+    // At most so many of the lowest of what the last `least` or `cheapest` has weighed.
+    Scored lowest(Fit fit, std::size_t most) const;
 
   private:
     void add(const Held& held);

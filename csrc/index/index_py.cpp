@@ -126,7 +126,7 @@ std::tuple<std::size_t, std::size_t, Scored> cheapest(PyColumns& self, Costs& co
     const std::vector<RowValue> extra = behind ? self.by_row(*behind) : std::vector<RowValue>();
     const Picked picked = self.cheapest({keys, key_tokens, num_tokens, held}, costs, extra, fits, turn);
     return {picked.row, static_cast<std::size_t>(picked.cached),
-            num_scores ? self.lowest_costs(fits, num_scores) : Scored()};
+            num_scores ? self.lowest(fits, num_scores) : Scored()};
 }
 
 // One leg of a `Pairing`, and what it is called where it is told what was weighed.
@@ -334,14 +334,15 @@ NB_MODULE(_index, m) {
         .def_prop_ro("slowness", &PyColumns::column<&WorkerLoad::slowness>, nb::rv_policy::automatic)
         .def(
             "least",
-            [](const PyColumns& self, const std::optional<Mask>& fit, std::size_t turn) {
+            [](PyColumns& self, const std::optional<Mask>& fit, std::size_t turn) {
                 return self.least(self.fitting(fit), turn).row;
             },
             "fit"_a.none(), "turn"_a)
         .def(
             "lowest",
-            [](const PyColumns& self, const std::optional<Mask>& fit, std::size_t most) {
-                return self.lowest_loads(self.fitting(fit), most);
+            [](PyColumns& self, const std::optional<Mask>& fit, std::size_t most) {
+                self.least(self.fitting(fit), 0);
+                return self.lowest(self.fitting(fit), most);
             },
             "fit"_a.none(), "most"_a)
         .def(

@@ -45,12 +45,13 @@ class Pairing {
                                      std::size_t num_scores);
 
   private:
-    Picked pick(PairLeg& leg, const Asked& asked, std::span<const RowValue> behind, const Fit& fit, std::size_t num,
+    Picked pick(PairLeg& leg, const Asked& asked, std::span<const RowValue> behind, Fit fit, std::size_t num,
                 std::size_t turn, std::size_t num_scores, PairWeighed& weighed);
 
     PairLeg prefill_, decode_;
     DecodeAlone alone_;
     std::vector<std::vector<RowValue>> behind_;
+    std::vector<std::uint8_t> of_prefill_, of_decode_;  // in `choose`, the rows that fit
 };
 
 }  // namespace pdlink::index
