@@ -88,8 +88,8 @@ class Template:
 
     @property
     def unit_tokens(self) -> int:
-        """Tokens of a unit: the most that lie in one block on both sides, wherever they are."""
-        return gcd(self.src.block_tokens, self.dst.block_tokens)
+        """Tokens of a unit: the most that lie in one block on both sides, wherever they are. A state is one place."""
+        return 1 if self.src.state else gcd(self.src.block_tokens, self.dst.block_tokens)
 
     def run_nbytes(self) -> int:
         """Bytes of the longest run of blocks that do not join."""
@@ -105,7 +105,7 @@ class Plan:
     start: int
     end: int
     src_blocks: IntArray
-    """From the one on that holds `start`; distinct, and there, as are those of the destination."""
+    """From the one on that holds `start`; all exist. Those of the destination are distinct, too."""
     dst_blocks: IntArray
 
     def run_lists(self, layer: int, count: int = 1) -> list[RunList]:
@@ -140,13 +140,17 @@ class Plan:
         Unit n of a side begins at token n * `unit_tokens`, counted through its blocks. Of the first unit
         `start % unit_tokens` tokens are not copied. Made when it is first asked for.
         """
-        unit, end = self.template.unit_tokens, self.end if self.end > self.start else 0
-        units = np.arange(self.start // unit, -(-end // unit))
+        unit, state = self.template.unit_tokens, self.template.src.state
+        start, end = (0, len(self.src_blocks)) if state else (self.start, self.end if self.end > self.start else 0)
+        units = np.arange(start // unit, -(-end // unit))
         pairs = np.empty((len(units), 2), np.int32)
         sides = (self.template.src, self.src_blocks), (self.template.dst, self.dst_blocks)
         for column, (layout, blocks) in enumerate(sides):
-            per_block = layout.block_tokens // unit
-            index = units // per_block - self.start // layout.block_tokens
+            block_tokens = 1 if state else layout.block_tokens
+            per_block = block_tokens // unit
+            if len(blocks) and (int(blocks.max()) + 1) * per_block > 2**31:
+                raise ValueError(f"block {blocks.max()} of {block_tokens} tokens, in units of {unit}, is beyond 2^31")
+            index = units // per_block - start // block_tokens
             pairs[:, column] = blocks[index] * per_block + units % per_block
         pairs.flags.writeable = False
         return pairs
@@ -255,7 +259,8 @@ def _classify(
 
 
 def _strides(layout: KVLayout, layer: LayerLayout) -> tuple[int, int, int, int]:
-    return layout.block_tokens, layer.block_stride, layer.token_stride, layer.head_stride
+    tokens = 1 if layout.state else layout.block_tokens
+    return tokens, layer.block_stride, layer.token_stride, layer.head_stride
 
 
 def _common_distance(bases: tuple[tuple[Part, Part], ...]) -> int:

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pdlink.kv.layout import KVLayout, Part
+from pdlink.cuda.driver import Device
+from pdlink.kv.groups import KVGroups
+from pdlink.kv.layout import KVLayout, LayerLayout, Part
 from pdlink.kv.plan import bind, template
 from tests.conformance.transports.side import PATIENCE_S, Side, join
+from tests.cuda import double as double_module
 from tests.cuda.double import DoubleTransport, block_plan
 from tests.cuda.fake import COMPILER, Fake, fake
+from tests.cuda.test_late_events import Nodes
 from tests.kv.test_plan import ORDERS, dense, heads_of, pick
+from tests.node.conftest import DST, LAYERS, SRC, TOKENS, groups
+from tests.waiting import WAIT_S
 
 LAUNCH_NBYTES = 2048
 POOL_NBYTES = 1 << 16
@@ -79,6 +85,70 @@ def test_pairs_move_the_same_bytes_as_runs(pair: tuple[Side, Side]) -> None:
         for region, buffer in enumerate(owner.buffers):
             assert np.array_equal(buffer.array, expected[region]), f"seed {seed}, region {region}: {plan}, {layers}"
         assert writer.done(ticket)[0].nbytes == sum(plan.layer_nbytes(layer) for layer in layers)
+
+
+def _state(block_tokens: int, at: int = 0) -> KVLayout:
+    layer = LayerLayout((Part(0, at),), 64, 0, 64)
+    return KVLayout("x", block_tokens, POOL_NBYTES // 64, 1, 64, (layer,), state=True)
+
+
+STATES = {
+    "a ring, whose block never ends": (2**40, 2**40, 3, 5),
+    "a long model": (131072, 131072, 1000, 5),
+    "there": (128000, 128000, 5, 1000),
+    "lengths that differ": (131072, 131071, 1000, 5),
+    "lengths that differ there": (131071, 131072, 5, 1001),
+}
+
+
+@pytest.mark.parametrize(("of", "to", "src", "dst"), STATES.values(), ids=STATES.keys())
+def test_a_state_is_the_place_of_its_block_however_many_tokens_that_stands_for(
+    pair: tuple[Side, Side], of: int, to: int, src: int, dst: int
+) -> None:
+    writer, owner = pair
+    plan = bind(template(_state(of), _state(to)), [src], [dst], 99, 100)
+    expected = owner.buffers[0].array.copy()
+    expected[64 * dst :][:64] = writer.buffers[0].array[64 * src :][:64]
+    assert writer.wait_batch(writer.transport.submit_plan("owner", plan, range(1), PATIENCE_S)) == "ok"
+    assert np.array_equal(owner.buffers[0].array, expected)
+
+
+def test_blocks_whose_units_cannot_be_numbered_are_refused_and_never_another_block() -> None:
+    """A peer chooses its own size of blocks, and with it the unit."""
+    src, dst = (
+        KVLayout("x", tokens, 2**20, 1, 64, (LayerLayout((Part(0, 0),), 64 * tokens, 64, 64),))
+        for tokens in (2**20, 2**20 - 1)
+    )
+    last = 2**31 // 2**20 - 1
+    assert bind(template(src, src), [last + 1], [0], 0, 1).pairs.tolist() == [[last + 1, 0]]
+    assert bind(template(src, dst), [last], [0], 0, 1).pairs.tolist() == [[last * 2**20, 0]]
+    with pytest.raises(ValueError, match="beyond"):
+        bind(template(src, dst), [last + 1], [0], 0, 1).pairs  # noqa: B018
+
+
+@pytest.mark.parametrize("per_block", [64, 2**27, 2**40])
+def test_a_state_beside_attention_is_pushed_by_nodes(
+    device: Device, per_block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_state(block_tokens: int) -> KVGroups:
+        layout = groups(block_tokens).layouts[0]
+        layer = LayerLayout((Part(0, layout.extent(0)),), 256, 0, 256)
+        return KVGroups((layout, KVLayout("s", per_block, 32, 1, 256, (layer,), state=True)))
+
+    monkeypatch.setattr(double_module, "groups", with_state)
+    with ExitStack() as made:
+        nodes = Nodes(device, made)
+        outgoing = nodes.prefill.send("t", [SRC, [17]], TOKENS)
+        incoming = nodes.decode.receive("t", nodes.prefill.address, [DST, [18]], range(TOKENS))
+        for layer in range(LAYERS + 1):
+            outgoing.layer_ready(layer)
+        outgoing.finish(42)
+        assert incoming.wait(WAIT_S) == 42
+        states = []
+        for node, block in ((nodes.prefill, 17), (nodes.decode, 18)):
+            at = node.groups.layouts[1].layers[0].parts[0].offset + 256 * block
+            states.append(node.kv.array[at : at + 256].copy())
+        assert np.array_equal(states[0], states[1])
 
 
 def test_layers_that_lie_evenly_are_one_launch(pair: tuple[Side, Side], double: Fake) -> None:
