@@ -114,6 +114,10 @@ class Moves:
     ) -> None:
         """As of `check_runs`; neighbours are joined."""
 
+    @property
+    def num_launches(self) -> int:
+        """At least: one for each length of runs."""
+
     @staticmethod
     def of_pairs(
         src: Rows,

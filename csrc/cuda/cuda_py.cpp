@@ -218,6 +218,7 @@ NB_MODULE(_cuda, m) {
 
     nb::class_<Moves>(m, "Moves")
         .def(nb::new_(&moves_of_runs), "lists"_a.noconvert(), "local"_a, "remote"_a)
+        .def_prop_ro("num_launches", &Moves::num_launches)
         .def_static("of_pairs", &moves_of_pairs, "src"_a, "dst"_a, "pairs"_a.noconvert(), nb::kw_only(),
                     "unit_tokens"_a, "skip"_a, "num_tokens"_a, "num_parts"_a, "num_heads"_a, "head_nbytes"_a);
     nb::class_<KernelLauncher>(m, "KernelLauncher")

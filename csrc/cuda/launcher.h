@@ -23,8 +23,8 @@ struct Failure {
 };
 
 // The list of one part until it has run: pinned memory, copied to the GPU before it is read. A kernel reads memory of
-// the host 32 bytes at a time: 32,768 runs of 256 bytes took 560 us (H200), where the copy of their list, 0.8 MB,
-// should take 15.
+// the host 32 bytes at a time: 32,768 runs of 256 bytes took 560 us (H200), where the copy of their list, 0.5 MB,
+// should take 10.
 struct SlotMemory {
     std::byte* host = nullptr;
     std::uint64_t device = 0;  // the same memory, for kernels

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <span>
 #include <stdexcept>
+#include <utility>
 
 #include "cuda/kernels.h"
 
@@ -49,11 +50,25 @@ std::uint32_t widest_unit(const Request& request) {
     return static_cast<std::uint32_t>(std::min<std::uint64_t>(16, bits & -bits));
 }
 
-// Of strands and planes, the most blocks that may run.
+// Of the grids of at most so many blocks, one whose busiest block does least. Blocks take strands and planes in
+// turns.
+std::pair<std::uint32_t, std::uint32_t> grid_of(std::uint32_t num_planes, std::uint32_t num_blocks,
+                                                std::uint32_t max_blocks) {
+    constexpr std::uint32_t kTried = 16;
+    std::pair<std::uint32_t, std::uint32_t> best;
+    std::uint64_t least = ~std::uint64_t{0};
+    const std::uint32_t first = (num_planes - 1) / max_blocks + 1, last = std::min(num_planes, first + kTried);
+    for (std::uint32_t turns = first; turns <= last; ++turns) {
+        const std::uint32_t y = (num_planes - 1) / turns + 1, x = std::min(num_blocks, max_blocks / y);
+        const std::uint64_t work = std::uint64_t{turns} * ((num_blocks - 1) / x + 1);
+        if (work < least) best = {x, y}, least = work;
+    }
+    return best;
+}
+
 Launch make_launch(const std::string& kernel, const Reshape& reshape, std::uint32_t max_blocks) {
-    const std::uint32_t grid_y = std::min(reshape.num_planes, max_blocks);
-    const std::uint32_t grid_x =
-        std::min((reshape.num_strands + kThreads - 1) / kThreads, std::max(1U, max_blocks / grid_y));
+    const auto [grid_x, grid_y] =
+        grid_of(reshape.num_planes, (reshape.num_strands + kThreads - 1) / kThreads, max_blocks);
     Launch launch{kernel, grid_x, grid_y, {}};
     const auto bytes = std::as_bytes(std::span(&reshape, 1));
     launch.argument.assign(bytes.begin(), bytes.end());

@@ -207,7 +207,11 @@ Moves::Moves(std::span<const RunList> lists, std::span<const Extent> local, std:
              const PartLimits& limits) {
     std::vector<Run> runs = join_runs(lists, local, remote);
     std::uint64_t common = 0;
-    for (const Run& run : runs) nbytes_ += run.nbytes, common = std::gcd(common, run.nbytes);
+    for (std::size_t i = 0; i < runs.size(); ++i) {
+        nbytes_ += runs[i].nbytes;
+        const bool is_inside = i > 0 && i + 1 < runs.size();  // what begins or ends a slot may be a part of a run
+        if (is_inside || runs.size() < 3) common = std::gcd(common, runs[i].nbytes);
+    }
     std::uint64_t most = std::clamp<std::uint64_t>(limits.nbytes & ~std::uint64_t{15}, 16, kMaxRunNbytes);
     if (common >= kPieceNbytes && nbytes_ / common <= kMostPieces) most = std::min(most, common);
     std::vector<Row> rows;
@@ -249,6 +253,12 @@ Moves::Moves(std::span<const RunList> lists, std::span<const Extent> local, std:
         part.list.insert(part.list.end(), bytes.begin(), bytes.end());
         part.nbytes += row.nbytes;
     }
+}
+
+std::size_t Moves::num_launches() const {
+    std::size_t count = 0;
+    for (const MovePart& part : parts_) count += part.requests.size();
+    return count;
 }
 
 Moves::Moves(MovePart part) : nbytes_(part.nbytes) {

@@ -78,6 +78,7 @@ class Moves {
     std::uint64_t nbytes() const { return nbytes_; }  // of the whole batch
     const MovePart& next() const { return parts_.front(); }
     std::size_t num_parts() const { return parts_.size(); }
+    std::size_t num_launches() const;  // at least
     void take() { parts_.pop_front(); }
 
   private:

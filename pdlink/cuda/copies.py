@@ -31,6 +31,10 @@ MOST_PAIRS: Final = SLOT_NBYTES // PAIR_NBYTES
 RUN_NBYTES: Final = 4 << 20
 """A kernel's list says a longer run as several (`kMaxRunNbytes` of `csrc/common/runs.h`)."""
 
+MOST_LAUNCHES: Final = 32
+"""For one `begin`, each of runs of one length. A peer may say so many lengths as there are runs: those go to the copy
+engine."""
+
 _WORLD: Final = [(0, 2**63 - 1)]
 """Every address as one region: the runs were checked before."""
 
@@ -68,7 +72,11 @@ class Copies(Launches[Work]):
         ):
             self.copy(work, plan)
         else:
-            self.launch(work, _cuda.Moves([RunList(0, 0, 0, 0, np.ascontiguousarray(plan))], _WORLD, _WORLD))
+            moves = _cuda.Moves([RunList(0, 0, 0, 0, np.ascontiguousarray(plan))], _WORLD, _WORLD)
+            if moves.num_launches > MOST_LAUNCHES:
+                self.copy(work, plan)
+            else:
+                self.launch(work, moves)
 
 
 @contextlib.contextmanager

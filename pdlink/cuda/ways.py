@@ -19,7 +19,8 @@ from pdlink import _cuda
 from pdlink.cuda.buffers import DeviceBuffer, PinnedBuffer
 from pdlink.cuda.copies import ENGINE_RUN_NBYTES
 from pdlink.cuda.driver import CudaFailure, CudaStream
-from pdlink.cuda.strided import ADDRESSES
+from pdlink.cuda.launches import Launches
+from pdlink.kv.layout import RunList
 
 if TYPE_CHECKING:
     from pdlink.cuda.driver import Device
@@ -97,13 +98,15 @@ def measure(device: Device, kernels: Kernels) -> Ways:
     with contextlib.ExitStack() as made:
         pages = made.enter_context(contextlib.closing(DeviceBuffer(device, _MEASURED_NBYTES)))
         host = made.enter_context(contextlib.closing(PinnedBuffer(device, _MEASURED_NBYTES)))
-        listed = made.enter_context(contextlib.closing(PinnedBuffer(device, _MEASURED_NBYTES // RUN_NBYTES[0] * 16)))
+        launches: Launches[object] = made.enter_context(
+            contextlib.closing(Launches(device, kernels, -1, num_slots=1))
+        )
         stream = made.enter_context(contextlib.closing(CudaStream(device)))
         table = []
         for run_nbytes in RUN_NBYTES:
             for to_device in (False, True):
                 runs = _scattered(run_nbytes, pages.ptr, host.device_ptr, to_device=to_device)
-                taken = (_engine_s(device, runs, stream), _kernel_s(kernels, runs, listed, stream))
+                taken = (_engine_s(device, runs, stream), _kernel_s(launches, runs))
                 table.append(MeasuredWay(run_nbytes, to_device, *taken))
     return Ways.chosen(tuple(table))
 
@@ -125,15 +128,13 @@ def _engine_s(device: Device, runs: RunArray, stream: CudaStream) -> float:
     return min(taken)
 
 
-def _kernel_s(kernels: Kernels, runs: RunArray, listed: PinnedBuffer, stream: CudaStream) -> float:
-    pairs = np.ascontiguousarray(runs[:, :2])
-    listed.array[: pairs.nbytes] = pairs.view(np.uint8).reshape(-1)
-    src, dst = (_cuda.Rows(**ADDRESSES, alignment=16, slots=listed.device_ptr + at, slot_step=16) for at in (0, 8))
-    (launch,) = _cuda.plan_reshape(src, dst, num_tokens=len(runs), head_nbytes=int(runs[0, 2]))
+def _kernel_s(launches: Launches[object], runs: RunArray) -> float:
+    lists, world = [RunList(0, 0, 0, 0, runs)], [(0, 2**63 - 1)]
     taken = []
     for _ in range(_TIMES):
         began_s = time.perf_counter()
-        kernels.launch(launch, stream.handle)
-        stream.synchronize()
+        launches.launch(None, _cuda.Moves(lists, world, world))
+        while launches.in_flight:
+            list(launches.take_ended())
         taken.append(time.perf_counter() - began_s)
     return min(taken)

@@ -434,7 +434,7 @@ class DataPath:
 
 
 def plan_of(template: Template, push: Push) -> Plan:
-    """Byte runs of a push, for each of its group's layers."""
+    """The copies of a push, the same blocks for each of its group's layers."""
     src_tokens, dst_tokens = template.src.block_tokens, template.dst.block_tokens
     first_dst = push.start // dst_tokens - push.first // dst_tokens
     dst_blocks = push.offer.blocks[push.group][first_dst:]

@@ -139,7 +139,9 @@ def refused(error: RuntimeError | TypeError) -> Exception:
     """What `submit` raises for an error of the engine."""
     if isinstance(error, RuntimeError):  # `PeerUnusable` of this engine
         return TransportFailure(str(error))
-    return ValueError(f"lists need 64-bit numbers and C-contiguous int64 runs [n, 3]: {error}")
+    return ValueError(
+        f"lists need 64-bit numbers and C-contiguous int64 runs [n, 3], plans int32 pairs [n, 2]: {error}"
+    )
 
 
 def _occurrence(

@@ -7,6 +7,7 @@ from contextlib import closing
 from typing import Any
 
 import numpy as np
+import pytest
 
 from pdlink.cuda.copies import MOST_PAIRS, RUN_NBYTES, Copies
 from pdlink.cuda.driver import Device
@@ -37,6 +38,44 @@ def test_every_row_is_copied_although_a_long_one_takes_the_place_of_several(devi
         assert dst.array[:long].all()
         assert all(dst.array[start : start + short].all() for start in at)
         assert int(dst.array.astype(bool).sum()) == int(runs[:, 2].sum())
+    finally:
+        for each in lent:
+            fake().lend(each.ptr, 0, -1)
+        src.close()
+        dst.close()
+        os.close(wake)
+
+
+HOSTILE = np.arange(1, 500)
+NEIGHBOURS = np.random.default_rng(1).geometric(0.35, 60) * 32768
+LENGTHS: dict[str, tuple[Any, int]] = {
+    "a peer's, each another": (HOSTILE, 0),
+    "joined blocks": (NEIGHBOURS, 1),
+    "joined blocks and what is left of a run": (np.append(NEIGHBOURS, 32768 - 2000), 2),
+    "what is left of two": (np.concatenate(([1234], NEIGHBOURS, [32768 - 2000])), 3),
+}
+
+
+@pytest.mark.parametrize(("lengths", "most"), LENGTHS.values(), ids=LENGTHS.keys())
+def test_runs_of_many_lengths_take_few_launches_or_the_copy_engine(device: Device, lengths: Any, most: int) -> None:
+    at = np.cumsum(lengths) - lengths
+    wake = os.eventfd(0, os.EFD_NONBLOCK)
+    src, dst = Buffer(int(lengths.sum())), Buffer(int(lengths.sum()) + 64 * len(at))
+    lent = [LentBuffer(device, buffer) for buffer in (src, dst)]
+    try:
+        src.array[:] = np.random.default_rng(2).integers(0, 256, len(src.array), np.uint8)
+        to = at + 64 * np.arange(len(at))
+        runs = np.stack([lent[0].ptr + at, lent[1].ptr + to, lengths], axis=1).astype(np.int64)
+        with closing(Kernels(device, IMAGE)) as kernels, closing(Copies[Any](device, kernels, wake, 2)) as copies:
+            fake().take_log()
+            copies.begin("work", runs)
+            device.synchronize()
+            assert list(copies.take_ended()) == ["work"]
+        calls = [call for call, _ in fake().take_log()]
+        assert calls.count("cuLaunchKernel") <= most
+        assert ("cuMemcpyBatchAsync_v2" in calls) == (most == 0)
+        for begin, end, nbytes in zip(at.tolist(), to.tolist(), lengths.tolist(), strict=True):
+            assert np.array_equal(dst.array[end : end + nbytes], src.array[begin : begin + nbytes])
     finally:
         for each in lent:
             fake().lend(each.ptr, 0, -1)

@@ -137,6 +137,15 @@ def test_a_grid_of_few_blocks_does_all_of_it_in_turns(max_blocks: int) -> None:
     assert torch.equal(dst, src)
 
 
+@pytest.mark.parametrize(
+    ("planes", "most", "grid"), [(4, 100, (8, 4)), (4, 7, (3, 2)), (6, 4, (2, 2)), (64, 100, (3, 32))]
+)
+def test_a_grid_is_one_whose_busiest_block_does_least(planes: int, most: int, grid: tuple[int, int]) -> None:
+    rows = _cuda.Rows(block_stride=5120, token_stride=0, block_tokens=1, num_slots=25)
+    (launch,) = _cuda.plan_reshape(rows, rows, num_tokens=25, num_layers=planes, head_nbytes=5120, max_blocks=most)
+    assert launch.grid == grid
+
+
 def test_the_widest_access_that_fits_is_taken() -> None:
     """By start of the storage, in bytes, and by bytes of a row."""
 

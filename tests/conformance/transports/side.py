@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from pdlink.kv.layout import RunArray, RunList
+from pdlink.kv.layout import KVLayout, LayerLayout, Part, RunArray, RunList
+from pdlink.kv.plan import bind, template
 from pdlink.memory.buffers import AnyBuffer, Buffer, Bytes
 from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Transport
 from tests.waiting import readable
@@ -57,6 +58,7 @@ class Side:
         self.transport, self._shorter, self._memory = transport, shorter, memory
         self.buffers: list[SeenBuffer] = []
         self.happened: list[Occurrence] = []
+        self._by_plan = False
         transport.open()
 
     def add_buffer(self, nbytes: int, seed: int) -> int:
@@ -75,8 +77,14 @@ class Side:
         return self.transport.submit(peer, lists, timeout_s)
 
     def submit_block(self, peer: str, offset: int, nbytes: int, timeout_s: float = PATIENCE_S) -> int:
-        """One run between equal offsets of the first regions."""
-        return self.submit(peer, run_list([[offset, offset, nbytes]]), timeout_s=timeout_s)
+        """Bytes between equal offsets of the first regions: by turns a run, and a plan of one block."""
+        self._by_plan = not self._by_plan
+        if not self._by_plan or not nbytes:
+            return self.submit(peer, run_list([[offset, offset, nbytes]]), timeout_s=timeout_s)
+        layer = LayerLayout((Part(0, offset),), nbytes, nbytes, nbytes)
+        layout = KVLayout("uint8", 1, 1, 1, nbytes, (layer,))
+        plan = bind(template(layout, layout), [0], [0], 0, 1)
+        return self.transport.submit_plan(peer, plan, range(1), timeout_s)
 
     def submit_long(self, peer: str, timeout_s: float = PATIENCE_S, *, short: bool = False) -> int:
         """Write the first `LONG_NBYTES` of the peer's first region again and again, each time other bytes.
