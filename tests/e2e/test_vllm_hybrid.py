@@ -98,7 +98,7 @@ KINDS = {
     scope="module",
     params=[
         "windows",
-        "windows in other blocks",
+        pytest.param("windows in other blocks", marks=pytest.mark.slow),
         pytest.param("windows in bfloat16", marks=pytest.mark.slow),
         pytest.param("states", marks=pytest.mark.slow),
     ],

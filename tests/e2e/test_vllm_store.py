@@ -148,6 +148,7 @@ def test_what_was_kept_outlives_sigkill(server: Server, alone: Alone) -> None:
     assert loaded(server) == 4095
 
 
+@pytest.mark.slow
 def test_a_prompt_of_which_the_disk_has_lost_a_part_is_loaded_up_to_there(vllm_folder: Path, alone: Alone) -> None:
     """vLLM is promised all of it and parks the request; what does not come it computes, in the same blocks."""
     place, prompt = place_of(vllm_folder, "store-lossy"), prompt_of(4096, 4096)
