@@ -34,7 +34,7 @@ from sglang.test.kits.unified_radix_cache.fixtures import build_fixture
 from pdlink.api.session import SGLANG_END, with_source
 from pdlink.cuda import driver
 from pdlink.cuda.buffers import DeviceMemory
-from pdlink.cuda.driver import CudaStream, Device
+from pdlink.cuda.driver import CudaFailure, CudaStream, Device
 from pdlink.integrations.sglang_parts import sessions
 from tests.cuda.fake import fake
 from tests.events import Reached
@@ -232,9 +232,13 @@ class Engine:
         key = RadixKey(array("q", tokens), cache_salt="")
         return {"tokens": self.cache.match_prefix(MatchPrefixParams(key=key, req=request)).host_hit_length}
 
-    def fail(self, call: str) -> dict[str, Any]:
-        """Let the driver refuse one call."""
-        fake().fail(call, 2)
+    def pin_nothing(self) -> dict[str, Any]:
+        """Let the driver refuse to pin memory from now on."""
+
+        def refuse(*_: object) -> int:
+            raise CudaFailure("cuMemHostRegister_v2", 2, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
+
+        Device.pin = refuse  # type: ignore[method-assign,assignment]
         return {}
 
     def faults(self) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def test_a_gpu_that_cannot_copy_costs_one_batch_and_is_asked_no_more(make: Make,
     gpu.close()
     gpu = make()
     gpu("open", store=store.address, gpu=True)
-    gpu("fail", call="cuMemHostRegister_v2")
+    gpu("pin_nothing")
     found = gpu("fetch", start=20000, pages=2)
     assert (found["tokens"], found["failed"]) == (2 * PAGE, 1)
     assert gpu("fetch", start=20000, pages=2) == {"tokens": 0}
