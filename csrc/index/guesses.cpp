@@ -1,7 +1,6 @@
 #include "index/guesses.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "index/prefixes.h"
 
@@ -16,11 +15,8 @@ Key nonzero(Key key) { return key + 1 ? key + 1 : 1; }
 std::vector<Key> keys_of(Key seed, std::span<const std::uint8_t> data, std::size_t piece_nbytes) {
     std::vector<Key> keys;
     keys.reserve(data.size() / piece_nbytes);
-    std::vector<std::uint32_t> words(piece_nbytes / sizeof(std::uint32_t));
-    for (std::size_t end = piece_nbytes; end <= data.size(); end += piece_nbytes) {
-        std::memcpy(words.data(), data.data() + end - piece_nbytes, words.size() * sizeof(std::uint32_t));
-        keys.push_back(seed = follow(seed, words));
-    }
+    for (std::size_t begin = 0; begin + piece_nbytes <= data.size(); begin += piece_nbytes)
+        keys.push_back(seed = follow_long(seed, data.subspan(begin, piece_nbytes)));
     return keys;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cstring>
 
 namespace pdlink::index {
 namespace {
@@ -41,6 +42,21 @@ Key follow(Key parent, std::span<const std::uint32_t> tokens) {
     if (at < tokens.size()) key = fold(key ^ kOdd ^ tokens[at], key + kStep + 1);
     key &= ~kMedia;
     return key ? key : kMedia + 1;
+}
+
+Key follow_long(Key parent, std::span<const std::uint8_t> data) {
+    constexpr std::size_t kLanes = 4, kWide = sizeof(std::uint64_t);
+    std::array<std::uint64_t, kLanes> lanes = {1, 2, 3, 4};
+    for (; data.size() >= kLanes * kWide; data = data.subspan(kLanes * kWide)) {
+        std::array<std::uint64_t, kLanes> next;
+        std::memcpy(next.data(), data.data(), sizeof next);
+        for (std::size_t lane = 0; lane < kLanes; ++lane)
+            lanes[lane] = fold(lanes[lane] ^ kOdd ^ next[lane], lanes[lane] + kStep);
+    }
+    std::array<std::uint32_t, kLanes * 4> words{};  // the lanes, and what is left of the data
+    std::memcpy(words.data(), lanes.data(), sizeof lanes);
+    std::memcpy(words.data() + kLanes * 2, data.data(), data.size());
+    return follow(parent, std::span(words).first(kLanes * 2 + data.size() / sizeof(std::uint32_t)));
 }
 
 std::size_t Prefixes::stored(Holder holder, Key medium, std::span<const Id> ids, const Id* parent, Key root,

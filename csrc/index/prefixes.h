@@ -21,6 +21,9 @@ constexpr Key kMedia = (1 << kNumMedia) - 1;
 // The key of `parent` followed by these tokens. Two prompts meet by chance with 2^-60; that misleads a placement, no
 // more.
 Key follow(Key parent, std::span<const std::uint32_t> tokens);
+// The same of a long piece, a multiple of 4 bytes: each step of `follow` waits for the one before, here for a
+// quarter.
+Key follow_long(Key parent, std::span<const std::uint8_t> data);
 
 // Of one model and one number of tokens per block. For one thread.
 class Prefixes {

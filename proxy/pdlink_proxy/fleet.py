@@ -94,7 +94,7 @@ class PlacementRequest(msgspec.Struct, eq=False):
         """Token ids of the prompt, uint32; None for a text, and for what the worker will refuse."""
         if not self._read:
             self._read = True
-            if _looks_like_ids(self.prompt):
+            if self.counted:
                 with suppress(ValueError):
                     self._ids = np.frombuffer(words_of_json(self.prompt), np.uint32)
         return self._ids

@@ -95,12 +95,13 @@ class KnownTokens:
     def find(self, text: Text, nbytes: int) -> KnownIds | None:
         """The tokens of the longest beginning that is known. nbytes: of the prompt."""
         by_key, least, most = self._by_key, 0, len(text.keys)
+        middle = most  # a whole prompt that came before is the usual case
         while least < most:  # who has a key has all before it
-            middle = (least + most + 1) // 2
             if text.keys[middle - 1] in by_key:
                 least = middle
             else:
                 most = middle - 1
+            middle = (least + most + 1) // 2
         if not least:
             return None
         number, num = by_key[text.keys[least - 1]]

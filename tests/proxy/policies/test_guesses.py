@@ -84,6 +84,9 @@ def test_keys_are_the_same_for_the_same_beginning_only() -> None:
     assert not set(keys_of(2, data, 1024)) & set(keys)
     assert keys_of(1, data * 100, 1024)[:10] == keys, "long data are read while other threads run"
     assert keys_of(1, b"", 1024) == keys_of(1, b"x" * 1023, 1024) == []
+    for nbytes in (4, 36, 64, 1028):
+        changed = [data[:at] + b"\xff" + data[at + 1 : nbytes] for at in range(nbytes) if data[at] != 0xFF]
+        assert len({tuple(keys_of(1, each, nbytes)) for each in changed}) == len(changed), "each byte counts"
     for nbytes in (0, 6):
         with pytest.raises(ValueError, match="piece_nbytes: expected a multiple of 4"):
             keys_of(1, data, nbytes)
