@@ -26,6 +26,12 @@ class Reader {
         if (tag == 0xDD) return checked(number(4));
         throw std::invalid_argument("MessagePack: expected an array");
     }
+    // Whether an array of two comes next; it is read up to its first element then.
+    bool pair() {
+        if (data_.empty() || data_.front() != 0x92) return false;
+        byte();
+        return true;
+    }
     // An integer as it is, negative ones as two's complement; of a byte string its last eight bytes.
     std::uint64_t name() {
         const std::uint8_t tag = byte();
@@ -113,11 +119,14 @@ inline std::vector<Id> ids(std::span<const std::uint8_t> data) {
     return found;
 }
 
+// SGLang with EAGLE tells pairs: each token with the next one.
 inline std::vector<std::uint32_t> tokens(std::span<const std::uint8_t> data) {
     Reader reader(data);
     std::vector<std::uint32_t> found(reader.array());
     for (std::uint32_t& each : found) {
+        const bool pair = reader.pair();
         const std::uint64_t token = reader.name();
+        if (pair) reader.name();
         if (token > UINT32_MAX) throw std::invalid_argument("token id: above 4294967295");
         each = static_cast<std::uint32_t>(token);
     }

@@ -181,25 +181,12 @@ class KVIndex:
         elif extra is None:
             named = [name for name in (event.lora_name, event.cache_salt) if name]
         root = _root(model, named) if named else _known_root(model, ())
-        names, tokens = bytes(event.block_hashes), _plain(event.token_ids)
+        names, tokens = bytes(event.block_hashes), bytes(event.token_ids)
         prefixes.stored(publisher.number, _medium(event), names, parent, root, tokens)
 
 
 def _medium(event: _Stored | _Removed) -> int:
     return SHARED if event.locality == "REMOTE" else _MEDIA.get(event.medium, DISK)
-
-
-def _plain(token_ids: msgspec.Raw) -> bytes:
-    """Token ids, of which SGLang with EAGLE tells pairs: each token with the next one."""
-    data = bytes(token_ids)
-    if data[(at := _list_head(data)) : at + 1] != b"\x92":  # a list of two
-        return data
-    return msgspec.msgpack.encode([pair[0] for pair in msgspec.msgpack.decode(data, type=list[tuple[int, int]])])
-
-
-def _list_head(data: bytes) -> int:
-    """Bytes before the first item of a list in MessagePack."""
-    return {0xDC: 3, 0xDD: 5}.get(data[0] if data else 0, 1)
 
 
 def _root(model: str, extra: Sequence[object]) -> int:

@@ -85,7 +85,8 @@ ELSEWHERE = {
     "ucx._Invitation": "invitations: test_values.py",
     "siblings.?": "a socket of our own user's",
     "kv_index.?": "inside of KV events",
-    "kv_index.list[tuple[int, int]]": "inside of KV events",
+    "records.EndedRequest": "packed by the same process",
+    "decisions.?": "packed by the same process",
 }
 
 

@@ -113,6 +113,15 @@ def test_events_of_older_sglang_are_arrays() -> None:
     assert len(index) == 0
 
 
+def test_pairs_of_tokens_with_their_next_one_stand_for_the_tokens() -> None:
+    """As SGLang with EAGLE tells them."""
+    index, event = KVIndex(), stored([10, 11], None, [1, 2, 3, 4])
+    apply(index, ONE, "m", batch({**event, "token_ids": [[1, 2], [2, 300], [300, 4], [4, 5]]}))
+    assert tokens_in(index, "m", (), ids(1, 2, 300, 4)) == {1: 4}
+    with pytest.raises(ValueError, match="MessagePack"):
+        apply(index, ONE, "m", batch({**event, "token_ids": [[1, 2], [2, 300], [300, 4], [4, 5, 6]]}))
+
+
 def test_a_block_in_two_media_is_there_until_both_have_dropped_it() -> None:
     index = KVIndex()
     apply(index, ONE, "m", batch(stored([1], None, [1, 2]), stored([1], None, [1, 2], medium="CPU"), removed(1)))
