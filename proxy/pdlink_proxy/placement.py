@@ -216,7 +216,7 @@ class Placer:
             return Pair(prefills[0], decode)
         request.behind = fleet.behind.get(decode.key) if fleet.behind else None
         prefill = self._pick(self.prefill, request, prefills, turn)
-        return Pair(prefill.worker, decode, prefill.cached_tokens)
+        return Pair(prefill.worker, decode, int(prefill.cached_tokens))
 
     def _by_itself(
         self, request: PlacementRequest, plains: Workers, prefills: Workers, decodes: Workers, *, full: bool
@@ -255,7 +255,7 @@ class Placer:
         if isinstance(request.considered, dict):
             (leg, name), table = self._names[policy], found.table
             scores = pick.scores or table.columns.lowest(found.fit, MAX_SCORES)
-            labels = [(table.labels[row], score) for row, score in scores]
+            labels = [(table.labels[row], float(score)) for row, score in scores]  # of a policy's own type else
             request.considered[leg] = Considered(name, labels, found.num)
         return pick
 

@@ -242,25 +242,28 @@ class Request:
         if self._closed:
             return
         self._closed = True
-        if self._admission.waiting is not None:
-            self._leave_queue()
-        if (turn := self._admission.wanted.turn) is not None and self._admission.chosen:
-            self._shared.sessions.ended(turn, time.monotonic())
-        if self._flow.outcome is None:
-            self.happen(ClientLeft())
-        shared, alarms = self._shared, self._shared.alarms
-        alarms.clear(self.tick)
-        if self._early is not None:
-            alarms.clear(self._open)
-        if self._opened_s is not None:
-            shared.metrics.num_streams[0] -= 1
-        if self._preparing is not None:
-            self._preparing.cancel()
-        if self._catching_up is not None:
-            self._catching_up.cancel()
-        if self._last is not None:
-            self._last.cancel()
-        self._keep(self._flow.outcome or Outcome.FAILED)
+        try:
+            if self._admission.waiting is not None:
+                self._leave_queue()
+            if (turn := self._admission.wanted.turn) is not None and self._admission.chosen:
+                self._shared.sessions.ended(turn, time.monotonic())
+            if self._flow.outcome is None:
+                self.happen(ClientLeft())
+            shared, alarms = self._shared, self._shared.alarms
+            alarms.clear(self.tick)
+            if self._early is not None:
+                alarms.clear(self._open)
+            if self._opened_s is not None:
+                shared.metrics.num_streams[0] -= 1
+            if self._preparing is not None:
+                self._preparing.cancel()
+            if self._catching_up is not None:
+                self._catching_up.cancel()
+            if self._last is not None:
+                self._last.cancel()
+            self._keep(self._flow.outcome or Outcome.FAILED)
+        except Exception as error:  # noqa: BLE001 -- of a policy or a dialect: it is over all the same
+            log.error("request %s: its end failed unexpectedly", self.request_id, exc_info=error, extra=self._about())
         over, self._tell_over = self._tell_over, _nothing
         over()
 
@@ -310,8 +313,8 @@ class Request:
         )
         if self._opened_s is not None and attempt is not None and kept.prompt_tokens >= MIN_TOKENS:
             shared.pools.streamed(kept, attempt.chosen)
-        shared.records.keep(kept)
         shared.metrics.ended(kept, self._stages, self._exemplar)
+        shared.records.keep(kept)
         if self._tally is not None and shared.decision_log is not None:
             attempts = [attempt.logged() for attempt in self._attempts.values()]
             shared.decision_log.add(logged(kept, admission.wanted, self._tally, attempts))

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from pdlink_proxy.decisions import Considered
+from pdlink_proxy.policies.base import Pick, Policy
 from pdlink_proxy.records import MAX_RECORDS, EndedRequest, LegRecord, Records
+from pdlink_proxy.table import Workers
 from tests.proxy.fakes import FakeWorker, proxy_of, until
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdlink_proxy.fleet import PlacementRequest
+    from pdlink_proxy.table import WorkerState
 
 
 def kept(number: int = 0, **more: Any) -> EndedRequest:
@@ -69,6 +78,64 @@ def test_the_newest_are_kept_in_the_order_in_which_they_ended() -> None:
     assert [each.request_id for each in (records[0], records[-1], *records[-2:-1])] == ["r7", "r1006", "r1005"]
     with pytest.raises(IndexError):
         records[MAX_RECORDS]
+
+
+def test_a_record_that_does_not_pack_leaves_the_others_whole() -> None:
+    records = Records()
+    for number in range(MAX_RECORDS):
+        records.keep(kept(number))
+    said = (5.0, "first", "placed", "", 8, 0.1, "prefill-0", "decode-0", 12.0, 0, np.int64(3))
+    with pytest.raises(TypeError):
+        records.keep(kept(1, request_id="a longer id than the others have", decided=[said]))
+    assert [each.request_id for each in records] == [f"r{number}" for number in range(MAX_RECORDS)]
+    records.keep(kept(MAX_RECORDS))
+    assert [each.request_id for each in records] == [f"r{number}" for number in range(1, MAX_RECORDS + 1)]
+
+
+class Sums(Policy):
+    """A policy of one's own, with what numpy makes of its numbers."""
+
+    def pick(self, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
+        found = Workers.of(workers)
+        loads = found.table.columns.load
+        rows: Any = np.argsort(loads)[:8]
+        tokens: Any = np.int64(request.num_tokens // 2)
+        return Pick(found.table.states[rows[0]], tokens, [(row, loads[row]) for row in rows])
+
+
+async def test_numbers_of_numpy_in_a_pick_are_kept_as_others(prefills: list[FakeWorker], decode: FakeWorker) -> None:
+    policy = {"prefill": "tests.proxy.test_records:Sums", "decode": "cost"}
+    async with proxy_of(prefills, [decode], policy=policy) as proxy:
+        async with proxy.post(prompt="word" * 50) as answer:
+            assert answer.status == 200
+        services = proxy.router.services
+        await until(lambda: not services.num_running, "its end")
+        placed, ended = services.decisions_of()
+        assert placed.cached_tokens == placed.tokens // 2
+        assert placed.considered["prefill"].scores == [("prefill-0", 0.0), ("prefill-1", 0.0)]
+        assert ended.reason.startswith("ok")
+
+
+async def test_a_request_is_over_and_counted_even_if_it_cannot_be_kept(
+    prefill: FakeWorker, decode: FakeWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise TypeError("does not pack")
+
+    async with proxy_of([prefill], [decode]) as proxy:
+        services = proxy.router.services
+        with monkeypatch.context() as patched:
+            patched.setattr(Records, "keep", fails)
+            async with proxy.post() as answer:
+                assert (answer.status, bool(await answer.read())) == (200, True)
+            await proxy.stream()
+            await until(lambda: not services.num_running, "their ends")
+        assert [each.exc_info is not None for each in caplog.records if "its end failed" in each.message] == [
+            True
+        ] * 2
+        assert (proxy.counted("requests_total", outcome="ok"), len(services.records)) == (2, 0)
+        await proxy.stream()
+        assert len(services.records) == 1
 
 
 async def test_what_is_kept_of_a_request_holds_nothing_large_or_open(prefill: FakeWorker, decode: FakeWorker) -> None:
