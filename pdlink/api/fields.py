@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 2**31 - 1
 
-Count = Annotated[int, Meta(ge=0, le=2**53)]
+MOST = 2**53
+Count = Annotated[int, Meta(ge=0, le=MOST)]
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from pdlink.api.fields import MOST
+
 from .engines import id_of, workers_of
 from .fleet import KEY_TOKENS, Fleet, PlacementRequest
 from .kv_events import KVEvents, source
@@ -227,13 +229,13 @@ class Pools:
         if not worker.plain and work.group not in self._groups:
             self._groups.add(work.group)
             self._fleets.clear()
-        work.pool_tokens = said.num_blocks * said.block_tokens if said.num_blocks and said.block_tokens else None
+        work.pool_tokens = _tokens_of(said.num_blocks, said.block_tokens) or None
         self._weigh(work, said)
         self._compare_now_and_then()
 
     @staticmethod
     def _weigh(work: WorkerState, said: Health) -> None:
-        free = said.free_blocks * said.block_tokens if said.free_blocks is not None and said.block_tokens else None
+        free = _tokens_of(said.free_blocks, said.block_tokens)
         work.heard(
             work.requests if said.running is None else said.running + (said.waiting or 0), free, said.load_tokens
         )
@@ -379,6 +381,11 @@ class Pools:
         elif refused is None and self._alone is not None:
             log.warning("a pair of workers fits together again, so prefill computes prompts")
         self._alone = refused
+
+
+def _tokens_of(blocks: int | None, block_tokens: int | None) -> int | None:
+    """None if the worker does not say."""
+    return None if blocks is None or not block_tokens else min(MOST, blocks * block_tokens)
 
 
 class _Known(NamedTuple):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from typing import TYPE_CHECKING
 
 from pdlink.errors import WorkerKeyRefused
+from pdlink.few_lines import FewLines
 
 from .dialects import KnownHealth, look_at_plain
 from .http_connection import HttpError
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from .upstream import Asking
     from .worker import Worker
 
+log = logging.getLogger("pdlink.proxy")
 
 LEAST_S = 0.1
 """Between two looks at one server that no leg has found gone."""
@@ -41,7 +44,7 @@ async def watch(
     One that a leg has found gone is asked at once, others once in `LEAST_S` at most, however many legs poke.
     """
     loop, first, least_s = asyncio.get_running_loop(), workers[0], min(LEAST_S, interval_s)
-    asked_s = -math.inf
+    asked_s, few = -math.inf, FewLines()
     for each in workers:
         each.poke = first.poke
     while True:
@@ -65,6 +68,11 @@ async def watch(
         except (HttpError, OSError, ValueError) as error:
             for each in workers:
                 each.unreachable(f"GET /health: {describe(error)}")
+        except Exception as error:  # noqa: BLE001 -- of any dialect or answer: it is asked again
+            for each in workers:
+                each.unreachable(f"GET /health: {type(error).__name__}")
+            if (more := few.admits(asked_s)) is not None:
+                log.error("the health of %s was not understood%s", first.id, more, exc_info=error)
         heard()
         due = loop.call_later(interval_s, first.poke.set)
         await first.poke.wait()

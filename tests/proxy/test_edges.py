@@ -12,10 +12,11 @@ import pytest
 
 from pdlink.api.answers import Usage, read_answer
 from pdlink_proxy.dialects.own import read_health
+from pdlink_proxy.steps import Leg
 from pdlink_proxy.table import WorkerState
 from tests.private import write_private
 from tests.proxy.fake_sglang import FakeSglang
-from tests.proxy.fakes import FakeWorker, proxy_of
+from tests.proxy.fakes import FakeWorker, proxy_of, until
 from tests.proxy.test_processes import processes
 from tests.waiting import WAIT_S
 
@@ -174,6 +175,22 @@ def test_a_health_with_a_number_out_of_range_is_no_health_and_names_the_field(fi
         else:
             assert isinstance(found, str)
             assert field in found or "malformed" in found, found
+
+
+async def test_a_worker_with_numbers_at_the_edge_of_every_field_is_asked_and_gets_requests_as_others(
+    prefill: FakeWorker, decode: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks and their tokens are multiplied."""
+    said, most = decode.health, dict.fromkeys(COUNTS, 2**53)
+    async with proxy_of([prefill], [decode], policy="cost") as proxy:
+        (worker,) = proxy.router.services.pools.workers[Leg.DECODE]
+        monkeypatch.setattr(decode, "health", lambda: {**said(), **most})
+        await until(lambda: worker.work.room_tokens == worker.work.pool_tokens == 2**53, "what it says")
+        await proxy.stream()
+        async with proxy.client.get(proxy.url + "/health") as response:
+            assert response.status == 200
+        monkeypatch.setattr(decode, "health", lambda: {**said(), "free_blocks": 7, "block_tokens": 16})
+        await until(lambda: worker.work.room_tokens == 7 * 16, "what it says then")
 
 
 def test_a_workers_usage_out_of_range_counts_as_none() -> None:

@@ -9,12 +9,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 from unittest.mock import Mock
 
+import pytest
+
 from pdlink.api.health import Health
 from pdlink_proxy.dialects import DIALECTS
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.upstream import Asking
 from pdlink_proxy.watching import watch
-from pdlink_proxy.worker import Worker
+from pdlink_proxy.worker import State, Worker
 from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
@@ -26,7 +28,9 @@ URL = "http://w"
 
 
 @contextlib.asynccontextmanager
-async def looks_at(worker: Worker, interval_s: float) -> AsyncIterator[asyncio.Queue[bool]]:
+async def looks_at(
+    worker: Worker, interval_s: float, pools: Mock | None = None
+) -> AsyncIterator[asyncio.Queue[bool]]:
     """Whether it spoke, of each look at it."""
     told: asyncio.Queue[bool] = asyncio.Queue()
 
@@ -36,7 +40,7 @@ async def looks_at(worker: Worker, interval_s: float) -> AsyncIterator[asyncio.Q
 
     dialect = replace(DIALECTS["vllm"], look=look)
     asking = Asking(None, URL, 1.0)  # type: ignore[arg-type]
-    task = asyncio.create_task(watch(Mock(), [worker], asking, dialect, interval_s, lambda: None))
+    task = asyncio.create_task(watch(pools or Mock(), [worker], asking, dialect, interval_s, lambda: None))
     try:
         async with asyncio.timeout(WAIT_S):
             assert not await told.get()
@@ -56,6 +60,20 @@ async def test_a_look_hears_whether_legs_were_answered_since_the_one_before() ->
         worker.spoke_s = 0.0
         while await told.get():
             pass
+
+
+async def test_a_look_that_fails_unexpectedly_is_logged_and_the_server_asked_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker, pools = Worker(URL, Leg.DECODE), Mock()
+    pools.heard.side_effect = [TypeError("a fault of ours"), None, None]
+    async with looks_at(worker, 0.001, pools) as told:
+        await told.get()
+        await told.get()
+        assert worker.state is State.OK
+    assert "unreachable (GET /health: TypeError)" in caplog.text
+    (logged,) = (each for each in caplog.records if "not understood" in each.message)
+    assert logged.exc_info
 
 
 async def test_a_leg_that_pokes_has_its_server_asked_whatever_others_were_answered() -> None:
