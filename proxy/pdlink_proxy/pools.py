@@ -345,10 +345,11 @@ class Pools:
             behind=self._pair_times.behind,
         )
         computes = prefill if prefill.pair.num else decode
-        pairs = None if refused_pairs else self._placer.pairs(fleet)
-        known = _Known(fleet, computes.model or model, pairs, prefill_side.workers, decode_side.workers)
         settled = prefill_side.settled(model) and decode_side.settled(model)
-        if settled and not refused_pairs and (decode.pair.num or decode.plain):
+        kept = settled and not refused_pairs and bool(decode.pair.num or decode.plain)
+        pairs = self._placer.pairs(fleet) if kept else None  # which take longer to make than one request to place
+        known = _Known(fleet, computes.model or model, pairs, prefill_side.workers, decode_side.workers)
+        if kept:
             self._fleets[model, needs_prefill] = known
         return known
 

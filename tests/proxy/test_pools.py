@@ -14,8 +14,9 @@ from pdlink.config import ProxyConfig
 from pdlink.errors import ConfigError
 from pdlink_proxy.app import build_app
 from pdlink_proxy.dialects.own import read_health
+from pdlink_proxy.fleet import Fleet
 from pdlink_proxy.members import ListedWorker, Members
-from pdlink_proxy.placement import Placer
+from pdlink_proxy.placement import Pairs, Placer
 from pdlink_proxy.pools import Pools
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.worker import State, Worker
@@ -288,3 +289,27 @@ async def test_what_a_life_that_is_over_was_sent_is_forgotten(prefills: list[Fak
 def test_a_policy_that_nobody_has_is_refused_at_start() -> None:
     with pytest.raises(ConfigError, match="policy: got 'fastest'"):
         build_app(ProxyConfig(policy={"prefill": "fastest"}))
+
+
+async def test_pairs_are_made_once_for_a_settled_fleet_and_not_for_another(
+    prefills: list[FakeWorker], decodes: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To make them takes longer than to place a request without."""
+    async with proxy_of(prefills, decodes, policy="cost") as proxy:
+        pools, made = proxy.router.services.pools, list[Fleet]()
+        pairs = pools._placer.pairs
+
+        def watched(fleet: Fleet) -> Pairs | None:
+            made.append(fleet)
+            return pairs(fleet)
+
+        monkeypatch.setattr(pools._placer, "pairs", watched)
+        monkeypatch.setattr(pools, "_compare_now_and_then", lambda: None)
+        monkeypatch.setattr(Worker, "judged", lambda _: None)
+        worker = pools.workers[Leg.PREFILL][0]
+        for on_trial in (False, True):
+            worker.on_trial = on_trial
+            worker._tell()
+            for _ in range(3):
+                assert await status_of(proxy) == 200
+            assert len(made) == 1
