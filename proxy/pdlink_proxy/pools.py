@@ -256,8 +256,9 @@ class Pools:
     def streamed(self, kept: EndedRequest, chosen: Mapping[Leg, Worker]) -> None:
         """A stream has ended, of a prompt of `MIN_TOKENS` or more: it tells of the way between its last workers."""
         if (took_s := kept.handover_s) is not None:
-            one, to = (chosen[leg].work.key for leg in Leg)
-            self._pair_times.took(one, to, kept.prompt_tokens, took_s, time.monotonic())
+            one, to = (chosen[leg].work for leg in Leg)
+            if one.row >= 0 and to.row >= 0:  # both are listed
+                self._pair_times.took(one.key, to.key, kept.prompt_tokens, took_s, time.monotonic())
 
     def _forget(self, work: WorkerState) -> None:
         self._lenders.forget(work)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pdlink_proxy.fleet import Fleet
+from pdlink_proxy.members import ListedWorker, Members
 from pdlink_proxy.pair_times import FEW, FORGOTTEN_S, MIN_TOKENS, PairTimes
 from pdlink_proxy.placement import Pair, Placer
 from pdlink_proxy.records import EndedRequest
@@ -127,6 +128,18 @@ async def test_a_proxy_learns_the_ways_of_its_workers_from_their_streams(
             async with proxy.post() as response:
                 assert response.status == 200
         assert [len(each.received) for each in prefills] == [0, 6]
+
+
+async def test_the_last_streams_of_a_removed_worker_tell_nothing(
+    prefills: list[FakeWorker], decode: FakeWorker
+) -> None:
+    async with proxy_of(prefills, [decode]) as proxy:
+        pools = proxy.router.services.shared.pools
+        (one, gone), (to,) = pools.workers[Leg.PREFILL], pools.workers[Leg.DECODE]
+        pools.replace(Members((ListedWorker(one.url),), (ListedWorker(to.url),)))
+        for prefill in (gone, one):
+            pools.streamed(stream_of(0.1), {Leg.DECODE: to, Leg.PREFILL: prefill})
+        assert pools._pair_times._taken[to.work.key].keys() == {one.work.key}
 
 
 async def test_long_streams_tell_of_their_pair_and_others_do_not(prefill: FakeWorker, decode: FakeWorker) -> None:
