@@ -45,6 +45,13 @@ char* large_page() {
     return page;
 }
 
+// The system gives nobody such pages. A move would get them all the same.
+bool refused() {
+    std::string said;
+    std::getline(std::ifstream("/sys/kernel/mm/transparent_hugepage/enabled"), said);
+    return said.find("[never]") != std::string::npos;
+}
+
 // Called with the GIL held. Never destroyed: Python frees arenas until the very end.
 struct Arenas {
     ArenaAllocator usual{};                // has those that were there before, and those of other sizes
@@ -80,7 +87,7 @@ void take_arenas_from_large_pages() {
     const auto get = reinterpret_cast<Access>(::dlsym(RTLD_DEFAULT, "PyObject_GetArenaAllocator"));
     const auto set = reinterpret_cast<Access>(::dlsym(RTLD_DEFAULT, "PyObject_SetArenaAllocator"));
     static Arenas* arenas = nullptr;
-    if (get == nullptr || set == nullptr || arenas != nullptr) return;
+    if (get == nullptr || set == nullptr || arenas != nullptr || refused()) return;
     arenas = new Arenas;
     get(&arenas->usual);
     ArenaAllocator mine{
@@ -90,6 +97,7 @@ void take_arenas_from_large_pages() {
 }
 
 void move_heap_to_large_pages() {
+    if (refused()) return;
     std::ifstream maps("/proc/self/maps");
     std::vector<std::pair<std::uintptr_t, std::uintptr_t>> found;  // first, as a move changes the maps
     for (std::string line; std::getline(maps, line);) {
@@ -101,7 +109,8 @@ void move_heap_to_large_pages() {
             found.emplace_back(up(begin), end / kLargeNbytes * kLargeNbytes);
     }
     for (const auto& [begin, end] : found) {
-        // Page by page: one with a hole in it fails.
+        // Page by page: one that cannot be had leaves the others. One that has a single small page in use is made
+        // whole.
         for (std::uintptr_t at = begin; at < end; at += kLargeNbytes)
             ::madvise(reinterpret_cast<void*>(at), kLargeNbytes, MADV_COLLAPSE);
     }
