@@ -20,7 +20,7 @@ from pdlink.observe.series import Numbers
 from .decisions import Decision, Told
 from .findings import find
 from .http_connection import HttpError
-from .page.view import recent_of, summary_of
+from .page.view import WINDOW_S, recent_of, summary_of
 from .records import MAX_RECORDS
 from .steps import Leg
 from .upstream import Asking, describe
@@ -102,7 +102,8 @@ class About:
             body["sources"] = self._services.discovery.describe()
         body["refused_pairs"] = [pair.describe() for pair in self._services.pools.refusals]
         body["mismatched"] = [each.describe() for each in self._services.pools.mismatches]
-        recent = recent_of(self._services.recorded(beside) if sees_all else (), time.time())
+        now_s = time.time()
+        recent = recent_of(self._services.recorded(beside, now_s - WINDOW_S) if sees_all else (), now_s)
         body["findings"] = find(
             status=status,
             reason=reason,
@@ -153,19 +154,23 @@ class About:
     async def _course(self, request_id: str) -> dict[str, Any]:
         """How long a request that has ended took for what, among the last ones, and its transfers as far as workers
         still know them."""
-        records = self._services.recorded(await self._services.beside(MAX_RECORDS))
-        record = next((each for each in reversed(records) if each.request_id == request_id), None)
-        if record is None:
+        here, beside = self._services.records, await self._services.beside(MAX_RECORDS)
+        others = [each for process in beside.values() for each in process.records]
+        found = [each.record() for each in here.of(request_id)]
+        found += [each for each in others if each.request_id == request_id]
+        if not found:
             return {"record": None, "slower_than": None, "transfers": []}
-        waits = [each.ttft_s for each in records if each.ttft_s is not None]
+        record = max(found, key=lambda each: each.at_s)
+        known = [each.ttft_s for each in here.heads()] + [each.ttft_s for each in others]
+        waits = [each for each in known if each is not None]
         faster = sum(each < record.ttft_s for each in waits) if record.ttft_s is not None else 0
         ids = {leg.transfer_id for leg in record.legs} | {record.transfer_id}
         reports = (await self._services.reports.now()).values()
-        known = [msgspec.structs.asdict(each) for report in reports for each in report.ended]
+        ended = [msgspec.structs.asdict(each) for report in reports for each in report.ended]
         return {
             "record": record,
             "slower_than": faster / len(waits) if record.ttft_s is not None else None,
-            "transfers": [each for each in known if each["transfer_id"] in ids],
+            "transfers": [each for each in ended if each["transfer_id"] in ids],
         }
 
     async def _sources(self, request_id: str, decisions: Sequence[Decision]) -> list[dict[str, Any]]:

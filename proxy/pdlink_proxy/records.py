@@ -211,12 +211,8 @@ EndedTry: TypeAlias = tuple[float, float | None, float | None, float | None]
 """What `Try` is made of."""
 
 
-class EndedRequest(msgspec.Struct, gc=False, array_like=True):
-    """What is kept of a request that has ended: what it has at hand then. Nearly none is read, so what readers get is
-    made for them.
-
-    Make it without names: 15 named arguments take 0.7 us longer, and of more CPython 3.11 makes a dictionary.
-    """
+class EndedHead(msgspec.Struct, gc=False, array_like=True):
+    """The beginning of `EndedRequest`."""
 
     request_id: str
     at_s: float
@@ -228,6 +224,19 @@ class EndedRequest(msgspec.Struct, gc=False, array_like=True):
     ended_s: float
     first_s: float | None
     """When the first token was there, as of `RequestRecord.ttft_s`."""
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_s is None else self.first_s - self.started_s
+
+
+class EndedRequest(EndedHead, gc=False, array_like=True):
+    """What is kept of a request that has ended: what it has at hand then. Nearly none is read, so what readers get is
+    made for them.
+
+    Make it without names: 15 named arguments take 0.7 us longer, and of more CPython 3.11 makes a dictionary.
+    """
+
     prompt_tokens: int
     estimated: bool
     per_token_s: float | None
@@ -243,12 +252,13 @@ class EndedRequest(msgspec.Struct, gc=False, array_like=True):
     """Of its last attempt; empty if workers were never looked for."""
     num_tokens: int
     """Of its prompt, as it was placed."""
-    decided: list[Decided]
+    decided: list[Decided] | msgspec.Raw
+    """Packed in one that was kept: most of it, and few readers want that."""
 
     def record(self) -> RequestRecord:
         zero_s, total_s = self.started_s, self.ended_s - self.started_s
         tries = [Try(*each).since(zero_s) for each in self.tries]
-        ttft_s = None if self.first_s is None else self.first_s - zero_s
+        ttft_s = self.ttft_s
         until = until_first(tries, total_s if ttft_s is None else ttft_s)
         return RequestRecord(
             request_id=self.request_id,
@@ -275,7 +285,8 @@ class EndedRequest(msgspec.Struct, gc=False, array_like=True):
 
     def decisions(self) -> Iterator[Decision]:
         """About it, oldest first; the last one is that it has ended."""
-        for each in self.decided:
+        said = self.decided
+        for each in msgspec.msgpack.decode(said) if isinstance(said, msgspec.Raw) else said:
             yield decision(self.request_id, each)
         yield Decision(
             self.request_id,
@@ -297,6 +308,10 @@ class EndedRequest(msgspec.Struct, gc=False, array_like=True):
         if prefill_s is None or decode_s is None or self.first_s in (None, prefill_s):
             return None
         return None if kv_path.path_of(self.kv) == kv_path.RECOMPUTED else decode_s - prefill_s
+
+
+class _Kept(EndedRequest, gc=False, array_like=True):
+    decided: msgspec.Raw
 
 
 def _leg_record(
@@ -345,7 +360,33 @@ class Records(Sequence[RequestRecord]):
 
     def newest(self, most: int = MAX_RECORDS) -> list[EndedRequest]:
         """So many at most, oldest first."""
-        return [self._of(number) for number in range(self.num_ended - min(most, len(self)), self.num_ended)]
+        return [self._of(number) for number in self._numbers[-most:]] if most else []
+
+    def since(self, at_s: float, least: int = 0) -> list[EndedRequest]:
+        """Those that have ended since then, and so many of the newest at least; oldest first."""
+        found: list[EndedRequest] = []
+        for number in reversed(self._numbers):
+            each = self._of(number)
+            if each.at_s < at_s and len(found) >= least:
+                break
+            found.append(each)
+        return found[::-1]
+
+    def of(self, request_id: str) -> list[EndedRequest]:
+        """Requests of this id, oldest first."""
+        return [
+            self._of(at)
+            for at, each in zip(self._numbers, self.heads(), strict=True)
+            if each.request_id == request_id
+        ]
+
+    def heads(self) -> list[EndedHead]:
+        """Of all, oldest first: a tenth of the time."""
+        return [_unpack_head(self._packed[number % MAX_RECORDS]) for number in self._numbers]
+
+    @property
+    def _numbers(self) -> range:
+        return range(self.num_ended - len(self), self.num_ended)
 
     def __len__(self) -> int:
         return min(self.num_ended, MAX_RECORDS)
@@ -355,11 +396,12 @@ class Records(Sequence[RequestRecord]):
     @overload
     def __getitem__(self, at: slice) -> list[RequestRecord]: ...
     def __getitem__(self, at: int | slice) -> RequestRecord | list[RequestRecord]:
-        number = range(self.num_ended - len(self), self.num_ended)[at]
+        number = self._numbers[at]
         return self._of(number).record() if isinstance(number, int) else [self._of(each).record() for each in number]
 
     def _of(self, number: int) -> EndedRequest:
-        return _unpack(self._packed[number % MAX_RECORDS])
+        return _unpack(bytes(self._packed[number % MAX_RECORDS]))  # `Raw` would see what comes there next
 
 
-_pack_into, _unpack = msgspec.msgpack.Encoder().encode_into, msgspec.msgpack.Decoder(EndedRequest).decode
+_pack_into, _unpack = msgspec.msgpack.Encoder().encode_into, msgspec.msgpack.Decoder(_Kept).decode
+_unpack_head = msgspec.msgpack.Decoder(EndedHead).decode

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import os
 import platform
 import time
@@ -202,16 +203,18 @@ class Services:
         running = self.num_running + sum(each.running for each in beside.values())
         return running, self.num_queued + sum(each.queued for each in beside.values())
 
-    def recorded(self, beside: Mapping[int, Doing]) -> Sequence[RequestRecord]:
-        """The last requests of all processes, oldest first. beside: with records."""
-        if not beside:
-            return list(self.records)
-        found = [*self.records, *(record for each in beside.values() for record in each.records)]
-        return sorted(found, key=lambda record: record.at_s)
+    def recorded(
+        self, beside: Mapping[int, Doing], since_s: float = -math.inf, least: int = 0
+    ) -> Sequence[RequestRecord]:
+        """The last requests of all processes, oldest first. beside: with records. since_s, least: older ones than
+        these are not needed (`Records.since`)."""
+        here = [each.record() for each in self.records.since(since_s, least)]
+        found = [*here, *(record for each in beside.values() for record in each.records)]
+        return sorted(found, key=lambda record: record.at_s) if beside else here
 
     def decisions_of(self, request_id: str | None = None, only: str | None = None) -> list[Decision]:
         """Those here of one request, or of all; oldest first. only: a key that sees its own requests alone."""
-        ended = [each for each in self.records.newest() if request_id in (None, each.request_id)]
+        ended = self.records.newest() if request_id is None else self.records.of(request_id)
         found = [said for each in ended for said in each.decisions()]
         running = [each for each in self.requests if request_id in (None, each.request_id)]
         found += [decision(each.request_id, said) for each in running for said in each.decided]

@@ -80,6 +80,38 @@ def test_the_newest_are_kept_in_the_order_in_which_they_ended() -> None:
         records[MAX_RECORDS]
 
 
+def test_of_the_newest_only_those_are_read_that_ended_since_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    records, read = Records(), list[int]()
+    for number in range(MAX_RECORDS + 7):
+        records.keep(kept(number, at_s=float(number), decided=[(5.0, "first", "placed", "", number, 0.1)]))
+    of, last = records._of, MAX_RECORDS + 6
+
+    def watched(number: int) -> EndedRequest:
+        read.append(number)
+        return of(number)
+
+    monkeypatch.setattr(records, "_of", watched)
+    assert [each.at_s for each in records.since(last - 2)] == [last - 2, last - 1, last]
+    assert len(read) == 4
+    assert [each.at_s for each in records.since(1e9, 2)] == [last - 1, last]
+    read.clear()
+    (found,) = records.of("r500")
+    assert [each.tokens for each in found.decisions()] == [500, 8]
+    assert (read, records.of("r6"), records.newest(0)) == ([500], [], [])
+    assert len(records.since(0.0)) == len(records.heads()) == MAX_RECORDS
+    assert records.heads()[-1].ttft_s == records[-1].ttft_s
+
+
+def test_what_was_read_stays_when_its_memory_is_used_again() -> None:
+    records = Records()
+    for number in range(MAX_RECORDS):
+        records.keep(kept(number, decided=[(5.0, "first", "placed", "", number, 0.1)]))
+    read = records.newest()
+    for number in range(2 * MAX_RECORDS):
+        records.keep(kept(number, model="m" * 5000))
+    assert [next(each.decisions()).tokens for each in read] == list(range(MAX_RECORDS))
+
+
 def test_a_record_that_does_not_pack_leaves_the_others_whole() -> None:
     records = Records()
     for number in range(MAX_RECORDS):

@@ -123,7 +123,8 @@ class PageMemory:
         """Oldest first."""
         self._away: dict[str, Happening] = {}
         """By label, of workers that are away."""
-        self._last_s = 0.0
+        self.last_s = 0.0
+        """Unix time of the end of the last step."""
         self._num_ended = 0
         self._totals: dict[str, Mapping[str, Mapping[str, float]]] = {}
         """By URL, those of the last step: a worker that came or restarted since adds nothing."""
@@ -140,9 +141,9 @@ class PageMemory:
 
     def step(self, now_s: float, facts: StepFacts) -> None:
         """A step ends."""
-        took_s = now_s - self._last_s if self._last_s else STEP_S
-        since = [record for record in facts.records if self._last_s < record.at_s <= now_s] if self._last_s else []
-        ended = max(len(since), facts.num_ended - self._num_ended) if self._last_s else 0
+        took_s = now_s - self.last_s if self.last_s else STEP_S
+        since = [record for record in facts.records if self.last_s < record.at_s <= now_s] if self.last_s else []
+        ended = max(len(since), facts.num_ended - self._num_ended) if self.last_s else 0
         share = ended / len(since) if since else 0.0  # requests that ended, for each record that is kept
         ttft = sorted(record.ttft_s for record in since if record.ttft_s is not None)
         failed = [record for record in since if record.outcome in ("failed", "broken")]
@@ -160,7 +161,7 @@ class PageMemory:
                 sources=sources,
             )
         )
-        self._last_s, self._num_ended = now_s, facts.num_ended
+        self.last_s, self._num_ended = now_s, facts.num_ended
         for label, away in list(self._away.items()):
             away.until_s, away.over = now_s, label not in facts.labels
             if away.over:

@@ -17,7 +17,7 @@ from pdlink.events import Event, PeerChanged, listen
 from ..steps import Leg
 from ..worker import State
 from .memory import STEP_S, StepFacts
-from .view import view
+from .view import SHOWN_REQUESTS, WINDOW_S, view
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -92,7 +92,7 @@ async def state_of(services: Services) -> dict[str, object]:
         workers=[{**worker, "side": side.value} for side in Leg for worker in services.described(side, beside)],
         refused_pairs=[pair.describe() for pair in pools.refusals],
         mismatched=[each.describe() for each in pools.mismatches],
-        records=services.recorded(beside),
+        records=services.recorded(beside, now_s - WINDOW_S, SHOWN_REQUESTS),
         reports=reports,
         reported_s=services.reports.at_s,
         rates=services.reports.rates,
@@ -131,7 +131,7 @@ async def remember(services: Services) -> None:
             refused = [pair.describe() for pair in itertools.islice(pools.refusals, _MAX_MISFITS)]
             running, queued = services.num_doing(beside)
             facts = StepFacts(
-                records=services.recorded(beside),
+                records=services.recorded(beside, memory.last_s),
                 num_ended=services.records.num_ended + sum(each.num_ended for each in beside.values()),
                 running=running,
                 queued=queued,

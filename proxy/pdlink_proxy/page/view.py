@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from ..records import RequestRecord
     from .report import Rates, Report
 
-_WINDOW_S = 300.0
+WINDOW_S = 300.0
 """Requests that the sentence and the figures are about."""
-_SHOWN_REQUESTS = 50
+SHOWN_REQUESTS = 50
 _SHOWN_TRANSFERS = 20
 _SHOWN_IN_PAIRS = 32
 """Workers of each side in the table of pairs."""
@@ -93,7 +93,7 @@ def view(
         ],
         "requests": [
             {**msgspec.structs.asdict(record), "parts": until_first_by_part(record)}
-            for record in list(records)[: -_SHOWN_REQUESTS - 1 : -1]
+            for record in list(records)[: -SHOWN_REQUESTS - 1 : -1]
         ],
         "errors": _errors(recent),
     }
@@ -138,7 +138,7 @@ def _percent(summary: Mapping[str, Any]) -> str:
 
 def recent_of(records: Iterable[RequestRecord], now_s: float) -> list[RequestRecord]:
     """What sentence, figures and findings are about."""
-    return [record for record in records if now_s - record.at_s <= _WINDOW_S]
+    return [record for record in records if now_s - record.at_s <= WINDOW_S]
 
 
 def summary_of(recent: Sequence[RequestRecord], reports: Mapping[str, Report]) -> dict[str, Any]:
