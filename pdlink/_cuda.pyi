@@ -93,16 +93,6 @@ def fatbin() -> bytes:
 def divide(divisor: int, n: int) -> int:
     """n // divisor as the kernels do it."""
 
-def check_runs(
-    lists: Sequence[tuple[int, int, int, int, NDArray[np.int64]]],
-    local: Sequence[tuple[int, int]],
-    remote: Sequence[tuple[int, int]],
-) -> None:
-    """lists: as in `_copy.Copier.submit`; local, remote: address and bytes of each region.
-
-    Raises ValueError for a run outside its region.
-    """
-
 class Moves:
     """What is to be copied in one launch, or a few that share a list (`csrc/cuda/moves.h`)."""
 
@@ -112,11 +102,26 @@ class Moves:
         local: Sequence[tuple[int, int]],
         remote: Sequence[tuple[int, int]],
     ) -> None:
-        """As of `check_runs`; neighbours are joined."""
+        """lists: as in `_copy.Copier.submit`; local, remote: address and bytes of each region. Neighbours are joined.
+
+        Raises ValueError for a run outside its region.
+        """
 
     @property
     def num_launches(self) -> int:
         """At least: one for each length of runs."""
+
+    @staticmethod
+    def of_plan(
+        pairs: NDArray[np.int32],
+        unit_tokens: int,
+        skip: int,
+        num_tokens: int,
+        layers: Sequence[tuple[_Shape, list[tuple[int, int, int, int]]]],
+        local: Sequence[tuple[int, int]],
+        remote: Sequence[tuple[int, int]],
+    ) -> Moves:
+        """As `GpuCopier.submit_plan`, of one part. Raises ValueError for a unit outside its region."""
 
     @staticmethod
     def of_pairs(

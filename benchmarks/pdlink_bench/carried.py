@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from pdlink.kv.groups import KVGroups
     from pdlink.kv.layout import RunList
+    from pdlink.kv.plan import Plan
     from pdlink.memory.buffers import AnyBuffer
 
 LOOK_S = 0.05
@@ -161,6 +162,14 @@ class Carried(Transport):
             if peer in self._lost:
                 raise TransportFailure(f"peer {peer} has failed: its session has ended")
             return self.inner.submit(peer, lists, timeout_s)
+
+    def submit_plan(
+        self, peer: str, plan: Plan, layers: range, timeout_s: float, after: Sequence[tuple[int, int]] = ()
+    ) -> int:
+        with self._lock:
+            if peer in self._lost:
+                raise TransportFailure(f"peer {peer} has failed: its session has ended")
+            return self.inner.submit_plan(peer, plan, layers, timeout_s, after)
 
     def poll(self) -> list[Occurrence]:
         with self._lock:

@@ -79,11 +79,37 @@ Moves* moves_of_runs(const std::vector<PyRunList>& lists, const Extents& local, 
     return new Moves(views, from, to, {});
 }
 
-void check_runs(const std::vector<PyRunList>& lists, const Extents& local, const Extents& remote) {
-    const auto views = views_of(lists);
+using PyUnits = nb::ndarray<const std::int32_t, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>;
+// As `LayerClass.strided` and `LayerTemplate.parts` of pdlink/kv/plan.py: heads and their bytes, then tokens of a
+// block and strides of blocks, tokens and heads of the source and of the destination; region and offset of both.
+using PyShape = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
+                           std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
+using PyParts = std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>>;
+using PyLayers = std::vector<std::tuple<PyShape, PyParts>>;
+
+PlanOfLayers plan_of(const PyUnits& pairs, std::int64_t unit_tokens, std::int64_t skip, std::int64_t num_tokens,
+                     const PyLayers& layers) {
+    PlanOfLayers plan{{pairs.data(), 2 * pairs.shape(0)}, unit_tokens, skip, num_tokens, {}};
+    for (const auto& [shape, parts] : layers) {
+        const auto& [heads, head_nbytes, src_tokens, src_block, src_token, src_head, dst_tokens, dst_block, dst_token,
+                     dst_head] = shape;
+        PlanLayer& layer = plan.layers.emplace_back();
+        layer.shape = {heads,
+                       head_nbytes,
+                       {src_tokens, src_block, src_token, src_head},
+                       {dst_tokens, dst_block, dst_token, dst_head}};
+        for (const auto& [src_region, src_offset, dst_region, dst_offset] : parts)
+            layer.parts.push_back({src_region, src_offset, dst_region, dst_offset});
+    }
+    return plan;
+}
+
+Moves moves_of_plan(const PyUnits& pairs, std::int64_t unit_tokens, std::int64_t skip, std::int64_t num_tokens,
+                    const PyLayers& layers, const Extents& local, const Extents& remote) {
+    const PlanOfLayers plan = plan_of(pairs, unit_tokens, skip, num_tokens, layers);
     const std::vector<Extent> from = extents_of(local), to = extents_of(remote);
     const nb::gil_scoped_release release;
-    for (std::size_t i = 0; i < views.size(); ++i) check_list(views[i], i, from, to);
+    return Moves(plan, from, to, {});
 }
 
 using PyPairs = nb::ndarray<const std::int64_t, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>;
@@ -135,29 +161,10 @@ GpuCopier* make_copier(const KernelLauncher& launcher, const std::vector<PySlot>
     return new GpuCopier(launcher, std::move(slots), lines, launch_nbytes);
 }
 
-using PyUnits = nb::ndarray<const std::int32_t, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>;
-// As `LayerClass.strided` and `LayerTemplate.parts` of pdlink/kv/plan.py: heads and their bytes, then tokens of a
-// block and strides of blocks, tokens and heads of the source and of the destination; region and offset of both.
-using PyShape = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
-                           std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
-using PyParts = std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>>;
-
 std::uint64_t submit_plan(GpuCopier& copier, const std::string& peer, const PyUnits& pairs, std::int64_t unit_tokens,
-                          std::int64_t skip, std::int64_t num_tokens,
-                          const std::vector<std::tuple<PyShape, PyParts>>& layers, double timeout_s,
+                          std::int64_t skip, std::int64_t num_tokens, const PyLayers& layers, double timeout_s,
                           const Pairs& after) {
-    PlanOfLayers plan{{pairs.data(), 2 * pairs.shape(0)}, unit_tokens, skip, num_tokens, {}};
-    for (const auto& [shape, parts] : layers) {
-        const auto& [heads, head_nbytes, src_tokens, src_block, src_token, src_head, dst_tokens, dst_block, dst_token,
-                     dst_head] = shape;
-        PlanLayer& layer = plan.layers.emplace_back();
-        layer.shape = {heads,
-                       head_nbytes,
-                       {src_tokens, src_block, src_token, src_head},
-                       {dst_tokens, dst_block, dst_token, dst_head}};
-        for (const auto& [src_region, src_offset, dst_region, dst_offset] : parts)
-            layer.parts.push_back({src_region, src_offset, dst_region, dst_offset});
-    }
+    const PlanOfLayers plan = plan_of(pairs, unit_tokens, skip, num_tokens, layers);
     std::vector<Mark> marks;
     for (const auto& [event, stream] : after) marks.push_back({event, stream});
     const nb::gil_scoped_release release;
@@ -207,7 +214,6 @@ NB_MODULE(_cuda, m) {
     m.def("plan_reshape", &plan, "src"_a, "dst"_a, nb::kw_only(), "num_tokens"_a, "num_layers"_a = 1,
           "num_parts"_a = 1, "num_heads"_a = 1, "head_nbytes"_a, "refused"_a = 0, "max_strands"_a = 0x7fffffff,
           "max_blocks"_a = kAnyBlocks);
-    m.def("check_runs", &check_runs, "lists"_a.noconvert(), "local"_a, "remote"_a);
     m.def("run_on_cpu", &run_on_cpu, "launch"_a, nb::call_guard<nb::gil_scoped_release>());
     m.def("kernel_names", &kernel_names);
     m.def("fatbin", [] { return nb::bytes(fatbin().data(), fatbin().size()); });
@@ -219,6 +225,8 @@ NB_MODULE(_cuda, m) {
     nb::class_<Moves>(m, "Moves")
         .def(nb::new_(&moves_of_runs), "lists"_a.noconvert(), "local"_a, "remote"_a)
         .def_prop_ro("num_launches", &Moves::num_launches)
+        .def_static("of_plan", &moves_of_plan, "pairs"_a.noconvert(), "unit_tokens"_a, "skip"_a, "num_tokens"_a,
+                    "layers"_a, "local"_a, "remote"_a)
         .def_static("of_pairs", &moves_of_pairs, "src"_a, "dst"_a, "pairs"_a.noconvert(), nb::kw_only(),
                     "unit_tokens"_a, "skip"_a, "num_tokens"_a, "num_parts"_a, "num_heads"_a, "head_nbytes"_a);
     nb::class_<KernelLauncher>(m, "KernelLauncher")

@@ -14,11 +14,12 @@ from pdlink.cuda.strided import PAIR_NBYTES, StridedPlan
 from pdlink.kv.layout import RunList
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pdlink.cuda.driver import Device
     from pdlink.cuda.kernels import Kernels
     from pdlink.kv.layout import RunArray
+    from pdlink.kv.plan import Plan
 
 Work = TypeVar("Work")
 
@@ -57,6 +58,29 @@ class Copies(Launches[Work]):
     def wants_pairs(self, run_nbytes: int) -> bool:
         """Whether a kernel copies what would be runs of `run_nbytes`: it is best said by `StridedPlan`."""
         return self._has_kernels and run_nbytes < self._engine_run_nbytes
+
+    def begin_plan(
+        self, work: Work, plan: Plan, src: Sequence[tuple[int, int]], dst: Sequence[tuple[int, int]]
+    ) -> None:
+        """Copy all layers of a plan of up to `2 * MOST_PAIRS` units.
+
+        src, dst: address and bytes of the regions of each side. `has_room` is true. Raises CudaFailure, and
+        ValueError for what is outside of its region.
+        """
+        if self.wants_pairs(plan.template.run_nbytes()):
+            unit_tokens, layers = plan.template.unit_tokens, [layer.strided for layer in plan.template.layers]
+            skip, num_tokens = plan.start % unit_tokens, plan.end - plan.start
+            self.launch(work, _cuda.Moves.of_plan(plan.pairs, unit_tokens, skip, num_tokens, layers, src, dst))
+            return
+        self.copy(
+            work,
+            np.concatenate(
+                [
+                    one.runs + (src[one.src_region][0] + one.src_base, dst[one.dst_region][0] + one.dst_base, 0)
+                    for one in plan.run_lists(0, len(plan.template.layers))
+                ]
+            ),
+        )
 
     def begin(self, work: Work, plan: RunArray | StridedPlan) -> None:
         """Copy up to `MOST_PAIRS` runs of source address, destination address, nbytes, or as many units.

@@ -118,8 +118,8 @@ class Greeter:
         try:
             handshake.compare(ours, hello.identity)
             peer.untried = self._choice(peer, hello)
-            pairs = zip(ours.groups.layouts, peer.groups.layouts, strict=True)
-            peer.templates = tuple(template(mine, theirs) for mine, theirs in pairs)
+            pairs = enumerate(zip(ours.groups.layouts, peer.groups.layouts, strict=True))
+            peer.templates = tuple(template(mine, theirs, group) for group, (mine, theirs) in pairs)
             self._check_name_is_free(peer, replaced)
         except HandshakeRefused as refusal:
             self._refuse(peer, refusal)

@@ -85,6 +85,8 @@ class Template:
     dst: KVLayout
     classes: tuple[LayerClass, ...]
     layers: tuple[LayerTemplate, ...]
+    group: int = 0
+    """Of both caches."""
 
     @property
     def unit_tokens(self) -> int:
@@ -168,7 +170,7 @@ class Plan:
         return sum(len(self.runs[layer.class_index]) * len(layer.bases) for layer in self.template.layers)
 
 
-def template(src: KVLayout, dst: KVLayout) -> Template:
+def template(src: KVLayout, dst: KVLayout, group: int = 0) -> Template:
     """Everything about copying from `src` to `dst` that does not depend on a request; made once per pair of peers.
 
     Raises LayoutMismatch, naming the factor and both values, if the layouts do not hold the same KV, and naming the
@@ -203,7 +205,7 @@ def template(src: KVLayout, dst: KVLayout) -> Template:
                 token_nbytes=len(src_layer.parts) * src.num_heads * src.head_nbytes,
             )
         )
-    return Template(src, dst, tuple(classes), tuple(layers))
+    return Template(src, dst, tuple(classes), tuple(layers), group)
 
 
 def bind(template: Template, src_blocks: BlockIds, dst_blocks: BlockIds, start: int, end: int) -> Plan:

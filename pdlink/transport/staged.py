@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 import msgspec
 
-from pdlink import _cuda
 from pdlink.cuda.buffers import PinnedBuffer
 from pdlink.cuda.copies import kernels_if_any
 from pdlink.cuda.driver import CudaFailure, CudaUnavailable, Device
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from pdlink.cuda.ways import Ways
     from pdlink.kv.groups import KVGroups
     from pdlink.kv.layout import RunList
+    from pdlink.kv.plan import Plan
     from pdlink.memory.buffers import AnyBuffer
 
 _CLOSE_GRACE_S = 1.0
@@ -56,6 +56,7 @@ class StagedTransport(Transport):
     memory: tuple[MemoryKind, ...] = ("cuda",)
     connects_aside = True  # it pins memory
     below_class: ClassVar[type[Transport]]
+    _open_blocks: ClassVar[type[OpenBlocks]] = OpenBlocks
 
     def __init__(
         self,
@@ -148,7 +149,10 @@ class StagedTransport(Transport):
             return len(self._regions) - 1
 
     def guard(self, groups: KVGroups) -> None:
+        """Also where nobody is to be invited: slots hold what a position has in one layer."""
         self._to_guard = groups
+        for slots in (self._gathered, self._received):
+            slots.hold(max(groups.layer_nbytes))
 
     def open_blocks(self, peer: str, blocks: Sequence[Sequence[int]]) -> None:
         if self._stager is not None:
@@ -188,13 +192,12 @@ class StagedTransport(Transport):
                 raise
 
     def submit(self, peer: str, lists: Sequence[RunList], timeout_s: float) -> int:
-        stager = self._running()
-        extents = stager.extents(peer)
-        try:
-            _cuda.check_runs(lists, [(0, nbytes) for _, nbytes in self._regions], extents)
-        except TypeError as error:
-            raise ValueError(f"lists need 64-bit numbers and C-contiguous int64 runs [n, 3]: {error}") from error
-        return stager.submit(peer, lists, timeout_s)
+        raise ValueError(f"lists: {self.name} moves what plans say; call submit_plan")
+
+    def submit_plan(
+        self, peer: str, plan: Plan, layers: range, timeout_s: float, after: Sequence[tuple[int, int]] = ()
+    ) -> int:
+        return self._running().submit(peer, plan, layers, timeout_s)
 
     def heard(self, peer: str, data: bytes) -> None:
         if self._stager is not None:
@@ -256,7 +259,7 @@ class StagedTransport(Transport):
         self._make(self._received)
         with self._lock:
             if self._to_guard is not None:
-                stager.guard(OpenBlocks(self._to_guard))
+                stager.guard(self._to_guard, self._open_blocks(self._to_guard))
                 self._to_guard = None
         return stager
 

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 
 from pdlink.cuda.driver import CudaFailure, Device
 from pdlink.errors import ProtocolError, TransferFailed, TransportFailure, TransportUnavailable
+from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import RunList
+from pdlink.kv.plan import bind, template
 from pdlink.memory.buffers import Buffer
 from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, Transport, TransportNote
 from pdlink.transport.mapped import MappedTransport
 from pdlink.transport.staging import wire
-from pdlink.transport.staging.open_blocks import OpenBlocks
 from pdlink.transport.staging.slots import OwnersSlots
 from pdlink.transport.tcp import TcpTransport
 from pdlink.transport.ucx import UcxTransport
 from pdlink_bench.carried import Carried
-from tests.conformance.transports.side import Side, join, run_list
+from tests.conformance.transports.side import PATIENCE_S, Side, join
+from tests.cuda.by_runs import AllOpen, ByRuns
 from tests.cuda.double import DoubleNode, DoubleStaged
 from tests.cuda.fake import COMPILER, IMAGE, Fake, fake
+from tests.cuda.test_plans import POOL_NBYTES, STATES, _random_layout, _state
 from tests.events import Gpu, Reached
+from tests.kv.test_plan import pick
 from tests.node.conftest import DST, LAYERS, SRC, TOKENS, groups
 from tests.waiting import WAIT_S, until
 
@@ -162,8 +168,8 @@ def test_many_transfers_share_few_slots(pair: Callable[..., tuple[GpuNode, GpuNo
         assert_same(prefill, decode, place)
 
 
-def carried(below: Transport, **staging: Any) -> Carried:
-    return Carried(DoubleStaged(below, **staging))
+def carried(below: Transport, **staging: Any) -> ByRuns:
+    return ByRuns(DoubleStaged(below, **staging))
 
 
 @pytest.fixture
@@ -244,12 +250,11 @@ def test_a_slot_is_scattered_while_the_next_ones_arrive(invited: Invited, double
     """Two are granted, and the second may come before the first is in its pages; so may a third, once it is."""
     invited.staged.open_blocks("stranger", [[3]])
     slots = [invited.granted(), invited.granted()]
-    run = packed(invited.run_of(3))
     double.hold()
     try:
         double.take_log()
         for number, slot in enumerate(slots):
-            invited.say(wire.SlotFilled(number, slot, ((0, run),)))
+            invited.say(filled(number, slot))
         assert invited.staged.poll() == []
         assert calls(double, "cuLaunchKernel", "cuMemcpyAsync", "cuMemcpyBatchAsync_v2") == 2
     finally:
@@ -320,19 +325,20 @@ class PinnedLike(Buffer):
 
 @pytest.mark.usefixtures("double")
 def test_a_writer_is_held_to_the_blocks_that_it_is_offered() -> None:
-    """The owner looks at every run before it places it, over mapped slots, too."""
-    writer, owner = (Side(carried(BELOW["mapped"]())) for _ in range(2))
+    """The owner looks at every slot before it places it, over mapped slots, too."""
+    writer, owner = (Side(Carried(DoubleStaged(BELOW["mapped"]()))) for _ in range(2))
     kv = groups(4)
     for seed, side in enumerate((writer, owner)):
         side.add_buffer(kv.extent(0), seed)
     owner.transport.guard(kv)
     join(writer, owner)
     owner.transport.open_blocks("writer", [[3]])
-    place = kv.layouts[0].layers[1]
-    inside = place.parts[0].offset + 3 * place.block_stride
-    assert writer.wait_batch(writer.submit("owner", run_list([[0, inside, 8]]))) == "ok"
+    shape = template(kv.layouts[0], kv.layouts[0])
+    plan = bind(shape, [0], [3], 0, 4)
+    assert writer.wait_batch(writer.transport.submit_plan("owner", plan, range(1, 2), PATIENCE_S)) == "ok"
     before = owner.snapshot()
-    ticket = writer.submit("owner", run_list([[0, inside, 8], [0, inside + place.block_stride, 8]]))
+    plan = bind(shape, [1, 2], [3, 4], 0, 8)
+    ticket = writer.transport.submit_plan("owner", plan, range(1, 2), PATIENCE_S)
     assert writer.wait_batch(ticket) == "peer_failed"
     writer.wait_failed("owner")
     assert owner.snapshot() == before
@@ -447,10 +453,6 @@ class Invited:
         assert isinstance(grant, wire.Grant)
         return grant.slots[0]
 
-    def run_of(self, block: int) -> tuple[int, int]:
-        place = self.kv.layouts[0].layers[0]
-        return place.parts[0].offset + block * place.block_stride, 8
-
 
 @pytest.fixture
 def invited(double: Fake) -> Iterator[Invited]:
@@ -459,67 +461,65 @@ def invited(double: Fake) -> Iterator[Invited]:
     one.side.close()
 
 
-def packed(*runs: tuple[int, int]) -> bytes:
-    return np.array(runs, "<i8").tobytes()
+def filled(number: int, slot: int, *blocks: int, **other: Any) -> wire.SlotFilled:
+    """The first layer of these blocks of four tokens; of block 3 if none is said."""
+    named = np.array(blocks or (3,), "<u4").tobytes()
+    sound = wire.SlotFilled(number, slot, 0, 0, 1, 0, 4 * len(blocks or (3,)), 4, named)
+    return msgspec.structs.replace(sound, **other)
 
 
-@pytest.mark.parametrize(
-    ("runs", "reason"),
-    [
-        (np.repeat(np.array([[0, 64]], "<i8"), 60_000, 0), "60000 runs"),
-        (np.repeat(np.array([[0, 1 << 16]], "<i8"), 100, 0), "larger than their slot"),
-    ],
-)
-def test_runs_of_a_slot_are_counted_before_they_are_looked_up(
-    invited: Invited, runs: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+LIES: dict[str, tuple[dict[str, Any], str]] = {
+    "a group that is not there": ({"group": 1}, "group 1; there are 1"),
+    "layers that are not there": ({"num_layers": 99}, "layers 0 to 98"),
+    "a layer beyond the last": ({"first_layer": 2**31 - 1}, "layers 2147483647"),
+    "units that are no part of a block": ({"unit_tokens": 3}, "by 3 of blocks of 4"),
+    "units larger than a block": ({"unit_tokens": 8}, "by 8 of blocks of 4"),
+    "no positions": ({"end": 0}, r"\[0, 0\)"),
+    "positions beyond all": ({"start": 2**63 - 5, "end": 2**63 - 1}, "of blocks of 4"),
+    "more than the slot holds": ({"end": 2**40}, "1048576 bytes"),
+    "more units than a launch": ({"unit_tokens": 1, "end": 40_000}, "40000 units"),
+    "too few blocks": ({"end": 8}, "4 bytes of blocks"),
+    "half a block": ({"blocks": b"\3\0\0\0\0"}, "5 bytes of blocks"),
+    "a block that is not there": ({"blocks": b"\xff\xff\xff\xff"}, "block 4294967295 does not exist"),
+    "a block twice": ({"end": 8, "blocks": b"\3\0\0\0" * 2}, "not distinct"),
+    "a block that is not offered": ({"blocks": b"\4\0\0\0"}, "block 4 of group 0 is not offered"),
+}
+
+
+@pytest.mark.parametrize(("lie", "reason"), LIES.values(), ids=LIES)
+def test_a_note_that_lies_costs_its_peer_and_changes_nothing(
+    invited: Invited, double: Fake, lie: dict[str, Any], reason: str
 ) -> None:
-    """Looking up takes microseconds a run, and memory by their bytes; the endpoint's loop stands still meanwhile."""
-    looked_up: list[int] = []
-
-    def require(_self: OpenBlocks, _peer: int, _region: int, offsets: Any, _nbytes: Any) -> Any:
-        looked_up.append(len(offsets))
-        return offsets * 0
-
-    monkeypatch.setattr(OpenBlocks, "require", require)
-    slot = invited.granted()
-    with pytest.raises(ProtocolError, match=reason):
-        invited.say(wire.SlotFilled(0, slot, ((0, runs.tobytes()),)))
-    assert sum(looked_up) <= 16
-
-
-def test_runs_of_a_slot_are_looked_up_once_a_region_however_they_are_listed(
-    invited: Invited, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """8,192 lists of one run each held the endpoint's loop for half a second, eight such notes for four."""
-    looked_up: list[int] = []
-    require = OpenBlocks.require
-
-    def counted(self: OpenBlocks, peer: int, region: int, offsets: Any, nbytes: Any) -> Any:
-        looked_up.append(len(offsets))
-        return require(self, peer, region, offsets, nbytes)
-
-    monkeypatch.setattr(OpenBlocks, "require", counted)
     invited.staged.open_blocks("stranger", [[3]])
-    slot, one = invited.granted(), packed(invited.run_of(3))
-    invited.say(wire.SlotFilled(0, slot, ((0, one),) * wire.MAX_RUNS))
-    assert looked_up == [wire.MAX_RUNS]
-    assert invited.hear() == wire.SlotPlaced(0)
+    slot = invited.granted()
+    double.take_log()
+    with pytest.raises(ProtocolError, match=reason):
+        invited.say(filled(0, slot, **lie))
+    assert invited.staged.poll() == []
+    assert calls(double, "cuLaunchKernel", "cuMemcpyAsync", "cuMemcpyBatchAsync_v2") == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_note_of_a_peer_changes_a_byte_outside_the_blocks_that_are_open_to_it(invited: Invited, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    start, _ = invited.run_of(3)
-    nbytes = invited.kv.layouts[0].layers[0].block_stride
-    invited.staged.open_blocks("stranger", [[3]])
+    draw = np.random.default_rng(seed)
+    layout = invited.kv.layouts[0]
+    invited.staged.open_blocks("stranger", [[3, 5]])
     before = invited.side.buffers[0].array.copy()
     granted = [invited.granted()]
-    odd = [0, 1, 7, 64, start, start + 8, start + nbytes - 8, 2**20, 2**31 - 1, 2**62, -1, -8, 2**63 - 1]
+    odd = [0, 1, 2, 3, 4, 5, 7, 8, 2**20, 2**31 - 1]
     refused = placed = 0
     for number in range(400):
-        runs = random.choice(odd, (int(random.integers(0, 4)), 2)) if random.random() < 0.7 else [(start, 8)]
-        slot = granted[-1] if random.random() < 0.8 else int(random.integers(0, 9))
-        note = wire.SlotFilled(number, slot, ((int(random.random() < 0.05), np.array(runs, "<i8").tobytes()),))
+        slot = granted[-1] if draw.random() < 0.9 else int(draw.integers(0, 9))
+        note = filled(number, slot, *draw.permutation([3, 5])[: draw.integers(1, 3)].tolist())
+        if draw.random() < 0.7:
+            field = str(draw.choice(["group", "first_layer", "num_layers", "start", "end", "unit_tokens", "blocks"]))
+            value = int(draw.choice(odd))
+            said = (
+                np.array([value], "<u4").tobytes()
+                if field == "blocks"
+                else max(value, field in ("num_layers", "unit_tokens"))
+            )
+            note = msgspec.structs.replace(note, **{field: said})
         try:
             invited.say(note)
         except ProtocolError:
@@ -531,11 +531,76 @@ def test_no_note_of_a_peer_changes_a_byte_outside_the_blocks_that_are_open_to_it
     assert refused > 10, f"seed {seed}"
     assert placed > 10, f"seed {seed}"
     after = invited.side.buffers[0].array.copy()
-    for place in (invited.kv.layouts[0].layers[0],):
+    for place in layout.layers:
         for part in place.parts:
-            at = part.offset + 3 * place.block_stride
-            after[at : at + place.block_stride] = before[at : at + place.block_stride]
+            for block in (3, 5):
+                at = part.offset + block * place.block_stride
+                after[at : at + place.block_stride] = before[at : at + place.block_stride]
     assert np.array_equal(after, before), f"seed {seed}"
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("image", [IMAGE, b""], ids=["kernels", "engine"])
+@pytest.mark.parametrize("slot_nbytes", [4096, 1 << 18])
+def test_plans_between_layouts_move_the_same_bytes_as_their_runs(slot_nbytes: int, image: bytes) -> None:
+    """Block sizes, orders, head shares, K and V fused or apart, states; the owner knows its own layouts alone."""
+    seeds = range(12)
+    cases = []
+    for seed in seeds:
+        rng = random.Random(seed)
+        heads, parts = rng.randint(1, 3), rng.choice([1, 2, 2, 3])
+        cases.append((_random_layout(rng, heads, parts), _random_layout(rng, heads, parts), rng))
+    cases += [(_state(of), _state(to), random.Random(of)) for of, to, *_ in STATES.values()]
+    writer, owner = (
+        Side(Carried(DoubleStaged(TcpTransport(), slot_nbytes=slot_nbytes, num_slots=4, image=image)))
+        for _ in range(2)
+    )
+    for seed, side in enumerate((writer, owner)):
+        for region in range(2):
+            side.add_buffer(POOL_NBYTES, 2 * seed + region)
+    for side in (writer, owner):
+        cast("Any", side.transport).inner._open_blocks = AllOpen
+    writer.transport.guard(KVGroups(tuple(src for src, _, _ in cases)))
+    owner.transport.guard(KVGroups(tuple(dst for _, dst, _ in cases)))
+    join(writer, owner)
+    with closing(writer), closing(owner):
+        for group, (src, dst, rng) in enumerate(cases):
+            start = 99 if src.state else rng.randrange(40)
+            end = 100 if src.state else rng.randint(start, 40)
+            blocks = ([3], [5]) if src.state else (pick(rng, src, start, end), pick(rng, dst, start, end))
+            plan = bind(template(src, dst, group), *blocks, start, end)
+            expected = [buffer.array.copy() for buffer in owner.buffers]
+            for one in plan.run_lists(0, len(src.layers)):
+                for at, to, nbytes in (one.runs + (one.src_base, one.dst_base, 0)).tolist():
+                    source = writer.buffers[one.src_region].array
+                    expected[one.dst_region][to : to + nbytes] = source[at : at + nbytes]
+            ticket = writer.transport.submit_plan("owner", plan, range(len(src.layers)), PATIENCE_S)
+            assert writer.wait_batch(ticket) == "ok", f"group {group}: {writer.happened}"
+            for region, buffer in enumerate(owner.buffers):
+                assert np.array_equal(buffer.array, expected[region]), f"group {group}, region {region}: {plan}"
+            assert writer.done(ticket)[0].nbytes == plan.nbytes
+
+
+@pytest.mark.usefixtures("double")
+def test_a_slot_that_is_sent_tells_nothing_of_what_it_held_before() -> None:
+    """The first and the last unit of a range are sent whole."""
+    kv = groups(4)
+    writer, owner = (Side(Carried(DoubleStaged(TcpTransport(), num_slots=2, slot_nbytes=1 << 16))) for _ in range(2))
+    for seed, side in enumerate((writer, owner)):
+        side.add_buffer(kv.extent(0), seed)
+        side.transport.guard(kv)
+        side.buffers[0].array[:] |= 1
+    join(writer, owner)
+    owner.transport.open_blocks("writer", [[3, 4, 5]])
+    shape, layout = template(kv.layouts[0], kv.layouts[0]), kv.layouts[0]
+    with closing(writer), closing(owner):
+        for start, end in ((0, 12), (1, 10)):
+            plan = bind(shape, [0, 1, 2], [3, 4, 5], start, end)
+            assert writer.wait_batch(writer.transport.submit_plan("owner", plan, range(1), PATIENCE_S)) == "ok"
+        received = cast("Any", owner.transport).inner._received
+        row = layout.num_heads * layout.head_nbytes
+        sent = [received.buffer.array[at:][: 12 * row].reshape(12, row) for at in (0, received.nbytes)]
+        assert any(not one[[0, 10, 11]].any() and one[1:10].all() for one in sent)
 
 
 def test_notes_that_the_role_of_a_peer_does_not_have_are_refused(invited: Invited) -> None:
@@ -543,7 +608,7 @@ def test_notes_that_the_role_of_a_peer_does_not_have_are_refused(invited: Invite
         with pytest.raises(ProtocolError, match="has not invited us"):
             invited.say(note)
     with pytest.raises(ProtocolError, match="not granted"):
-        invited.say(wire.SlotFilled(0, 0, ((0, packed((0, 8))),)))
+        invited.say(filled(0, 0))
     with pytest.raises(ProtocolError, match="cannot be read"):
         invited.staged.heard("stranger", b"\xc1")
     invited.staged.heard("nobody", b"\xc1")
@@ -555,7 +620,7 @@ def test_blocks_are_not_closed_while_the_gpu_places_something_there(invited: Inv
     slot = invited.granted()
     double.hold()
     try:
-        invited.say(wire.SlotFilled(0, slot, ((0, packed(invited.run_of(3))),)))
+        invited.say(filled(0, slot))
         assert invited.staged.poll() == []
         with pytest.raises(TransportFailure, match="copies into closed blocks"):
             invited.staged.close_blocks("stranger", [[3]])

@@ -17,8 +17,8 @@ from pdlink.transport.staged import StagedTransport
 from pdlink.transport.staging.slots import Slots
 from pdlink.transport.staging.wire import Invitation
 from pdlink.transport.tcp import TcpTransport
-from pdlink_bench.carried import Carried
 from tests.conformance.transports.side import Side, join
+from tests.cuda.by_runs import ByRuns
 from tests.cuda.double import DoubleStaged
 from tests.cuda.fake import COMPILER, Fake, fake
 from tests.waiting import until
@@ -88,7 +88,7 @@ def test_peer_that_the_lane_below_loses_while_slots_are_made_is_refused(
 def test_a_gather_that_cannot_be_launched_does_not_shut_its_owner_in() -> None:
     """Nothing is on its way to the owner's slot."""
     double = fake()
-    writer, owner = (Side(Carried(DoubleStaged(MappedTransport(threads=1, within_process=True)))) for _ in range(2))
+    writer, owner = (Side(ByRuns(DoubleStaged(MappedTransport(threads=1, within_process=True)))) for _ in range(2))
     for seed, side in enumerate((writer, owner)):
         side.add_buffer(1 << 16, seed)
     join(writer, owner)

@@ -25,6 +25,7 @@ from pdlink.cuda import ops
 from pdlink.cuda.buffers import DeviceBuffer
 from pdlink.cuda.driver import CudaUnavailable, Device
 from pdlink.errors import PdlinkError
+from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.kv.plan import bind, template
 from pdlink.memory.borrowed import borrow
@@ -61,6 +62,8 @@ PART_NBYTES = POOL_BLOCKS * PAGE_NBYTES
 POOL_NBYTES = LAYERS * 2 * PART_NBYTES
 PUSH_NBYTES = LAYERS * 2 * TOKENS * HEADS * HEAD_DIM * 2
 PATIENCE_S = 60.0
+ORDERS = "LPBTH", "LPBHT"
+"""Of the writer, and of the two that the owner can be written to in."""
 ROUNDS, PREFILLS = 15, 60
 HIDDEN, QUERY_HEADS, INTERMEDIATE, WEIGHT_SETS = 4096, 32, 14336, 4
 
@@ -117,7 +120,9 @@ def own_pool(transport_name: str, pipe: Connection) -> None:
     try:
         transport.open()
         transport.register(pool)
+        transport.guard(KVGroups(tuple(_layout(order) for order in ORDERS)))
         pipe.send(transport.invite("writer"))
+        transport.open_blocks("writer", [range(POOL_BLOCKS), range(POOL_BLOCKS)])
     except PdlinkError as error:
         pipe.send(f"at the owner's: {error}")
     while pipe.poll(PATIENCE_S):
@@ -149,8 +154,9 @@ class GpuLink:
         self.src, self.dst = (
             random.permutation(POOL_BLOCKS)[: TOKENS // BLOCK_TOKENS].astype(np.int64) for _ in range(2)
         )
-        mine, other = (_layout(order) for order in ("LPBTH", "LPBHT"))
-        self._plans = [bind(template(mine, there), self.src, self.dst, 0, TOKENS) for there in (mine, other)]
+        layouts = [_layout(order) for order in ORDERS]
+        templates = [template(layouts[0], there, group) for group, there in enumerate(layouts)]
+        self._plans = [bind(one, self.src, self.dst, 0, TOKENS) for one in templates]
         """Between equal layouts, and to one with heads before tokens."""
         self._events = [torch.cuda.Event(blocking=True) for _ in range(LAYERS)]  # type: ignore[no-untyped-call]
         self.open_batches: set[int] = set()

@@ -10,25 +10,27 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdlink.errors import ProtocolError
+from pdlink.kv.layout import MAX_OFFSET
 from pdlink.transport.staging import wire
 from pdlink.transport.staging.credit import Credit
+from pdlink.transport.staging.dense import MAX_UNITS, Pages, Piece
 from pdlink.transport.staging.peers import ArrivedSlot
-from pdlink.transport.staging.rest import starts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from pdlink.cuda.copies import Copies
-    from pdlink.kv.layout import RunArray
+    from pdlink.kv.groups import KVGroups
+    from pdlink.kv.plan import IntArray
     from pdlink.transport.base import Transport
-    from pdlink.transport.staging.open_blocks import Ints, OpenBlocks
+    from pdlink.transport.staging.open_blocks import OpenBlocks
     from pdlink.transport.staging.peers import Owning, StagingPeer
     from pdlink.transport.staging.slots import Slots
 
 
 class Owner:
-    guard: OpenBlocks | None = None
-    """What blocks are open to whom; without it all are to everybody invited."""
+    open_blocks: OpenBlocks | None = None
+    """What is open to whom. Without it nothing can be placed."""
 
     def __init__(
         self,
@@ -44,6 +46,13 @@ class Owner:
         self._slots, self._below, self._regions, self._peers = slots, below, regions, peers
         self._say = say
         self._credit = Credit(slots.count)
+        self._pages: list[Pages] = []
+        """By group."""
+
+    def guard(self, groups: KVGroups, open_blocks: OpenBlocks) -> None:
+        """Before anybody is invited."""
+        self._pages = [Pages(layout) for layout in groups.layouts]
+        self.open_blocks, self._credit = open_blocks, Credit(self._slots.count)
 
     def go_on(self) -> None:
         """Answer for what is placed, and place more. Raises CudaFailure."""
@@ -61,11 +70,11 @@ class Owner:
         self._credit.forget(peer.name)
         self._grant()
 
-    def places(self, peer: StagingPeer, numbers: Ints) -> bool:
+    def places(self, peer: StagingPeer, numbers: IntArray) -> bool:
         """Whether a slot of the peer's is being placed, or waits for it, in one of these blocks."""
         arrived = () if peer.owning is None else peer.owning.arrived
         slots = [*arrived, *(one.work for one in self.copies.in_flight if one.work.peer is peer)]
-        return any(one.blocks is not None and np.isin(one.blocks, numbers).any() for one in slots)
+        return any(np.isin(one.numbers, numbers).any() for one in slots)
 
     def on_note(self, peer: StagingPeer, owning: Owning, note: wire.Ask | wire.SlotFilled) -> None:
         """What a writer says. Raises ProtocolError."""
@@ -76,9 +85,9 @@ class Owner:
             if not self._credit.holds(peer.name, note.slot) or note.slot in owning.filled:
                 raise ProtocolError(f"slot {note.slot} is not granted to it")
             self._below.close_blocks(peer.name, [[note.slot]])
-            runs, blocks = self._runs_in(peer, note)
+            arrived = self._checked(peer, note)
             owning.filled.add(note.slot)
-            owning.arrived.append(ArrivedSlot(peer, note.number, note.slot, runs, blocks))
+            owning.arrived.append(arrived)
 
     def _grant(self) -> None:
         given: dict[str, list[int]] = {}
@@ -89,32 +98,31 @@ class Owner:
             self._below.open_blocks(name, [slots])
             self._say(peer, wire.Grant(tuple(slots)))
 
-    def _runs_in(self, peer: StagingPeer, note: wire.SlotFilled) -> tuple[RunArray, Ints | None]:
-        """The runs of a slot, and the blocks that they touch. Raises ProtocolError for one that they may not."""
-        if any(len(packed) % 16 for _, packed in note.runs):
-            raise ProtocolError("runs of a slot: their bytes are no multiple of 16")
-        counts = [len(packed) // 16 for _, packed in note.runs]
-        if not 0 < sum(counts) <= wire.MAX_RUNS:  # before any of them is looked up
-            raise ProtocolError(f"a slot has {sum(counts)} runs; 1 to {wire.MAX_RUNS} are expected")
-        runs = np.frombuffer(b"".join(packed for _, packed in note.runs), "<i8").astype(np.int64).reshape(-1, 2)
-        if int(np.clip(runs[:, 1], 0, self._slots.nbytes + 1).sum()) > self._slots.nbytes:
-            raise ProtocolError(f"the runs are larger than their slot of {self._slots.nbytes} bytes")
-        regions = np.repeat([region for region, _ in note.runs], counts)
-        blocks, whole = [], np.empty((len(runs), 3), np.int64)
-        for region in np.unique(regions).tolist():  # however many lists a peer makes of its runs
-            if region >= len(self._regions):
-                raise ProtocolError(f"a run is for region {region}; there are {len(self._regions)}")
-            of_it = regions == region
-            offsets, nbytes = runs[of_it].T
-            address, size = self._regions[region]
-            if ((offsets < 0) | (nbytes <= 0) | (nbytes > size) | (offsets > size - nbytes)).any():
-                raise ProtocolError(f"a run is outside region {region}, which has {size} bytes")
-            if self.guard is not None:
-                blocks.append(self.guard.require(peer.number, region, offsets, nbytes))
-            whole[of_it, 1] = offsets + address
-        whole[:, 2] = runs[:, 1]
-        whole[:, 0] = self._slots.device_ptr(note.slot) + starts(whole[:, 2])
-        return whole, np.concatenate(blocks) if blocks else None
+    def _checked(self, peer: StagingPeer, note: wire.SlotFilled) -> ArrivedSlot:
+        """How a slot is placed, by our own layout. Raises ProtocolError for what it may not touch."""
+        if note.group >= len(self._pages) or self.open_blocks is None:
+            raise ProtocolError(f"slot: group {note.group}; there are {len(self._pages)}")
+        pages, blocks = self._pages[note.group], np.frombuffer(note.blocks[: len(note.blocks) & ~3], "<u4")
+        layout, layers = pages.layout, range(note.first_layer, note.first_layer + note.num_layers)
+        if layers.stop > len(layout.layers):
+            raise ProtocolError(f"slot: layers {layers.start} to {layers.stop - 1}; there are {len(layout.layers)}")
+        unit_tokens = 1 if layout.state else layout.block_tokens
+        if unit_tokens % note.unit_tokens or not note.start < note.end < MAX_OFFSET:
+            raise ProtocolError(f"slot: [{note.start}, {note.end}) by {note.unit_tokens} of blocks of {unit_tokens}")
+        piece = Piece(layers, note.start, note.end, note.unit_tokens)
+        nbytes, covering = piece.nbytes(layout), layout.blocks_of(note.start, note.end)
+        if piece.num_units > MAX_UNITS or nbytes > self._slots.nbytes:  # before anything of that size is made
+            raise ProtocolError(f"slot: {nbytes} bytes of {piece.num_units} units; it has {self._slots.nbytes} bytes")
+        if len(note.blocks) != 4 * (covering.stop - covering.start):
+            raise ProtocolError(f"slot: {len(note.blocks)} bytes of blocks; 4 for each of {covering} are expected")
+        try:
+            plan = pages.scatter(piece, blocks)
+            pairs = plan.pairs  # now: what cannot be numbered costs the peer alone
+        except ValueError as error:
+            raise ProtocolError(f"slot: {error}") from None
+        assert len(pairs) == piece.num_units
+        numbers = self.open_blocks.require(peer.number, note.group, plan.dst_blocks)
+        return ArrivedSlot(peer, note.number, note.slot, nbytes, plan, numbers)
 
     def _scatter(self) -> None:
         """Raises CudaFailure."""
@@ -122,7 +130,8 @@ class Owner:
             owning = peer.owning
             while owning is not None and owning.arrived and self.copies.has_room:
                 one = owning.arrived.popleft()
-                self.copies.begin(one, one.runs)
+                slot = [(self._slots.device_ptr(one.slot), one.nbytes)]
+                self.copies.begin_plan(one, one.plan, slot, self._regions)
 
     def _answer(self, one: ArrivedSlot) -> None:
         owning = one.peer.owning

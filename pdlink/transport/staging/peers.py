@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from pdlink.cuda.driver import CudaFailure
 
 if TYPE_CHECKING:
-    from pdlink.kv.layout import RunArray
-    from pdlink.transport.staging.open_blocks import Ints
-    from pdlink.transport.staging.rest import RestOfBatch, SlotRuns
+    from pdlink.kv.plan import IntArray, Plan, Template
+    from pdlink.transport.staging.dense import Pages, Piece
     from pdlink.transport.staging.slots import OwnersSlots
     from pdlink.transport.staging.wire import Invitation
 
@@ -23,19 +22,26 @@ class StagedBatch:
     nbytes: int
     submitted_s: float
     deadline_s: float
-    rest: RestOfBatch
+    plan: Plan
+    pages: Pages
+    """Of its source."""
+    rest: deque[Piece]
+    """Not begun."""
     num_open: int = 0
     """Slots under way."""
 
 
 @dataclass(eq=False)
 class OutgoingSlot:
-    """Runs of a batch on their way: gathered, then put, then placed by its owner."""
+    """A piece of a batch on its way: gathered, then put, then placed by its owner."""
 
     peer: StagingPeer
     batch: StagedBatch
     number: int
-    runs: SlotRuns
+    piece: Piece
+    nbytes: int
+    blocks: IntArray
+    """The owner's."""
     there: int
     """The owner's slot."""
     slot: int | None
@@ -44,14 +50,15 @@ class OutgoingSlot:
 
 @dataclass(eq=False)
 class ArrivedSlot:
-    """Runs that have arrived in a slot of ours, to be placed."""
+    """What has arrived in a slot of ours, to be placed."""
 
     peer: StagingPeer
     number: int
     slot: int
-    runs: RunArray
-    blocks: Ints | None
-    """That they touch, if blocks are guarded."""
+    nbytes: int
+    plan: Plan
+    numbers: IntArray
+    """Of its blocks."""
 
 
 @dataclass(eq=False)
@@ -70,6 +77,8 @@ class WritingTo:
     """The owner knows of them, and has not said that they are placed."""
     num_slots: int = 0
     """Of ours, that it has."""
+    pages: dict[int, tuple[Template, Pages]] = field(default_factory=dict)
+    """By the id of a template, which was compared with the regions of both sides."""
 
     def stop(self) -> None:
         """Begin nothing more."""

@@ -34,6 +34,12 @@ class Slots:
         self.nbytes, self.count = nbytes, count
         self.made = False
 
+    def hold(self, nbytes: int) -> None:
+        """Be so large at least, and not more in all, where two are enough. Before `make`."""
+        if nbytes > self.nbytes:
+            self.count = max(2, self.count * self.nbytes // nbytes)
+            self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
     def make(self, below: Transport) -> None:
         """Pin count * nbytes of host memory. Raises OSError, CudaFailure, TransportUnavailable."""
         buffer = PinnedBuffer(self._device, self.count * self.nbytes)

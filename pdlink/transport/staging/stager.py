@@ -3,10 +3,10 @@
     writer (`writer.py`)   WANTED -granted-> GATHERING -gathered-> PUTTING -put-> TOLD -placed-> done
     owner (`owner.py`)     GRANTED -filled-> ARRIVED -begun-> SCATTERING -scattered-> PLACED, and free again
 
-A batch is cut into what a slot holds. That waits for a slot of the owner's (`credit.py`); then the GPU gathers its
-runs into one of ours, and behind the event the transport below puts it into the owner's, or the GPU gathers into the
-owner's at once. Told that a slot is filled, the owner checks every run, the GPU scatters them into the pages, and
-behind the event the writer hears it. So several slots are on their way at once, and only the gather of the first and
+A batch is cut into what a slot holds. That waits for a slot of the owner's (`credit.py`); then the GPU gathers that
+into one of ours, and behind the event the transport below puts it into the owner's, or the GPU gathers into the
+owner's at once. Told that a slot is filled, the owner checks it, the GPU scatters it into the pages, and behind the
+event the writer hears it. So several slots are on their way at once, and only the gather of the first and
 the scatter of the last one do not overlap with the network. Nothing is gathered before the owner has room:
 back-pressure.
 
@@ -34,9 +34,9 @@ from pdlink.cuda.driver import CudaFailure
 from pdlink.errors import ProtocolError, TransportFailure
 from pdlink.transport.base import BatchDone, BatchStatus, Occurrence, PeerClosed, PeerFailed, TransportNote
 from pdlink.transport.staging import wire
+from pdlink.transport.staging.dense import Pages, cut
 from pdlink.transport.staging.owner import Owner
 from pdlink.transport.staging.peers import ArrivedSlot, OutgoingSlot, Owning, StagedBatch, StagingPeer, WritingTo
-from pdlink.transport.staging.rest import RestOfBatch
 from pdlink.transport.staging.writer import Writer
 
 if TYPE_CHECKING:
@@ -46,12 +46,16 @@ if TYPE_CHECKING:
     from pdlink.cuda.kernels import Kernels
     from pdlink.cuda.launches import Launches
     from pdlink.cuda.ways import Ways
-    from pdlink.kv.layout import RunList
+    from pdlink.kv.groups import KVGroups
+    from pdlink.kv.layout import KVLayout
+    from pdlink.kv.plan import Plan, Template
     from pdlink.transport.base import Transport
     from pdlink.transport.staging.open_blocks import OpenBlocks
     from pdlink.transport.staging.slots import OwnersSlots, Slots
 
 _CLOSE_LOOK_S = 0.01
+_MOST_TEMPLATES = 64
+"""Of a peer, which has one for each group."""
 
 _ABANDONED: list[dict[str, StagingPeer]] = []
 """Their memory stays mapped until the process ends: the GPU may still use it."""
@@ -95,6 +99,7 @@ class Stager:
             scatters: Copies[ArrivedSlot] = Copies(device, kernels, self._bell, received.count, ways.to_device_nbytes)
             self._streams = (gathers, scatters)
             made.pop_all()
+        self._gathered, self._regions = gathered, regions
         self._writer = Writer(gathers, gathered, below, regions, self._report_batch, self._fail, self._say)
         self._owner = Owner(scatters, received, below, regions, self._peers, self._say)
 
@@ -119,19 +124,18 @@ class Stager:
                 raise ValueError(f"peer name {name} is used twice")
             peer.writing = WritingTo(there, direct)
 
-    def extents(self, name: str) -> list[tuple[int, int]]:
-        """Regions of the peer, counted from 0 each. Raises TransportFailure if it cannot be written."""
-        with self._usable():
-            return [(0, nbytes) for nbytes in self._writable(name).there.regions]
-
-    def submit(self, name: str, lists: Sequence[RunList], timeout_s: float) -> int:
-        """lists: inside the regions of both sides."""
-        submitted_s, rest = time.monotonic(), RestOfBatch(lists)
+    def submit(self, name: str, plan: Plan, layers: range, timeout_s: float) -> int:
+        """Raises ValueError for layouts that do not fit the regions or the slots."""
+        submitted_s = time.monotonic()
         with self._usable():
             writing, peer = self._writable(name), self._peers[name]
-            batch = StagedBatch(self._number(), rest.nbytes, submitted_s, submitted_s + timeout_s, rest)
+            pages = self._pages_of(plan.template, writing)
+            rest = cut(plan, layers, min(self._gathered.nbytes, writing.there.slot_nbytes))
+            nbytes = sum(plan.layer_nbytes(layer) for layer in layers)
+            by_s = submitted_s + timeout_s
+            batch = StagedBatch(self._number(), nbytes, submitted_s, by_s, plan, pages, rest)
             peer.open[batch.ticket] = batch
-            if batch.nbytes:
+            if rest:
                 self._writer.add(peer, writing, batch)
             else:
                 self._report_batch(peer, batch, BatchStatus.OK, "")
@@ -157,23 +161,23 @@ class Stager:
                 self._owner.on_note(peer, peer.owning, note)
             self._kick()
 
-    def guard(self, open_blocks: OpenBlocks) -> None:
-        """Once."""
+    def guard(self, groups: KVGroups, open_blocks: OpenBlocks) -> None:
+        """Once, before anybody is invited."""
         with self._lock:
-            self._owner.guard = open_blocks
+            self._owner.guard(groups, open_blocks)
 
     def open_blocks(self, name: str, blocks: Sequence[Sequence[int]]) -> None:
         with self._lock:
             peer = self._peers.get(name)
-            if self._owner.guard is not None and peer is not None:
-                self._owner.guard.open(peer.number, blocks)
+            if self._owner.open_blocks is not None and peer is not None:
+                self._owner.open_blocks.open(peer.number, blocks)
 
     def close_blocks(self, name: str, blocks: Sequence[Sequence[int]]) -> None:
         """Raises TransportFailure if something is being placed there."""
         with self._lock:
             peer = self._peers.get(name)
-            if self._owner.guard is not None and peer is not None:
-                numbers = self._owner.guard.close(peer.number, blocks)
+            if self._owner.open_blocks is not None and peer is not None:
+                numbers = self._owner.open_blocks.close(peer.number, blocks)
                 if peer.unfinished or self._owner.places(peer, numbers):
                     raise TransportFailure(f"the GPU copies into closed blocks{self._broken and ': '}{self._broken}")
 
@@ -274,6 +278,17 @@ class Stager:
         if peer.writing is None:
             raise TransportFailure(f"not connected to peer {name}")
         return peer.writing
+
+    def _pages_of(self, template: Template, writing: WritingTo) -> Pages:
+        """Raises ValueError for a layout that is not inside its regions."""
+        found = writing.pages.get(id(template))
+        if found is None:
+            _require_inside("source", template.src, [nbytes for _, nbytes in self._regions])
+            _require_inside("destination", template.dst, writing.there.regions)
+            if len(writing.pages) >= _MOST_TEMPLATES:
+                writing.pages.clear()
+            found = writing.pages[id(template)] = template, Pages(template.src)
+        return found[1]
 
     def _number(self) -> int:
         self._next += 1
@@ -383,6 +398,13 @@ class Stager:
 
     def _say(self, peer: StagingPeer, note: wire.Note) -> None:
         self._reports.append(TransportNote(peer.name, wire.encode(note)))
+
+
+def _require_inside(side: str, layout: KVLayout, regions: Sequence[int]) -> None:
+    for region in {part.region for layer in layout.layers for part in layer.parts}:
+        if region >= len(regions) or layout.extent(region) > regions[region]:
+            sizes = f"{layout.extent(region)} bytes of region {region}"
+            raise ValueError(f"{side} layout takes {sizes}; regions have {[*regions][:8]}")
 
 
 def _close(epoll: select.epoll, *fds: int) -> None:

@@ -4,27 +4,25 @@ writer                                   owner
 Ask(count)                   ───────►    it has so many more slots to fill
                              ◄───────    Grant(slots): yours, to be filled once each
 (the bytes, into the slot)
-SlotFilled(number, slot, runs) ─────►    place them
+SlotFilled(number, slot, …)  ───────►    place it: some layers of a range of positions, in these blocks
                              ◄───────    SlotPlaced(number): visible in the pages; the slot is free
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated
 
 import msgspec
 
 from pdlink.errors import ProtocolError
-
-MAX_RUNS: Final = 8192
-"""Runs of one slot: one kernel launch (`cuda.launches.SLOT_NBYTES`), and 128 KiB of a note."""
+from pdlink.transport.staging.dense import MAX_UNITS
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Word = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Nbytes = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 
 
-class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="pdlink-staging/3"):
+class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="pdlink-staging/4"):
     """The whole of an invitation. The tag carries the version: another one is refused by name."""
 
     regions: Annotated[tuple[_Nbytes, ...], msgspec.Meta(min_length=1, max_length=4096)]
@@ -52,8 +50,18 @@ class Grant(_Note, frozen=True, tag=2):
 class SlotFilled(_Note, frozen=True, tag=3):
     number: Word
     slot: Count
-    runs: Annotated[tuple[tuple[Count, bytes], ...], msgspec.Meta(max_length=MAX_RUNS)]
-    """Region, and little-endian int64 [n, 2]: offset and nbytes of each run. They lie side by side in the slot."""
+    group: Count
+    first_layer: Count
+    """Of the group."""
+    num_layers: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    start: Word
+    end: Word
+    """Positions that are copied."""
+    unit_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+    """The slot holds whole units of so many positions, one after the other for each part of each layer. A block of
+    the owner's is some of them."""
+    blocks: Annotated[bytes, msgspec.Meta(min_length=4, max_length=4 * MAX_UNITS)]
+    """The owner's, little-endian uint32, from the one on that holds `start`."""
 
 
 class SlotPlaced(_Note, frozen=True, tag=4):

@@ -17,14 +17,14 @@ from pdlink.errors import PdlinkError, ProtocolError
 from pdlink.kv.layout import RunList
 from pdlink.transport.base import BatchStatus
 from pdlink.transport.staging import wire
+from pdlink.transport.staging.dense import blocks_in
 from pdlink.transport.staging.peers import OutgoingSlot
-from pdlink.transport.staging.rest import starts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdlink.cuda.copies import Copies
-    from pdlink.kv.layout import RunArray
+    from pdlink.kv.plan import Plan
     from pdlink.transport.base import BatchDone, Transport
     from pdlink.transport.staging.peers import StagedBatch, StagingPeer, WritingTo
     from pdlink.transport.staging.slots import Slots
@@ -47,9 +47,8 @@ class Writer:
         self._done, self._fail, self._say = done, fail, say
         self._turns: deque[StagingPeer] = deque()
         """Peers with batches to cut."""
-        self._free = deque(range(slots.count))
-        self._most = max(1, slots.count // 2)
-        """Slots of ours that one peer has: one that stands still does not keep them from the others."""
+        self._taken: set[int] = set()
+        """Slots of ours."""
         self._puts: dict[int, OutgoingSlot] = {}
         """By the ticket of the transport below."""
         self._number = 0
@@ -72,14 +71,11 @@ class Writer:
             writing = peer.writing
             if writing is not None and peer.usable:
                 most = max(1, writing.there.num_slots // 2)
-                num_slots = sum(-(-batch.rest.nbytes // self._slot_nbytes(writing)) for batch in writing.queue)
+                num_slots = sum(len(batch.rest) for batch in writing.queue)
                 missing = min(num_slots, most) - len(writing.grants) - writing.num_asked
                 if missing > 0:
                     writing.num_asked += missing
                     self._say(peer, wire.Ask(missing))
-
-    def _slot_nbytes(self, writing: WritingTo) -> int:
-        return min(self._slots.nbytes, writing.there.slot_nbytes)
 
     def _gather(self) -> None:
         """Begin to gather into a slot for each peer in turn, as long as there is room. Raises CudaFailure."""
@@ -90,46 +86,51 @@ class Writer:
             if writing is None or not peer.usable or not writing.queue:
                 continue
             direct = writing.direct
-            if not writing.grants or (direct is None and (not self._free or writing.num_slots >= self._most)):
+            if not writing.grants or (direct is None and not self._has_slot(writing)):
                 waiting.append(peer)
                 continue
             batch = writing.queue[0]
-            runs = batch.rest.take(self._slot_nbytes(writing), wire.MAX_RUNS)
-            if not batch.rest.nbytes:
+            piece = batch.rest.popleft()
+            if not batch.rest:
                 writing.queue.popleft()
             self._number += 1
             there, slot = writing.grants.popleft(), None
             if direct is None:
-                slot = self._free.popleft()
+                slot = next(number for number in range(self._slots.count) if number not in self._taken)
+                self._taken.add(slot)
                 writing.num_slots += 1
-            out = OutgoingSlot(peer, batch, self._number, runs, there, slot)
+            src, dst = blocks_in(batch.plan, piece)
+            out = OutgoingSlot(peer, batch, self._number, piece, piece.nbytes(batch.pages.layout), dst, there, slot)
             batch.num_open += 1
-            whole = self._runs_out(out, writing)
+            plan = batch.pages.gather(piece, src)
             if direct is not None and not direct.enter():
                 self._fail(peer, "peer closed", BatchStatus.PEER_FAILED)
                 continue
             self._turns.append(peer)
             try:
-                self.copies.begin(out, whole)
+                self.copies.begin_plan(out, plan, self._regions, self._place(out, writing, plan))
             except BaseException:
                 if direct is not None and not self.copies.is_in_flight(out):
                     direct.leave()
                 raise
         self._turns.extend(waiting)
 
-    def _runs_out(self, out: OutgoingSlot, writing: WritingTo) -> RunArray:
-        whole = np.concatenate([runs for _, _, runs in out.runs.lists])
+    def _has_slot(self, writing: WritingTo) -> bool:
+        """Of ours: a peer that stands still does not keep them from the others."""
+        return len(self._taken) < self._slots.count and writing.num_slots < max(1, self._slots.count // 2)
+
+    def _place(self, out: OutgoingSlot, writing: WritingTo, plan: Plan) -> list[tuple[int, int]]:
+        """Where to gather to. A slot of ours is sent whole, and is not to tell what it held before."""
         if writing.direct is not None:
-            to = writing.direct.device_ptr(out.there)
-        else:
-            assert out.slot is not None
-            to = self._slots.device_ptr(out.slot)
-        whole[:, 1] = to + starts(whole[:, 2])
-        first = 0
-        for region, _, runs in out.runs.lists:
-            whole[first : first + len(runs), 0] += self._regions[region][0]
-            first += len(runs)
-        return whole
+            return [(writing.direct.device_ptr(out.there), out.nbytes)]
+        assert out.slot is not None
+        positions = out.piece.num_units * out.piece.unit_tokens
+        at, row = self._slots.offset(out.slot), plan.template.src.num_heads * plan.template.src.head_nbytes
+        planes = self._slots.buffer.array[at : at + out.nbytes].reshape(-1, positions * row)
+        skip = plan.start % out.piece.unit_tokens
+        planes[:, : skip * row] = 0
+        planes[:, (skip + plan.end - plan.start) * row :] = 0
+        return [(self._slots.device_ptr(out.slot), out.nbytes)]
 
     def _gathered(self, out: OutgoingSlot) -> None:
         """It is in its slot: the owner's, or ours, which is put then."""
@@ -146,7 +147,7 @@ class Writer:
     def _put(self, out: OutgoingSlot, writing: WritingTo) -> None:
         peer, there = out.peer, writing.there
         assert out.slot is not None
-        run = np.array([[self._slots.offset(out.slot), out.there * there.slot_nbytes, out.runs.nbytes]], np.int64)
+        run = np.array([[self._slots.offset(out.slot), out.there * there.slot_nbytes, out.nbytes]], np.int64)
         left_s = max(0.001, out.batch.deadline_s - time.monotonic())
         try:
             one = RunList(self._slots.region, 0, there.region, 0, run)
@@ -159,7 +160,7 @@ class Writer:
         assert out.peer.writing is not None
         assert out.slot is not None
         out.peer.writing.num_slots -= 1
-        self._free.append(out.slot)
+        self._taken.discard(out.slot)
 
     def on_put(self, one: BatchDone) -> None:
         """The transport below reports a slot."""
@@ -177,9 +178,9 @@ class Writer:
         """The owner's slot is filled."""
         if out.peer.usable:
             writing.told[out.number] = out
-            ends = [(region, np.ascontiguousarray(runs[:, 1:])) for _, region, runs in out.runs.lists]
-            told = tuple((region, end.astype("<i8", copy=False).tobytes()) for region, end in ends)
-            self._say(out.peer, wire.SlotFilled(out.number, out.there, told))
+            piece, group = out.piece, out.batch.plan.template.group
+            of_it = group, piece.layers.start, len(piece.layers), piece.start, piece.end, piece.unit_tokens
+            self._say(out.peer, wire.SlotFilled(out.number, out.there, *of_it, out.blocks.astype("<u4").tobytes()))
 
     def on_note(self, peer: StagingPeer, writing: WritingTo, note: wire.Grant | wire.SlotPlaced) -> None:
         """What an owner says. Raises ProtocolError."""
@@ -196,5 +197,5 @@ class Writer:
             if out is None:
                 raise ProtocolError(f"slot {note.number} is placed, and was not sent")
             out.batch.num_open -= 1
-            if not out.batch.num_open and not out.batch.rest.nbytes and out.batch.ticket in peer.open:
+            if not out.batch.num_open and not out.batch.rest and out.batch.ticket in peer.open:
                 self._done(peer, out.batch, BatchStatus.OK, "")

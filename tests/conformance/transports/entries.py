@@ -12,8 +12,8 @@ from pdlink.transport.mapped_cuda import MappedCudaTransport
 from pdlink.transport.staged import StagedMapped, StagedTcp
 from pdlink.transport.tcp import TcpTransport
 from pdlink.transport.ucx import UcxTransport
-from pdlink_bench.carried import Carried
 from tests.conformance.transports.side import SeenBuffer, Side, host_memory
+from tests.cuda.by_runs import ByRuns
 from tests.cuda.fake import COMPILER
 from tests.loopback import LoopbackHub, LoopbackTransport
 
@@ -68,7 +68,7 @@ def _cuda_double() -> Transport:
 def _staged(below: Callable[[], Transport]) -> Transport:
     from tests.cuda.double import DoubleStaged
 
-    return Carried(DoubleStaged(below()))
+    return ByRuns(DoubleStaged(below()))
 
 
 def _mapped() -> Transport:
@@ -127,8 +127,8 @@ ENTRIES = {
             shorter=1 / 16,
             **(GPU | _virtual(2 << 20, on_gpu=True)),
         ),
-        Entry("staged-mapped", lambda: lambda: Carried(StagedMapped(_mapped())), **SLOW, **GPU),
-        Entry("staged-tcp", lambda: lambda: Carried(StagedTcp(TcpTransport())), **SLOW, **GPU),
+        Entry("staged-mapped", lambda: lambda: ByRuns(StagedMapped(_mapped())), **SLOW, **GPU),
+        Entry("staged-tcp", lambda: lambda: ByRuns(StagedTcp(TcpTransport())), **SLOW, **GPU),
         Entry("ucx-cuda", lambda: lambda: UcxTransport(tls="cuda_ipc,cuda_copy,tcp"), shorter=16, **GPU),
     )
 }
