@@ -7,9 +7,11 @@ Errors of the engine are translated here and in `edge.translated`, nowhere else.
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 from pdlink.errors import TransportFailure, TransportUnavailable
 from pdlink.transport.base import BatchDone, BatchStatus, Occurrence, PeerClosed, PeerFailed, Transport
@@ -73,6 +75,7 @@ class NativeTransport(Transport, Generic[AnyEngine, Kept]):
             raise TransportUnavailable(f"the {self.name} transport was closed; make a new one")
         if self._native is None:
             self._native = self._start()
+            _OPENED.add(self)
 
     def register(self, buffer: AnyBuffer) -> int:
         if buffer.kind not in self.memory:
@@ -133,6 +136,18 @@ class NativeTransport(Transport, Generic[AnyEngine, Kept]):
         self._closed = True
         if self._native is not None:
             self._native.close(CLOSE_GRACE_S)
+
+
+_OPENED: weakref.WeakSet[NativeTransport[Any, Any]] = weakref.WeakSet()
+_OF_PARENT: list[object] = []
+"""Of a forked child: engines are never destroyed there, because the fork may have met their threads amid a change."""
+
+
+def _keep_engines_of_parent() -> None:
+    _OF_PARENT.extend(each._native for each in _OPENED)
+
+
+os.register_at_fork(after_in_child=_keep_engines_of_parent)
 
 
 def refused(error: RuntimeError | TypeError) -> Exception:

@@ -35,7 +35,8 @@ def pair(make_side: Callable[[], Side]) -> tuple[Side, Side]:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # that is what it is about (Python 3.12)
 def test_a_forked_child_is_refused_and_leaves_the_parents_connections_alone(pair: tuple[Side, Side]) -> None:
-    """What a child closes or destroys is shared with the parent: sockets, an epoll set, a UCX worker."""
+    """What a child closes is shared with the parent: sockets, an epoll set, a UCX worker. It destroys no engine: the
+    fork may have met a thread of one amid a change (ASan: a double free)."""
     writer, owner = pair
     if writer.buffers[0].kind == "cuda":
         pytest.skip("a driver does not live through a fork, nor does its double; tests/cuda has a child of its own")
@@ -56,7 +57,7 @@ def test_a_forked_child_is_refused_and_leaves_the_parents_connections_alone(pair
             for side in (writer, owner):
                 side.transport.close()
                 side.transport._native = None  # type: ignore[attr-defined]
-            gc.collect()  # destroys both engines here
+            gc.collect()
             os._exit(0 if refused == 2 and not heard and not any(counts) else 1)
         finally:
             os._exit(2)
