@@ -7,6 +7,7 @@ Errors of the engine are translated here and in `edge.translated`, nowhere else.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import weakref
@@ -139,12 +140,12 @@ class NativeTransport(Transport, Generic[AnyEngine, Kept]):
 
 
 _OPENED: weakref.WeakSet[NativeTransport[Any, Any]] = weakref.WeakSet()
-_OF_PARENT: list[object] = []
-"""Of a forked child: engines are never destroyed there, because the fork may have met their threads amid a change."""
 
 
 def _keep_engines_of_parent() -> None:
-    _OF_PARENT.extend(each._native for each in _OPENED)
+    """A child never destroys them, because the fork may have met their threads amid a change."""
+    for each in _OPENED:  # what a list holds would be destroyed at the end of the interpreter
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each._native))
 
 
 os.register_at_fork(after_in_child=_keep_engines_of_parent)
