@@ -249,6 +249,9 @@ class Request:
                 self._shared.sessions.ended(turn, time.monotonic())
             if self._flow.outcome is None:
                 self.happen(ClientLeft())
+        except Exception as error:  # noqa: BLE001 -- of a policy or a dialect: it is over all the same
+            self._tell_of(error)
+        try:
             shared, alarms = self._shared, self._shared.alarms
             alarms.clear(self.tick)
             if self._early is not None:
@@ -261,19 +264,23 @@ class Request:
                 self._catching_up.cancel()
             if self._last is not None:
                 self._last.cancel()
-            self._keep(self._flow.outcome or Outcome.FAILED)
-        except Exception as error:  # noqa: BLE001 -- of a policy or a dialect: it is over all the same
-            log.error("request %s: its end failed unexpectedly", self.request_id, exc_info=error, extra=self._about())
+            self._keep()
+        except Exception as error:  # noqa: BLE001 -- as above
+            self._tell_of(error)
         over, self._tell_over = self._tell_over, _nothing
         over()
+
+    def _tell_of(self, error: Exception) -> None:
+        log.error("request %s: its end failed unexpectedly", self.request_id, exc_info=error, extra=self._about())
 
     @property
     def decided(self) -> Sequence[Decided]:
         """What was decided about it, while it runs; then `EndedRequest` has that."""
         return () if self._closed else self._admission.decided
 
-    def _keep(self, outcome: Outcome) -> None:
+    def _keep(self) -> None:
         """What is known of it when it has ended, and what the metrics count."""
+        outcome = self._flow.outcome or Outcome.FAILED
         shared, admission, flow, attempt = self._shared, self._admission, self._flow, self._attempt
         started_s, ended_s, first_s, usage = self._started_s, time.monotonic(), self._opened_s, flow.usage
         if first_s is None and not self._call.streaming:
