@@ -143,7 +143,12 @@ class Plan:
         `start % unit_tokens` tokens are not copied. Made when it is first asked for.
         """
         unit, state = self.template.unit_tokens, self.template.src.state
-        start, end = (0, len(self.src_blocks)) if state else (self.start, self.end if self.end > self.start else 0)
+        num_blocks = len(self.src_blocks), len(self.dst_blocks)
+        if state and num_blocks not in ((0, 0), (1, 1)):
+            raise ValueError(
+                f"[{self.start}, {self.end}) of a state is in {num_blocks} blocks; expected one at each end"
+            )
+        start, end = (0, num_blocks[0]) if state else (self.start, self.end if self.end > self.start else 0)
         units = np.arange(start // unit, -(-end // unit))
         pairs = np.empty((len(units), 2), np.int32)
         sides = (self.template.src, self.src_blocks), (self.template.dst, self.dst_blocks)

@@ -113,6 +113,14 @@ def test_a_state_is_the_place_of_its_block_however_many_tokens_that_stands_for(
     assert np.array_equal(owner.buffers[0].array, expected)
 
 
+def test_more_of_a_state_than_its_place_is_refused() -> None:
+    shape = template(_state(1), _state(1 << 17))
+    assert bind(shape, [5], [7], 98, 99).pairs.tolist() == [[5, 7]]
+    assert bind(shape, [], [], 98, 98).pairs.tolist() == []
+    with pytest.raises(ValueError, match=r"\[98, 100\) of a state"):
+        bind(shape, [5, 6], [7], 98, 100).pairs  # noqa: B018
+
+
 def test_blocks_whose_units_cannot_be_numbered_are_refused_and_never_another_block() -> None:
     """A peer chooses its own size of blocks, and with it the unit."""
     src, dst = (

@@ -16,7 +16,7 @@ import pytest
 from pdlink.cuda.driver import CudaFailure, Device
 from pdlink.errors import ProtocolError, TransferFailed, TransportFailure, TransportUnavailable
 from pdlink.kv.groups import KVGroups
-from pdlink.kv.layout import RunList
+from pdlink.kv.layout import KVLayout, LayerLayout, Part, RunList
 from pdlink.kv.plan import bind, template
 from pdlink.memory.buffers import Buffer
 from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, Transport, TransportNote
@@ -427,7 +427,9 @@ class Invited:
     """An owner that a stranger was invited by, who says what it likes."""
 
     def __init__(self, **staging: Any) -> None:
-        self.kv = groups(4)
+        pages = groups(4).layouts[0]
+        state = LayerLayout((Part(0, pages.extent(0)),), 256, 0, 256)
+        self.kv = KVGroups((pages, KVLayout("s", 1 << 17, 32, 1, 256, (state,), state=True)))
         self.staged = DoubleStaged(TcpTransport(), **staging)
         self.side = Side(self.staged)
         self.side.add_buffer(max(self.kv.extent(0), 1 << 17), 0)
@@ -468,8 +470,11 @@ def filled(number: int, slot: int, *blocks: int, **other: Any) -> wire.SlotFille
     return msgspec.structs.replace(sound, **other)
 
 
+A_STATE = {"group": 1, "start": 98, "end": 99, "unit_tokens": 1}
+"""In block 3 of its group."""
+
 LIES: dict[str, tuple[dict[str, Any], str]] = {
-    "a group that is not there": ({"group": 1}, "group 1; there are 1"),
+    "a group that is not there": ({"group": 2}, "group 2; there are 2"),
     "layers that are not there": ({"num_layers": 99}, "layers 0 to 98"),
     "a layer beyond the last": ({"first_layer": 2**31 - 1}, "layers 2147483647"),
     "units that are no part of a block": ({"unit_tokens": 3}, "by 3 of blocks of 4"),
@@ -482,6 +487,7 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "half a block": ({"blocks": b"\3\0\0\0\0"}, "5 bytes of blocks"),
     "a block that is not there": ({"blocks": b"\xff\xff\xff\xff"}, "block 4294967295 does not exist"),
     "a block twice": ({"end": 8, "blocks": b"\3\0\0\0" * 2}, "not distinct"),
+    "more of a state than there is": (A_STATE | {"end": 100}, r"\[98, 100\) of a state; expected one position"),
     "a block that is not offered": ({"blocks": b"\4\0\0\0"}, "block 4 of group 0 is not offered"),
 }
 
@@ -490,7 +496,7 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_note_that_lies_costs_its_peer_and_changes_nothing(
     invited: Invited, double: Fake, lie: dict[str, Any], reason: str
 ) -> None:
-    invited.staged.open_blocks("stranger", [[3]])
+    invited.staged.open_blocks("stranger", [[3], [3]])
     slot = invited.granted()
     double.take_log()
     with pytest.raises(ProtocolError, match=reason):
@@ -502,8 +508,7 @@ def test_a_note_that_lies_costs_its_peer_and_changes_nothing(
 @pytest.mark.parametrize("seed", range(5))
 def test_no_note_of_a_peer_changes_a_byte_outside_the_blocks_that_are_open_to_it(invited: Invited, seed: int) -> None:
     draw = np.random.default_rng(seed)
-    layout = invited.kv.layouts[0]
-    invited.staged.open_blocks("stranger", [[3, 5]])
+    invited.staged.open_blocks("stranger", [[3, 5], [3, 5]])
     before = invited.side.buffers[0].array.copy()
     granted = [invited.granted()]
     odd = [0, 1, 2, 3, 4, 5, 7, 8, 2**20, 2**31 - 1]
@@ -511,6 +516,8 @@ def test_no_note_of_a_peer_changes_a_byte_outside_the_blocks_that_are_open_to_it
     for number in range(400):
         slot = granted[-1] if draw.random() < 0.9 else int(draw.integers(0, 9))
         note = filled(number, slot, *draw.permutation([3, 5])[: draw.integers(1, 3)].tolist())
+        if draw.random() < 0.3:
+            note = filled(number, slot, int(draw.choice([3, 5])), **A_STATE)
         if draw.random() < 0.7:
             field = str(draw.choice(["group", "first_layer", "num_layers", "start", "end", "unit_tokens", "blocks"]))
             value = int(draw.choice(odd))
@@ -531,7 +538,7 @@ def test_no_note_of_a_peer_changes_a_byte_outside_the_blocks_that_are_open_to_it
     assert refused > 10, f"seed {seed}"
     assert placed > 10, f"seed {seed}"
     after = invited.side.buffers[0].array.copy()
-    for place in layout.layers:
+    for place in (layer for layout in invited.kv.layouts for layer in layout.layers):
         for part in place.parts:
             for block in (3, 5):
                 at = part.offset + block * place.block_stride

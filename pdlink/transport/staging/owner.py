@@ -109,6 +109,8 @@ class Owner:
         unit_tokens = 1 if layout.state else layout.block_tokens
         if unit_tokens % note.unit_tokens or not note.start < note.end < MAX_OFFSET:
             raise ProtocolError(f"slot: [{note.start}, {note.end}) by {note.unit_tokens} of blocks of {unit_tokens}")
+        if layout.state and note.end - note.start != 1:
+            raise ProtocolError(f"slot: [{note.start}, {note.end}) of a state; expected one position")
         piece = Piece(layers, note.start, note.end, note.unit_tokens)
         nbytes, covering = piece.nbytes(layout), layout.blocks_of(note.start, note.end)
         if piece.num_units > MAX_UNITS or nbytes > self._slots.nbytes:  # before anything of that size is made
