@@ -85,7 +85,9 @@ ELSEWHERE = {
     "ucx._Invitation": "invitations: test_values.py",
     "siblings.?": "a socket of our own user's",
     "kv_index.?": "inside of KV events",
-    "records.EndedRequest": "packed by the same process",
+    "records._Kept": "packed by the same process",
+    "records.EndedHead": "packed by the same process",
+    "records.?": "packed by the same process",
     "decisions.?": "packed by the same process",
 }
 
