@@ -16,12 +16,13 @@ import pytest
 from pdlink.cuda.driver import CudaFailure, Device
 from pdlink.errors import ProtocolError, TransferFailed, TransportFailure, TransportUnavailable
 from pdlink.kv.groups import KVGroups
-from pdlink.kv.layout import KVLayout, LayerLayout, Part, RunList
+from pdlink.kv.layout import KVLayout, LayerLayout, Part, RunList, paged_layout
 from pdlink.kv.plan import bind, template
 from pdlink.memory.buffers import Buffer
 from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, Transport, TransportNote
 from pdlink.transport.mapped import MappedTransport
 from pdlink.transport.staging import wire
+from pdlink.transport.staging.dense import Pages, blocks_in, cut
 from pdlink.transport.staging.slots import OwnersSlots
 from pdlink.transport.tcp import TcpTransport
 from pdlink.transport.ucx import UcxTransport
@@ -32,7 +33,7 @@ from tests.cuda.double import DoubleNode, DoubleStaged
 from tests.cuda.fake import COMPILER, IMAGE, Fake, fake
 from tests.cuda.test_plans import POOL_NBYTES, STATES, _random_layout, _state
 from tests.events import Gpu, Reached
-from tests.kv.test_plan import pick
+from tests.kv.test_plan import dense, pick
 from tests.node.conftest import DST, LAYERS, SRC, TOKENS, groups
 from tests.waiting import WAIT_S, until
 
@@ -466,7 +467,7 @@ def invited(double: Fake) -> Iterator[Invited]:
 def filled(number: int, slot: int, *blocks: int, **other: Any) -> wire.SlotFilled:
     """The first layer of these blocks of four tokens; of block 3 if none is said."""
     named = np.array(blocks or (3,), "<u4").tobytes()
-    sound = wire.SlotFilled(number, slot, 0, 0, 1, 0, 4 * len(blocks or (3,)), 4, named)
+    sound = wire.SlotFilled(number, slot, 0, 0, 1, 0, 4 * len(blocks or (3,)), 4, False, named)
     return msgspec.structs.replace(sound, **other)
 
 
@@ -518,6 +519,7 @@ def test_no_note_of_a_peer_changes_a_byte_outside_the_blocks_that_are_open_to_it
         note = filled(number, slot, *draw.permutation([3, 5])[: draw.integers(1, 3)].tolist())
         if draw.random() < 0.3:
             note = filled(number, slot, int(draw.choice([3, 5])), **A_STATE)
+        note = msgspec.structs.replace(note, heads_first=bool(draw.random() < 0.5))
         if draw.random() < 0.7:
             field = str(draw.choice(["group", "first_layer", "num_layers", "start", "end", "unit_tokens", "blocks"]))
             value = int(draw.choice(odd))
@@ -588,10 +590,39 @@ def test_plans_between_layouts_move_the_same_bytes_as_their_runs(slot_nbytes: in
             assert writer.done(ticket)[0].nbytes == plan.nbytes
 
 
+@pytest.mark.parametrize(
+    ("of", "to", "gathers", "scatters"),
+    [("T", "T", 128, 128), ("H", "H", 128, 128), ("H", "T", 128, 16384), ("T", "H", 128, 16384)],
+)
+def test_a_slot_lies_as_the_pages_of_the_writer(of: str, to: str, gathers: int, scatters: int) -> None:
+    """The copy engine takes each run: blocks of 16 are 32 KiB, one head of a position 256 bytes."""
+    src, dst = (
+        paged_layout(
+            dtype="bfloat16",
+            itemsize=2,
+            num_layers=1,
+            num_blocks=64,
+            block_tokens=16,
+            num_heads=8,
+            head_dim=128,
+            order={"T": "LPBTH", "H": "LPBHT"}[inner],
+        )
+        for inner in (of, to)
+    )
+    plan = bind(template(src, dst), range(64)[::-1], range(64)[::-1], 0, 1024)
+    [piece] = cut(plan, range(1), 4 << 20)
+    assert piece.nbytes(src) == 4 << 20
+    here, there = blocks_in(plan, piece)
+    assert Pages(src).gather(piece, here).num_runs == gathers
+    assert Pages(dst).scatter(piece, there).num_runs == scatters
+
+
 @pytest.mark.usefixtures("double")
-def test_a_slot_that_is_sent_tells_nothing_of_what_it_held_before() -> None:
+@pytest.mark.parametrize("order", ["LPBTH", "LPBHT"])
+def test_a_slot_that_is_sent_tells_nothing_of_what_it_held_before(order: str) -> None:
     """The first and the last unit of a range are sent whole."""
-    kv = groups(4)
+    layout = dense(order, num_heads=2)
+    kv = KVGroups((layout,))
     writer, owner = (Side(Carried(DoubleStaged(TcpTransport(), num_slots=2, slot_nbytes=1 << 16))) for _ in range(2))
     for seed, side in enumerate((writer, owner)):
         side.add_buffer(kv.extent(0), seed)
@@ -599,15 +630,18 @@ def test_a_slot_that_is_sent_tells_nothing_of_what_it_held_before() -> None:
         side.buffers[0].array[:] |= 1
     join(writer, owner)
     owner.transport.open_blocks("writer", [[3, 4, 5]])
-    shape, layout = template(kv.layouts[0], kv.layouts[0]), kv.layouts[0]
+    shape = template(layout, layout)
     with closing(writer), closing(owner):
-        for start, end in ((0, 12), (1, 10)):
+        for start, end in ((0, 12), (1, 11)):
             plan = bind(shape, [0, 1, 2], [3, 4, 5], start, end)
             assert writer.wait_batch(writer.transport.submit_plan("owner", plan, range(1), PATIENCE_S)) == "ok"
         received = cast("Any", owner.transport).inner._received
-        row = layout.num_heads * layout.head_nbytes
-        sent = [received.buffer.array[at:][: 12 * row].reshape(12, row) for at in (0, received.nbytes)]
-        assert any(not one[[0, 10, 11]].any() and one[1:10].all() for one in sent)
+        units = (3, 4, 2, layout.head_nbytes) if order == "LPBTH" else (3, 2, 4, layout.head_nbytes)
+        sent = [received.buffer.array[at:][: np.prod(units)].reshape(units) for at in (0, received.nbytes)]
+        if order == "LPBHT":
+            sent = [one.swapaxes(1, 2) for one in sent]
+        sent = [one.reshape(12, -1) for one in sent]
+        assert any(not one[[0, 11]].any() and one[1:11].all() for one in sent)
 
 
 def test_notes_that_the_role_of_a_peer_does_not_have_are_refused(invited: Invited) -> None:

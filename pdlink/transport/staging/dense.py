@@ -34,6 +34,8 @@ class Piece(NamedTuple):
     """Positions."""
     unit_tokens: int
     """Positions of a unit, which lie in one block at both ends."""
+    heads_first: bool
+    """Of a unit, one head after the other, as in the writer's pages: what lies together there does so in the slot."""
 
     @property
     def num_units(self) -> int:
@@ -50,7 +52,7 @@ class Pages:
 
     def __init__(self, layout: KVLayout) -> None:
         self.layout = layout
-        self._kept: dict[tuple[range, int, int, bool], Template] = {}
+        self._kept: dict[tuple[range, int, int, bool, bool], Template] = {}
 
     def gather(self, piece: Piece, blocks: IntArray) -> Plan:
         """Into a slot. blocks: from the one on that holds `piece.start`."""
@@ -61,7 +63,7 @@ class Pages:
         return bind(self._template(piece, True), np.arange(piece.num_units), blocks, piece.start, piece.end)
 
     def _template(self, piece: Piece, out: bool) -> Template:
-        key = piece.layers, piece.unit_tokens, piece.num_units, out
+        key = piece.layers, piece.unit_tokens, piece.num_units, piece.heads_first, out
         found = self._kept.get(key)
         if found is None:
             if len(self._kept) >= _MOST_KEPT:
@@ -78,8 +80,11 @@ def _slot(pages: KVLayout, piece: Piece) -> KVLayout:
         plane = piece.num_units * piece.unit_tokens * row
         parts = tuple(Part(0, at + index * plane) for index in range(len(layer.parts)))
         at += len(parts) * plane
-        token_stride = 0 if pages.state else row
-        layers.append(LayerLayout(parts, piece.unit_tokens * row, token_stride, pages.head_nbytes))
+        token_stride, head_stride = row, pages.head_nbytes
+        if piece.heads_first:
+            token_stride, head_stride = pages.head_nbytes, piece.unit_tokens * pages.head_nbytes
+        token_stride = 0 if pages.state else token_stride
+        layers.append(LayerLayout(parts, piece.unit_tokens * row, token_stride, head_stride))
     return replace(pages, block_tokens=piece.unit_tokens, num_blocks=piece.num_units, layers=tuple(layers))
 
 
@@ -88,12 +93,15 @@ def cut(plan: Plan, layers: range, most_nbytes: int) -> deque[Piece]:
     layout, unit, pieces = plan.template.src, plan.template.unit_tokens, deque[Piece]()
     first = layers.start if plan.start < plan.end else layers.stop
     while first < layers.stop:
-        row = Piece(range(first, first + 1), 0, 1, 1).nbytes(layout)
+        at, heads_first = layout.layers[first], False
+        if layout.num_heads > 1 and not layout.state:
+            heads_first = at.head_stride > at.token_stride
+        row = Piece(range(first, first + 1), 0, 1, 1, heads_first).nbytes(layout)
         if row > most_nbytes:
             raise ValueError(f"layer {first} has {row} bytes a position; a slot has room for {most_nbytes}")
         while unit * row > most_nbytes:
             unit = next(unit // divisor for divisor in range(2, unit + 1) if unit % divisor == 0)
-        whole = Piece(range(first, first + 1), plan.start, plan.end, unit)
+        whole = Piece(range(first, first + 1), plan.start, plan.end, unit, heads_first)
         if whole.num_units <= MAX_UNITS and whole.nbytes(layout) <= most_nbytes:
             more = whole
             while more.nbytes(layout) <= most_nbytes:

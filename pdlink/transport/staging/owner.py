@@ -111,7 +111,7 @@ class Owner:
             raise ProtocolError(f"slot: [{note.start}, {note.end}) by {note.unit_tokens} of blocks of {unit_tokens}")
         if layout.state and note.end - note.start != 1:
             raise ProtocolError(f"slot: [{note.start}, {note.end}) of a state; expected one position")
-        piece = Piece(layers, note.start, note.end, note.unit_tokens)
+        piece = Piece(layers, note.start, note.end, note.unit_tokens, note.heads_first)
         nbytes, covering = piece.nbytes(layout), layout.blocks_of(note.start, note.end)
         if piece.num_units > MAX_UNITS or nbytes > self._slots.nbytes:  # before anything of that size is made
             raise ProtocolError(f"slot: {nbytes} bytes of {piece.num_units} units; it has {self._slots.nbytes} bytes")

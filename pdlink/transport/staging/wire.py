@@ -60,6 +60,8 @@ class SlotFilled(_Note, frozen=True, tag=3):
     unit_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
     """The slot holds whole units of so many positions, one after the other for each part of each layer. A block of
     the owner's is some of them."""
+    heads_first: bool
+    """Of a unit, one head after the other; otherwise one position after the other."""
     blocks: Annotated[bytes, msgspec.Meta(min_length=4, max_length=4 * MAX_UNITS)]
     """The owner's, little-endian uint32, from the one on that holds `start`."""
 

@@ -124,12 +124,12 @@ class Writer:
         if writing.direct is not None:
             return [(writing.direct.device_ptr(out.there), out.nbytes)]
         assert out.slot is not None
-        positions = out.piece.num_units * out.piece.unit_tokens
         at, row = self._slots.offset(out.slot), plan.template.src.num_heads * plan.template.src.head_nbytes
-        planes = self._slots.buffer.array[at : at + out.nbytes].reshape(-1, positions * row)
-        skip = plan.start % out.piece.unit_tokens
-        planes[:, : skip * row] = 0
-        planes[:, (skip + plan.end - plan.start) * row :] = 0
+        shape = -1, out.piece.num_units, out.piece.unit_tokens * row
+        units = self._slots.buffer.array[at : at + out.nbytes].reshape(shape)
+        for unit, position in ((0, plan.start), (-1, plan.end)):
+            if position % out.piece.unit_tokens:
+                units[:, unit] = 0
         return [(self._slots.device_ptr(out.slot), out.nbytes)]
 
     def _gathered(self, out: OutgoingSlot) -> None:
@@ -178,9 +178,9 @@ class Writer:
         """The owner's slot is filled."""
         if out.peer.usable:
             writing.told[out.number] = out
-            piece, group = out.piece, out.batch.plan.template.group
-            of_it = group, piece.layers.start, len(piece.layers), piece.start, piece.end, piece.unit_tokens
-            self._say(out.peer, wire.SlotFilled(out.number, out.there, *of_it, out.blocks.astype("<u4").tobytes()))
+            layers, start, end, unit_tokens, heads_first = out.piece
+            what = out.batch.plan.template.group, layers.start, len(layers), start, end, unit_tokens, heads_first
+            self._say(out.peer, wire.SlotFilled(out.number, out.there, *what, out.blocks.astype("<u4").tobytes()))
 
     def on_note(self, peer: StagingPeer, writing: WritingTo, note: wire.Grant | wire.SlotPlaced) -> None:
         """What an owner says. Raises ProtocolError."""
