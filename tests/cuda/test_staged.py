@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
@@ -348,6 +349,43 @@ def test_a_writer_is_held_to_the_blocks_that_it_is_offered() -> None:
     assert owner.happened == [PeerClosed("writer")]
     for side in (writer, owner):
         side.close()
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("block_tokens", [4, 3])
+def test_a_push_that_cannot_be_counted_costs_itself_alone(block_tokens: int) -> None:
+    """A source may repeat itself, so its pages have room in any buffer. The units of a push are 4 positions, or 1."""
+    kv = groups(block_tokens)
+    there = kv.layouts[0]
+    place = LayerLayout((Part(0, 0), Part(0, 0)), 0, 0, 0)
+    layers, num_blocks = (place,) * len(there.layers), 2**29 + 1
+    pages = replace(there, block_tokens=4, num_blocks=num_blocks, layers=layers)
+    few = replace(pages, num_blocks=1)
+    writer, owner = (Side(Carried(DoubleStaged(TcpTransport()))) for _ in range(2))
+    for seed, side in enumerate((writer, owner)):
+        side.add_buffer(max(kv.extent(0), POOL_NBYTES), seed)
+        side.transport.guard(kv)
+    join(writer, owner)
+    with closing(writer), closing(owner):
+        owner.transport.open_blocks("writer", [[3]])
+        refused = {
+            "2147483652 positions": bind(template(pages, there), [num_blocks - 1], [3], 0, 3),
+            "of a state": bind(template(_state(1), _state(1)), [1, 2], [3, 4], 0, 2),
+        }
+        for reason, plan in refused.items():
+            with pytest.raises(ValueError, match=reason):
+                writer.transport.submit_plan("owner", plan, range(1), PATIENCE_S)
+        plan = bind(template(few, there), [0], [3], 0, 3)
+        assert writer.wait_batch(writer.transport.submit_plan("owner", plan, range(1), PATIENCE_S)) == "ok"
+
+
+def test_pages_with_more_positions_than_can_be_counted_have_no_slot_placed(invited: Invited) -> None:
+    invited.staged.open_blocks("stranger", [[3], [3]])
+    slot = invited.granted()
+    owner = cast("Any", invited.staged)._stager._owner
+    owner._pages[0].layout = replace(owner._pages[0].layout, num_blocks=2**29)
+    with pytest.raises(ProtocolError, match="2147483648 positions; expected fewer"):
+        invited.say(filled(0, slot))
 
 
 @pytest.fixture

@@ -54,6 +54,12 @@ class Pages:
         self.layout = layout
         self._kept: dict[tuple[range, int, int, bool, bool], Template] = {}
 
+    def require_countable(self) -> None:
+        """Kernels count positions in 31 bits, whatever the unit. Raises ValueError."""
+        num_positions = self.layout.num_blocks * (1 if self.layout.state else self.layout.block_tokens)
+        if num_positions >= 2**31:
+            raise ValueError(f"layout has {num_positions} positions; expected fewer than 2^31")
+
     def gather(self, piece: Piece, blocks: IntArray) -> Plan:
         """Into a slot. blocks: from the one on that holds `piece.start`."""
         return bind(self._template(piece, False), blocks, np.arange(piece.num_units), piece.start, piece.end)
@@ -89,8 +95,13 @@ def _slot(pages: KVLayout, piece: Piece) -> KVLayout:
 
 
 def cut(plan: Plan, layers: range, most_nbytes: int) -> deque[Piece]:
-    """Several layers whole, or one by ranges of positions. Raises ValueError if a slot has no room for a position."""
+    """Several layers whole, or one by ranges of positions.
+
+    Raises ValueError if a slot has no room for a position, and for more of a state than one.
+    """
     layout, unit, pieces = plan.template.src, plan.template.unit_tokens, deque[Piece]()
+    if layout.state and plan.end - plan.start > 1:
+        raise ValueError(f"[{plan.start}, {plan.end}) of a state; expected one position")
     first = layers.start if plan.start < plan.end else layers.stop
     while first < layers.stop:
         at, heads_first = layout.layers[first], False

@@ -118,6 +118,7 @@ class Owner:
         if len(note.blocks) != 4 * (covering.stop - covering.start):
             raise ProtocolError(f"slot: {len(note.blocks)} bytes of blocks; 4 for each of {covering} are expected")
         try:
+            pages.require_countable()
             plan = pages.scatter(piece, blocks)
             pairs = plan.pairs  # now: what cannot be numbered costs the peer alone
         except ValueError as error:

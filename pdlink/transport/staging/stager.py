@@ -280,14 +280,16 @@ class Stager:
         return peer.writing
 
     def _pages_of(self, template: Template, writing: WritingTo) -> Pages:
-        """Raises ValueError for a layout that is not inside its regions."""
+        """Raises ValueError for a layout that is not inside its regions, or has too many positions."""
         found = writing.pages.get(id(template))
         if found is None:
             _require_inside("source", template.src, [nbytes for _, nbytes in self._regions])
             _require_inside("destination", template.dst, writing.there.regions)
+            pages = Pages(template.src)
+            pages.require_countable()  # now: in `poll` it would cost all peers
             if len(writing.pages) >= _MOST_TEMPLATES:
                 writing.pages.clear()
-            found = writing.pages[id(template)] = template, Pages(template.src)
+            found = writing.pages[id(template)] = template, pages
         return found[1]
 
     def _number(self) -> int:
