@@ -655,6 +655,23 @@ def test_a_slot_lies_as_the_pages_of_the_writer(of: str, to: str, gathers: int, 
     assert Pages(dst).scatter(piece, there).num_runs == scatters
 
 
+def test_slots_carry_little_that_is_not_asked_for() -> None:
+    """At most a quarter more, from large blocks, too; and each position once."""
+    for seed in range(300):
+        rng = random.Random(seed)
+        src, dst = (
+            dense(block_tokens=rng.choice([16, 64, 544, 1056]), num_blocks=150, num_layers=1) for _ in range(2)
+        )
+        start = rng.randrange(1000)
+        end = start + rng.randint(1, 1200)
+        plan = bind(template(src, dst), range(150), range(150), start, end)
+        pieces = cut(plan, range(1), rng.choice([4096, 1 << 16]))
+        sent = sum(piece.num_units * piece.unit_tokens for piece in pieces)
+        assert 4 * sent <= 5 * (end - start), f"seed {seed}: {sent} of {end - start}"
+        assert [pieces[0].start, *(piece.end for piece in pieces)] == [*(piece.start for piece in pieces), end]
+        assert pieces[0].start == start
+
+
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("order", ["LPBTH", "LPBHT"])
 def test_a_slot_that_is_sent_tells_nothing_of_what_it_held_before(order: str) -> None:

@@ -110,7 +110,7 @@ def cut(plan: Plan, layers: range, most_nbytes: int) -> deque[Piece]:
         row = Piece(range(first, first + 1), 0, 1, 1, heads_first).nbytes(layout)
         if row > most_nbytes:
             raise ValueError(f"layer {first} has {row} bytes a position; a slot has room for {most_nbytes}")
-        while unit * row > most_nbytes:
+        while unit > 1 and (unit * row > most_nbytes or 4 * _whole(plan, unit) > 5 * (plan.end - plan.start)):
             unit = next(unit // divisor for divisor in range(2, unit + 1) if unit % divisor == 0)
         whole = Piece(range(first, first + 1), plan.start, plan.end, unit, heads_first)
         if whole.num_units <= MAX_UNITS and whole.nbytes(layout) <= most_nbytes:
@@ -128,6 +128,11 @@ def cut(plan: Plan, layers: range, most_nbytes: int) -> deque[Piece]:
                 pieces.append(whole._replace(start=start, end=end))
         first = whole.layers.stop
     return pieces
+
+
+def _whole(plan: Plan, unit_tokens: int) -> int:
+    """Positions that are sent: units go whole. A block of 544 (hybrid models) would be mostly empty."""
+    return (-(-plan.end // unit_tokens) - plan.start // unit_tokens) * unit_tokens
 
 
 def blocks_in(plan: Plan, piece: Piece) -> tuple[IntArray, IntArray]:
