@@ -33,8 +33,7 @@ RUN_NBYTES: Final = 4 << 20
 """A kernel's list says a longer run as several (`kMaxRunNbytes` of `csrc/common/runs.h`)."""
 
 MOST_LAUNCHES: Final = 32
-"""For one `begin`, each of runs of one length. A peer may say so many lengths as there are runs: those go to the copy
-engine."""
+"""For one `begin`, each of runs of one length. Records of a tier with more lengths go to the copy engine."""
 
 _WORLD: Final = [(0, 2**63 - 1)]
 """Every address as one region: the runs were checked before."""

@@ -173,7 +173,7 @@ class Transport(ABC):
         """From now on a peer may write only to blocks that are open to it, where this transport can hold that.
 
         groups: in the buffers registered by now. Once, before anybody is invited. Without it, an invited peer may
-        write to all of every region.
+        write to all of every region; a staged lane refuses every slot.
         """
 
     def open_blocks(self, peer: str, blocks: Sequence[Sequence[int]]) -> None:  # noqa: B027
@@ -213,7 +213,8 @@ class Transport(ABC):
         One native call whatever the number of runs. The runs are copied before it returns. Bytes land in any order:
         of runs that meet at the destination, in one batch or in two open ones, either may be the last. A batch that
         is not done within `timeout_s` fails the peer. Raises ValueError for a run outside its region on either side
-        (checked before anything is written) and TransportFailure if the peer is failed, closed or unknown.
+        (checked before anything is written), and of a lane that takes plans only; TransportFailure if the peer is
+        failed, closed or unknown.
         """
 
     def submit_plan(
