@@ -54,7 +54,7 @@ bool refused() {
 
 // Called with the GIL held. Never destroyed: Python frees arenas until the very end.
 struct Arenas {
-    ArenaAllocator usual{};                // has those that were there before, and those of other sizes
+    ArenaAllocator usual{};                // has the arenas of before, and of other sizes
     std::size_t nbytes = 0;                // of an arena, all of which have one size
     std::vector<void*> spare;              // of those taken from large pages
     std::unordered_set<const void*> used;  // the others of these

@@ -14,7 +14,7 @@ namespace pdlink::index {
 
 // Which rows may be chosen.
 struct Fit {
-    std::span<const std::uint8_t> marks;  // not 0 for those that may, one for each row; empty: all
+    std::span<const std::uint8_t> marks;  // one for each row, not 0 if it may be chosen; empty: all
 
     bool operator()(std::size_t row) const { return marks.empty() || marks[row]; }
 };
@@ -43,7 +43,7 @@ class Columns {
     const std::vector<double>& held(const Held& held);
     const std::vector<double>& cached(const Asked& asked, Guesses& guesses);
 
-    // The row with the least to do of those that fit, of which there is one at least. Equal ones take turns: else the
+    // The row with the least to do, of those to choose from; there is one at least. Equal ones take turns: else the
     // first gets all requests of an idle pool.
     Picked least(Fit fit, std::size_t turn);
     // The row from which the first token is expected soonest. behind: rows, and what comes to their costs for each

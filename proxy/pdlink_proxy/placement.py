@@ -79,7 +79,7 @@ class Alone(NamedTuple):
 
 _NEVER = Alone()
 _NATIVE = (LeastLoaded, Cost)
-"""Policies that `Pairing` has, too; not those that are derived from them."""
+"""Policies that `Pairing` has, too; not classes derived from them."""
 
 
 class Pairs(NamedTuple):

@@ -43,7 +43,7 @@ def test_nothing_more_is_tried_on_a_kernel_that_cannot() -> None:
 
 
 def test_what_is_tried_no_more_has_settled() -> None:
-    """So far from the begin: whoever pins it keeps no step from a huge page."""
+    """So far from the begin: pinning it keeps no step from a huge page."""
     gathering, committed = Gathering(), 3 * STEP_NBYTES + 4096
     assert gathering.settled_nbytes(committed) == 0
     steps(gathering, committed, True, False)
