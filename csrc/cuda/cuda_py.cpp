@@ -118,10 +118,10 @@ Moves moves_of_pairs(const Rows& src, const Rows& dst, const PyPairs& pairs, std
                      std::uint32_t skip, std::uint64_t num_tokens, std::uint32_t num_parts, std::uint32_t num_heads,
                      std::uint64_t head_nbytes) {
     Request request = request_of(src, dst, num_tokens, 1, num_parts, num_heads, head_nbytes);
-    if (unit_tokens == 0 || (skip + num_tokens + unit_tokens - 1) / unit_tokens > pairs.shape(0))
-        throw std::invalid_argument("the pairs do not cover all tokens");
     request.unit_tokens = unit_tokens;
     request.skip = skip;
+    if (unit_tokens == 0 || request.num_units() > pairs.shape(0))
+        throw std::invalid_argument("the pairs do not cover all tokens");
     request.src.side.list_step = request.dst.side.list_step = 16;
     request.dst.side.list = 8;
     MovePart part{{}, true, {request}, num_tokens * num_parts * num_heads * head_nbytes};

@@ -77,9 +77,7 @@ Failure KernelLauncher::launch(Moves& moves, const SlotMemory& slot, std::uintpt
     std::vector<Launch> launches;
     for (Request request : part.requests) {
         request.max_blocks = max_blocks_;
-        const std::uint64_t units =
-            (request.skip + request.num_tokens + request.unit_tokens - 1) / request.unit_tokens;
-        const std::uint64_t num_words = units * (request.is_wide ? 4 : 2);
+        const std::uint64_t num_words = request.num_units() * request.words_of_unit();
         if (num_words * 4 <= kInlineNbytes) {
             request.words = {reinterpret_cast<const std::uint32_t*>(part.list.data() + request.src.side.list),
                              num_words};

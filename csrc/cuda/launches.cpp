@@ -79,7 +79,7 @@ Launch make_launch(const std::string& kernel, const Reshape& reshape, std::uint3
 void shift_tokens(Request& request, std::uint64_t tokens) {
     const std::uint64_t skip = request.skip + tokens, units = skip / request.unit_tokens;
     request.skip = static_cast<std::uint32_t>(skip % request.unit_tokens);
-    if (!request.words.empty()) request.words = request.words.subspan((request.is_wide ? 4 : 2) * units);
+    if (!request.words.empty()) request.words = request.words.subspan(request.words_of_unit() * units);
     for (Side* side : {&request.src.side, &request.dst.side})
         if (side->list)
             side->list += units * side->list_step;
@@ -125,9 +125,7 @@ std::vector<Launch> plan_reshape(Request request) {
             "lists and tables must lie at multiples of the bytes of a number");
     require(request.refused % 4 == 0, "refused must lie at a multiple of 4 bytes");
     require(request.words.size_bytes() <= kInlineNbytes, "too many pairs for an argument");
-    require(request.words.empty() ||
-                (request.skip + request.num_tokens + request.unit_tokens - 1) / request.unit_tokens <=
-                    request.words.size() / (request.is_wide ? 4 : 2),
+    require(request.words.empty() || request.num_units() <= request.words.size() / request.words_of_unit(),
             "the pairs do not cover all tokens");
     merge_heads(request);
     const std::uint32_t unit_nbytes = widest_unit(request);

@@ -39,6 +39,9 @@ struct Request {
     std::uint64_t refused = 0;
     std::uint32_t max_strands = 0x7fffffff;  // per launch; more tokens make more launches
     std::uint32_t max_blocks = kAnyBlocks;   // of a grid, 1 or more
+
+    std::uint64_t num_units() const { return (skip + num_tokens + unit_tokens - 1) / unit_tokens; }
+    std::size_t words_of_unit() const { return is_wide ? 4 : 2; }
 };
 
 // Throws std::invalid_argument for invalid sizes, misaligned addresses, and more than 65,535 planes (the grid's

@@ -41,10 +41,15 @@ class Piece(NamedTuple):
     def num_units(self) -> int:
         return -(-self.end // self.unit_tokens) - self.start // self.unit_tokens
 
+    @property
+    def num_sent(self) -> int:
+        """Positions of its units, which go whole."""
+        return self.num_units * self.unit_tokens
+
     def nbytes(self, layout: KVLayout) -> int:
         """Of the slot, with what is not copied of the first and the last unit."""
         planes = sum(len(layer.parts) for layer in layout.layers[self.layers.start : self.layers.stop])
-        return self.num_units * self.unit_tokens * planes * layout.num_heads * layout.head_nbytes
+        return self.num_sent * planes * layout.num_heads * layout.head_nbytes
 
 
 class Pages:
@@ -110,9 +115,11 @@ def cut(plan: Plan, layers: range, most_nbytes: int) -> deque[Piece]:
         row = Piece(range(first, first + 1), 0, 1, 1, heads_first).nbytes(layout)
         if row > most_nbytes:
             raise ValueError(f"layer {first} has {row} bytes a position; a slot has room for {most_nbytes}")
-        while unit > 1 and (unit * row > most_nbytes or 4 * _whole(plan, unit) > 5 * (plan.end - plan.start)):
-            unit = next(unit // divisor for divisor in range(2, unit + 1) if unit % divisor == 0)
         whole = Piece(range(first, first + 1), plan.start, plan.end, unit, heads_first)
+        # Not much more is sent than was asked for: a block of 544 positions (hybrid models) would be mostly empty.
+        while unit > 1 and (unit * row > most_nbytes or 4 * whole.num_sent > 5 * (plan.end - plan.start)):
+            unit = next(unit // divisor for divisor in range(2, unit + 1) if unit % divisor == 0)
+            whole = whole._replace(unit_tokens=unit)
         if whole.num_units <= MAX_UNITS and whole.nbytes(layout) <= most_nbytes:
             more = whole
             while more.nbytes(layout) <= most_nbytes:
@@ -130,18 +137,12 @@ def cut(plan: Plan, layers: range, most_nbytes: int) -> deque[Piece]:
     return pieces
 
 
-def _whole(plan: Plan, unit_tokens: int) -> int:
-    """Positions that are sent: units go whole. A block of 544 (hybrid models) would be mostly empty."""
-    return (-(-plan.end // unit_tokens) - plan.start // unit_tokens) * unit_tokens
-
-
 def blocks_in(plan: Plan, piece: Piece) -> tuple[IntArray, IntArray]:
     """The blocks of a piece at both ends."""
     sides = (plan.template.src, plan.src_blocks), (plan.template.dst, plan.dst_blocks)
-    src, dst = (
-        blocks[piece.start // each.block_tokens - plan.start // each.block_tokens :][
-            : -(-piece.end // each.block_tokens) - piece.start // each.block_tokens
-        ]
-        for each, blocks in sides
-    )
+    found = []
+    for layout, blocks in sides:
+        first, needed = plan.start // layout.block_tokens, layout.blocks_of(piece.start, piece.end)
+        found.append(blocks[needed.start - first : needed.stop - first])
+    src, dst = found
     return src, dst
