@@ -34,7 +34,7 @@ std::size_t find(std::string_view text, std::string_view mark) {
     return static_cast<std::size_t>(static_cast<const char*>(at) - text.data());
 }
 
-bool has(std::string_view text, std::string_view mark) { return find(text, mark) != std::string_view::npos; }
+std::string_view trimmed(std::string_view text) { return text.substr(0, text.find_last_not_of(" \t\r\n") + 1); }
 
 // What stands behind the quote at this place, if the word that ends there is a field.
 std::optional<std::string_view> value_of(std::string_view events, std::size_t quote) {
@@ -47,23 +47,31 @@ std::optional<std::string_view> value_of(std::string_view events, std::size_t qu
 // Which marks a word of JSON is, or has as its value: the word before the quote at this place.
 unsigned marks_of_word(std::string_view events, std::size_t quote) {
     const std::string_view word = events.substr(0, quote);
-    const std::optional<std::string_view> value = value_of(events, quote);
+    unsigned mark = 0;
     switch (word.back()) {
         case 'r':
             return word.ends_with(kErrorObject) ? kError : 0U;
         case 't':
             return word.ends_with(kAbortWord) ? kAbort : 0U;
         case 'n':
-            if (!value || !word.ends_with(kReason) || value->starts_with(kNull)) return 0;
-            return kFinish | (value->starts_with(kErrorWord) ? kFailed : 0U);
+            mark = word.ends_with(kReason) ? kFinish : 0U;
+            break;
         case 's':
-            if (!value) return 0;
-            if (word.ends_with(kDetails)) return value->starts_with('{') ? kCached : 0U;
-            if (word.ends_with(kParamsField)) return value->starts_with('{') ? kParams : 0U;
-            return word.ends_with(kRead) ? kCached : 0U;
+            mark = word.ends_with(kParamsField)                        ? kParams
+                   : word.ends_with(kDetails) || word.ends_with(kRead) ? kCached
+                                                                       : 0U;
+            break;
         default:
-            return 0;
+            break;
     }
+    if (mark == 0) return 0;
+    const std::optional<std::string_view> value = value_of(events, quote);
+    if (!value) return 0;
+    if (mark == kFinish) {
+        if (value->starts_with(kNull)) return 0;
+        return kFinish | (value->starts_with(kErrorWord) ? kFailed : 0U);
+    }
+    return value->starts_with('{') || word.ends_with(kRead) ? mark : 0U;
 }
 
 // Calls `see` with each place of a quote before which one of these letters stands: few words end so, and all are
@@ -108,7 +116,7 @@ unsigned marks_of(std::string_view events, unsigned wanted) {
     unsigned found = wanted & kAnything;
     if ((wanted & kWords) != 0)
         each_quote(events, "rtns", [&](std::size_t quote) { found |= marks_of_word(events, quote) & wanted; });
-    if ((wanted & kDone) != 0 && has(events.substr(end), kDoneMarker)) found |= kDone;
+    if ((wanted & kDone) != 0 && trimmed(events.substr(end)).ends_with(kDoneMarker)) found |= kDone;
     if ((wanted & kNamed) != 0 && has_name(events)) found |= kNamed;
     return found;
 }

@@ -32,11 +32,6 @@ def recomputed(code: str) -> str:
     return f"{RECOMPUTED};reason={code}"
 
 
-def comment(value: str) -> bytes:
-    """A comment of server-sent events, which clients skip, with the value."""
-    return f": {HEADER}: {value}\n\n".encode()
-
-
 def checked(value: str | None) -> str | None:
     """A worker's value if it is valid, else None."""
     return value if value in USUAL or (value is not None and _VALUE.fullmatch(value)) else None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdlink._http import DONE as MARK_OF_DONE
 from pdlink._http import FAILED, marks_of
 
 if TYPE_CHECKING:
@@ -21,8 +22,9 @@ DONE = b"data: [DONE]\n\n"
 MAX_EVENT_NBYTES = 16 * 2**20
 """Longest single event to hold. One token with the log-probabilities of a 128k-token prompt is about 10 MiB."""
 
-# Lines end in \n or \r\n; no inference server uses the bare \r that the standard also allows.
-_BOUNDARY = re.compile(rb"\r?\n\r?\n")
+# Lines end in \n or \r\n; no inference server uses the bare \r that the standard also allows. The \r of a last line
+# is left to it: a pattern that begins with a byte is searched in a quarter of the time.
+_BOUNDARY = re.compile(rb"\n\r?\n")
 
 
 class EventTooLong(ValueError):
@@ -94,7 +96,7 @@ def first_data_event(data: bytes) -> tuple[int, int] | None:
 def is_done(data: bytes) -> bool:
     """Whether whole events end with the [DONE] marker."""
     # Generated text cannot match: a JSON line ends in "}".
-    return data[-16:].rstrip().endswith(b"[DONE]")
+    return marks_of(data, MARK_OF_DONE) != 0
 
 
 def has_named(data: bytes, names: Iterable[bytes]) -> bool:
@@ -105,7 +107,7 @@ def has_named(data: bytes, names: Iterable[bytes]) -> bool:
 
 def place_of_done(data: bytes) -> int | None:
     """Where [DONE] begins, if whole events end with it: a comment may stand before it."""
-    return data.rfind(b"\n", 0, data.rindex(b"[DONE]")) + 1 if is_done(data) else None
+    return data.rfind(b"\n", 0, data.rindex(b"[DONE]")) + 1 if marks_of(data, MARK_OF_DONE) else None
 
 
 def fails(document: bytes) -> bool:

@@ -118,7 +118,7 @@ class LegState(msgspec.Struct):
     spoke: bool = False
     """Its first data event or whole answer is here."""
     buffer: EventBuffer | None = None
-    """Of its stream; an answer in one piece needs none."""
+    """From when its stream came with an event in pieces."""
 
 
 class Flow:
@@ -219,8 +219,7 @@ class Flow:
             and state.running
             and attempt == self.attempts
             and self.outcome is None
-            and state.buffer is not None
-            and state.buffer.is_empty
+            and (state.buffer is None or state.buffer.is_empty)
             and not self.look & ANYTHING
         )
 
@@ -282,17 +281,17 @@ class Flow:
         state = self._legs.get(leg) if event.attempt == self.attempts else None
         if state is None or not state.running or (self._rules.awaits_prefill and self._keeps(event)):
             return []
-        forward, buffer = b"", state.buffer
-        if buffer is None:
-            buffer = state.buffer = EventBuffer()
+        forward, events, buffer = b"", data, state.buffer
         try:
+            if buffer is not None or not data.endswith(b"\n\n"):
+                buffer = state.buffer = buffer or EventBuffer()
+                events = buffer.pass_whole_events(data)
             if leg is Leg.PREFILL and state.spoke:
-                self._hear_cached(buffer.pass_whole_events(data))
+                self._hear_cached(events)
             elif state.spoke:
                 state.since_s = now
-                forward = buffer.pass_whole_events(data)
+                forward = events
             else:
-                events = buffer.pass_whole_events(data)
                 if (found := first_data_event(events)) is None:
                     return []
                 begin, end = found
@@ -359,11 +358,11 @@ class Flow:
                 *blames,
                 BlameLeg(self.attempts, Leg.DECODE, reason=Loss.ERROR, detail=detail, then=_THEN[Reaction.ANSWER]),
             ]
-        if leg is Leg.DECODE and (marks & DONE or self._last_events) and self._is_last(forward):
+        if leg is Leg.DECODE and (self._is_last(forward) if self._last_events else marks & DONE):
             if not (self._finished or self._error_passed):
                 return self._failed_by(leg, before_end(forward), Loss.MALFORMED, _NO_FINISH, b"", now)
             # Do not wait for the end of the HTTP body: a worker that dies now has lost nothing.
-            return [*blames, Forward(forward), *self._finish_stream()]
+            return [*blames, *self._finish_stream(forward)]
         return [*blames, *self._to_client(forward)]
 
     def _hear_cached(self, events: bytes) -> None:
@@ -411,7 +410,7 @@ class Flow:
         if leg is Leg.DECODE and state.spoke and self._is_last(rest) and told:
             # Only the blank line after the last event is missing; without it the client would not see the event.
             forward = rest.rstrip(b"\r\n") + b"\n\n"
-            return [Forward(forward), *self._finish_stream()]
+            return self._finish_stream(forward)
         detail = _NO_FINISH if self._is_last(rest) else "the stream ended early"
         return self._on_lost(leg, Loss.MALFORMED, detail, now)
 
@@ -604,8 +603,8 @@ class Flow:
         self.outcome = outcome
         return actions if final is None else [*actions, final]
 
-    def _finish_stream(self) -> list[Action]:
-        actions = self._finish(Outcome.OK, EndStream(b""))
+    def _finish_stream(self, last: bytes) -> list[Action]:
+        actions = self._finish(Outcome.OK, EndStream(last))
         if self._error_passed:
             self.outcome = Outcome.BROKEN
         return actions

@@ -140,11 +140,6 @@ def stages(tries: Sequence[Try], placement_s: float, now_s: float, last: str) ->
     return found, server_timing(queue_s, placement_s, get("prefill"), get("transfer"), took_s, last, until_now_s)
 
 
-def timing_comment(value: str) -> bytes:
-    """The first line of a comment of server-sent events; another one ends it."""
-    return f": {TIMING_HEADER}: {value}\n".encode()
-
-
 class LegRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One leg of one attempt. Times count from the arrival of the request."""
 

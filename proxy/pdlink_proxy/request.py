@@ -34,7 +34,7 @@ from .fleet import wanted
 from .flow import Flow
 from .metrics import exemplar_of
 from .pair_times import MIN_TOKENS
-from .records import TIMING_HEADER, EndedRequest, stages, timing_comment
+from .records import TIMING_HEADER, EndedRequest, stages
 from .recovery import PATHS, Recovery
 from .sessions import SessionTurn
 from .steps import (
@@ -484,6 +484,8 @@ class Request:
     def sent(self, leg: WorkerLeg, data: bytes) -> None:
         """Bytes of its event stream."""
         self.happen(Chunk(leg.attempt, leg.leg, data))
+        if self._flow.outcome is not None:
+            return
         if (
             self._opened_s is not None
             and self._flow.passes(leg.attempt, leg.leg)
@@ -623,14 +625,16 @@ class Request:
 
     def _end_stream(self, data: bytes) -> None:
         """Its last events."""
+        self._num_events += num_events(data)
+        self._tail += data
         if self._tally is not None:
             self._tally.add(data)
-        self._tail += data
         if self._opened_s is None:
             self._open()
         self._stages, timing = stages(self._flow.tries, self._admission.placement_s, time.monotonic(), "total")
         self._kv_told = self._kv_value
-        self.client.end(data, timing_comment(timing) + kv_path.comment(self._kv_told), place_of_done(data))
+        comment = f": {TIMING_HEADER}: {timing}\n: {kv_path.HEADER}: {self._kv_told}\n\n"
+        self.client.end(data, comment.encode(), place_of_done(data))
 
     def _lines(self, last: str, now_s: float) -> str:
         """Headers: which request, where its time went, and of the attempt, which transfer and which workers."""

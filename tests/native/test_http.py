@@ -72,7 +72,8 @@ def test_marks_are_fields_and_not_text(space: str) -> None:
 
 def _has_marks(events: bytes) -> int:
     """As `marks_of` of ALL, written with regular expressions."""
-    found = ERROR * (b'{"error"' in events) | ABORT * (b'"abort"' in events) | DONE * (b"[DONE]" in events[-16:])
+    found = ERROR * (b'{"error"' in events) | ABORT * (b'"abort"' in events)
+    found |= DONE * events[-16:].rstrip(b" \t\r\n").endswith(b"[DONE]")
     found |= FINISH * bool(re.search(rb'"finish_reason": ?(?!null)(?! null)', events))
     found |= FAILED * bool(re.search(rb'"finish_reason": ?"error"', events))
     found |= CACHED * bool(re.search(rb't_tokens_details": ?\{|"cache_read_input_tokens":', events))
@@ -101,7 +102,7 @@ def test_marks_are_found_wherever_they_stand(seed: int) -> None:
     words += [b"event: message_stop", b"error", b"r", b"finish_reason", b"t_tokens_details", b'"error"', b",", b"}"]
     for number in range(20_000):
         events = b"".join(rng.choices(words, k=rng.randrange(9)))
-        events = b"y" * rng.randrange(20) + events + b"z" * rng.choice([0, 0, 30])
+        events = b"y" * rng.randrange(20) + events + rng.choice([b"", b"\n\n", b"z" * 30])
         assert marks_of(events, ALL) == _has_marks(events), (seed, number, events)
         wanted = rng.randrange(512)
         assert marks_of(events, wanted) == (_has_marks(events) & wanted) | (wanted & ANYTHING)

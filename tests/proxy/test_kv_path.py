@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdlink.api.kv_path import checked, comment, recomputed
+from pdlink.api.kv_path import checked, recomputed
 from pdlink.api.sse import place_of_done
 from pdlink.reasons import Reason
 from tests.proxy import fakes
@@ -154,7 +154,7 @@ def test_the_comment_stands_before_the_end_marker_however_it_is_written(done: by
     text = event("say data: [DONE] now")
     events = text + done
     at = place_of_done(events)
-    assert events[:at] + comment("unknown") + events[at:] == text + done.replace(
+    assert events[:at] + b": X-Pdlink-KV: unknown\n\n" + events[at:] == text + done.replace(
         b"data:", b": X-Pdlink-KV: unknown\n\ndata:"
     )
     assert place_of_done(text) is None
