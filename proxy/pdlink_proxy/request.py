@@ -85,6 +85,9 @@ log = logging.getLogger("pdlink.proxy")
 _OWN_FAULTS = frozenset({Loss.CONNECT, Loss.RESET, Loss.TIMEOUT, Loss.MALFORMED, Loss.ERROR})
 """Losses that are the worker's own, and not its peer's or ours."""
 
+_USAGE_NBYTES = 4096
+"""At the end of a stream, where its usage is looked for."""
+
 _INTERNAL = error_body("the proxy failed unexpectedly; see its log", kind="server_error", code=PdlinkError.code)
 
 _NO_HEADERS: Mapping[str, str] = {}
@@ -626,7 +629,7 @@ class Request:
     def _end_stream(self, data: bytes) -> None:
         """Its last events."""
         self._num_events += num_events(data)
-        self._tail += data
+        self._tail = self._tail[-_USAGE_NBYTES:] + data[-_USAGE_NBYTES:]
         if self._tally is not None:
             self._tally.add(data)
         if self._opened_s is None:
