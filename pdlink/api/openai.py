@@ -56,7 +56,7 @@ LAST_EVENTS = {
 
 KV_PARAMS = "kv_transfer_params"
 _SMALL_NBYTES = 8192
-"""Of a body: a copy of it is quicker than a view, and so is reading all of it twice than its small fields apart."""
+"""Of a body: to read all of it twice is quicker than to read its small fields apart."""
 
 
 class CommonFields(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -81,6 +81,7 @@ class CommonFields(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     session_ttl_s: TimeToLive | None = None
 
 
+_NULL = msgspec.Raw(b"null")
 _SAID = frozenset(CommonFields.__struct_fields__)
 _fields_in = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _common_in = msgspec.json.Decoder(CommonFields, strict=False).decode
@@ -106,29 +107,27 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     """The client's own; then both legs sample with it."""
     fields: Mapping[str, msgspec.Raw]
     """The client's top level without `kv_transfer_params`, with which a client could name any address."""
-    body: bytes
-    """`fields` as one JSON object."""
+    given: msgspec.Raw
+    """Of these, the input: text, token ids, messages, or a list of prompts. Null if there are embeddings alone."""
     said: CommonFields
     """As the client wrote it, also where `fields` are extended."""
     max_tokens: int | None = None
     """Of its answer, at most, as the client wrote it; None if it does not say."""
 
     @property
+    def body(self) -> bytes:
+        """`fields` as one JSON object."""
+        return msgspec.json.encode(self.fields)
+
+    @property
     def prompt(self) -> bytes:
-        """What it begins with, in JSON: text, token ids, messages, or a list of prompts. Of embeddings a name, as
-        long as a text of so many tokens: equal beginnings of their base64 say nothing."""
+        """What it begins with, in JSON. Of embeddings a name, as long as a text of so many tokens: equal beginnings
+        of their base64 say nothing."""
         if EMBEDS in self.fields and self.has_embeds:
             return _stand_in([self.fields[name] for name in (EMBEDS, "prompt") if name in self.fields])
-        if (plain := _PLAIN.get(self.path)) is not None:
-            return bytes(self.fields[plain])
-        found = b""
-        for name in _INPUT_FIELDS[self.path]:
-            if (raw := self.fields.get(name)) is not None:
-                found = bytes(raw)
-                break
         if self.path not in _FIRST_FIELDS or (first := self.fields.get(_FIRST_FIELDS[self.path])) is None:
-            return found
-        return bytes(first) + found
+            return bytes(self.given)
+        return bytes(first) + bytes(self.given)
 
     @property
     def has_embeds(self) -> bool:
@@ -138,26 +137,17 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     def extended(self, more: Mapping[str, object], *, seed: int | None = None) -> Call:
         """The same request with these fields; seed: if they hold one."""
         fields = {**self.fields, **{name: msgspec.Raw(msgspec.json.encode(value)) for name, value in more.items()}}
-        if any(name in self.fields for name in more):
-            body = msgspec.json.encode(fields)
-        else:
-            body = b"".join((self.body[:-1], b",", msgspec.json.encode(more)[1:]))
-        seed = self.seed if seed is None else seed
-        return msgspec.structs.replace(self, fields=fields, body=body, seed=seed)
+        return msgspec.structs.replace(self, fields=fields, seed=self.seed if seed is None else seed)
 
     def with_params(self, params: object) -> bytes:
         """The body with `kv_transfer_params`."""
-        # The body always has a field (model), so replace its closing brace by a comma. Encoding the client's fields
-        # once, not for each leg, matters for long prompts.
-        body = self.body
-        begin = body[:-1] if len(body) < _SMALL_NBYTES else memoryview(body)[:-1]
-        return b"".join((begin, b',"kv_transfer_params":', msgspec.json.encode(params), b"}"))
+        return msgspec.json.encode({**self.fields, KV_PARAMS: params})
 
 
 _SEVERAL = re.compile(rb'\[\s*["\[]')
 
 
-def has_several(prompt: bytes) -> bool:
+def has_several(prompt: msgspec.Raw | bytes) -> bool:
     """Whether this JSON is a list of texts or of lists of token ids."""
     return _SEVERAL.match(prompt) is not None
 
@@ -185,14 +175,14 @@ def parse(path: str, data: bytes, model: str | None = None) -> Call:
     if model is None:
         raise BadField("model: missing; expected the name of a model that GET /v1/models lists", "model")
     known = _INPUT_FIELDS[path]
-    number, plain = 0, _PLAIN.get(path)
+    given, number, plain = _NULL, 0, _PLAIN.get(path)
     if plain is not None and (raw := fields.get(plain)) is not None and memoryview(raw)[0] in known[plain][0]:
-        number = 1  # no copy of a long prompt
+        given, number = raw, 1  # no copy of a long prompt
     for name in known if not number else ():
         raw = fields.get(name)
         if raw is None or (path in (COMPLETIONS, GENERATE) and _is_null(raw)):
             continue
-        number += 1
+        given, number = raw, number + 1
         if number == 1 and memoryview(raw)[0] not in known[name][0]:  # no copy of a long prompt
             raise BadField(f"{name}: expected {known[name][1]}", name)
     if not number and path == COMPLETIONS and not _is_null(fields.get(EMBEDS)):
@@ -201,7 +191,7 @@ def parse(path: str, data: bytes, model: str | None = None) -> Call:
         names = " or ".join(known)
         raise BadField(f"{names}: got {number} of these fields, expected one", next(iter(known)))
     fields.pop(KV_PARAMS, None)
-    return Call(path, model, said.stream or False, said.seed, fields, msgspec.json.encode(fields), said, most)
+    return Call(path, model, said.stream or False, said.seed, fields, given, said, most)
 
 
 def said_in(data: bytes, fields: Mapping[str, msgspec.Raw]) -> CommonFields:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
+from pdlink.api.legs import PrefillAddress
+from pdlink.api.openai import COMPLETIONS, GENERATE, parse
 from pdlink.api.sse import payloads
+from pdlink_proxy.dialects import DIALECTS, TransferTerms
 from tests.proxy.fake_sglang import FakeSglang
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
 
@@ -61,6 +65,40 @@ async def test_both_legs_get_the_same_body_and_the_client_decodes_answer(prompt:
         assert one.path == other.path == "/generate"
         added = {"bootstrap_host", "bootstrap_port", "bootstrap_room", "rid"}
         assert one.body.keys() == {*prompt, "sampling_params", "odd", *added}
+
+
+TERMS = TransferTerms(
+    transfer_id="xfer-1",
+    created=1,
+    seed=0,
+    prefill=PrefillAddress("tcp://127.0.0.1:1"),
+    prefill_url="http://127.0.0.1:1",
+    link={"bootstrap_port": 8998},
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "own", [[], ["bootstrap_room"], ["bootstrap_host", "bootstrap_port", "bootstrap_room", "rid"]]
+)
+@pytest.mark.parametrize("num_words", [1, 4096])
+def test_a_client_names_neither_server_nor_room_nor_id(num_words: int, own: list[str], stream: bool) -> None:
+    """Each name comes once: engines need not agree on which of two they read."""
+    asked = {"model": "m", "prompt": "word" * num_words, "top_k": 3, "stream": stream} | dict.fromkeys(own, "theirs")
+    legs = DIALECTS["sglang"].legs(parse(COMPLETIONS, json.dumps(asked).encode()), TERMS)
+    for said in (json.loads(body, object_pairs_hook=list) for body in legs):
+        fields = dict(said)
+        assert len(fields) == len(said)
+        assert (fields["bootstrap_host"], fields["bootstrap_port"], fields["rid"]) == ("127.0.0.1", 8998, "xfer-1")
+        assert fields["bootstrap_room"] != "theirs"
+        assert (fields["prompt"], fields["top_k"]) == (asked["prompt"], 3)
+    prefill, decode = map(json.loads, legs)
+    assert (prefill.get("stream", False), decode["stream"]) == (False, stream)
+
+
+def test_token_ids_beside_a_text_that_is_null_are_a_batch() -> None:
+    for body in DIALECTS["sglang"].legs(parse(GENERATE, b'{"text":null,"input_ids":[[1],[2]]}', "m"), TERMS):
+        assert json.loads(body)["rid"] == ["xfer-1_0", "xfer-1_1"]
 
 
 async def test_a_stream_is_decodes() -> None:

@@ -19,11 +19,11 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 from pdlink._http import ABORT, ANYTHING
 from pdlink.api.fields import Count  # noqa: TC001  (msgspec reads the annotation at run time)
@@ -64,8 +64,7 @@ _KEY_SETTING = "worker_key_file must hold the key that SGLang was given as --api
 
 
 def _legs(call: Call, transfer: TransferTerms) -> tuple[bytes, bytes]:
-    room = int.from_bytes(blake2b(transfer.transfer_id.encode(), digest_size=8).digest(), "big") & _MAX_ROOM
-    rids = _rids(call, transfer.transfer_id)
+    room, rids = xxh3_64_intdigest(transfer.transfer_id.encode()) & _MAX_ROOM, _rids(call, transfer.transfer_id)
     host, port = _host_of(transfer.prefill_url), transfer.link["bootstrap_port"]
     fields: dict[str, Any] = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
     if isinstance(rids, list):
@@ -79,12 +78,15 @@ def _legs(call: Call, transfer: TransferTerms) -> tuple[bytes, bytes]:
     if session and takes_session:
         fields["session_id"] = session
     both = {**call.fields, **fields}
+    to_decode = msgspec.json.encode(both)
+    if not (call.streaming or transfer.source or call.path == RESPONSES):
+        return to_decode, to_decode
     alone = {name: raw for name, raw in both.items() if name not in ("stream", "stream_options")}
     if transfer.source and takes_session:
         alone["session_id"] = with_source(session, transfer.source)
     if call.path == RESPONSES:
         alone["store"] = False
-    return msgspec.json.encode(alone), msgspec.json.encode(both)
+    return msgspec.json.encode(alone), to_decode
 
 
 @lru_cache(1024)
@@ -96,9 +98,9 @@ def _rids(call: Call, transfer_id: str) -> str | list[str]:
     """The ids of its prompts at both servers: one, or a list for a batch, also of one prompt."""
     if call.path == RESPONSES:
         return f"resp_{transfer_id}"  # the client is told this one
-    if call.path not in (COMPLETIONS, GENERATE) or not has_several(call.prompt):
+    if call.path not in (COMPLETIONS, GENERATE) or not has_several(call.given):
         return transfer_id
-    num = len(msgspec.json.decode(call.prompt, type=list[msgspec.Raw]))
+    num = len(msgspec.json.decode(call.given, type=list[msgspec.Raw]))
     return [f"{transfer_id}_{index}" for index in range(num)]
 
 

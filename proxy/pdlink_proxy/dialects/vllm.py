@@ -124,16 +124,12 @@ def _legs(call: Call, transfer: TransferTerms) -> tuple[bytes, bytes]:
 def _num_prompts(call: Call) -> int:
     """Number of prompts in this request of COMPLETIONS, so that prefill knows when all have arrived."""
     if EMBEDS not in call.fields:
-        prompt = call.fields["prompt"]
-        return _count(bytes(prompt)) if memoryview(prompt)[0] == _LIST else 1
+        return _count(call.given)
     given = (bytes(call.fields[name]) for name in ("prompt", EMBEDS) if name in call.fields)
     return sum(_count(raw) for raw in given if raw != b"null")
 
 
-_LIST = ord("[")
-
-
-def _count(prompts: bytes) -> int:
+def _count(prompts: msgspec.Raw | bytes) -> int:
     """Of a field of COMPLETIONS."""
     return len(msgspec.json.decode(prompts, type=list[msgspec.Raw])) if has_several(prompts) else 1
 
@@ -202,7 +198,7 @@ def for_one_reader(call: Call) -> bool:
     if needs_all_of_it(call) or call.has_embeds or (answers is not None and answers != 1):
         return True
     # A list, even of a single prompt.
-    return has_several(bytes(call.fields.get("prompt", b"null")))
+    return has_several(call.fields.get("prompt", b"null"))
 
 
 def may_misread(call: Call) -> bool:
