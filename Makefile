@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start hundreds of processes: without byte code each of them compiles all it imports again.
+unexport PYTHONDONTWRITEBYTECODE
 
 PIP := $(BIN)/python -m pip install -q -c constraints.txt
 # The compiler of the GPU kernels comes as a wheel (115 MB) where there is none; nothing else of CUDA is needed to build.
