@@ -195,6 +195,10 @@ def usage_of(events: bytes) -> tuple[int, int]:
     """`prompt_tokens` and `completion_tokens` as the last usage in whole events or in a whole answer says, 0 where it
     does not."""
 
+def shortened(json: bytes, long_nbytes: int) -> tuple[bytes, int, dict[str, bytes]] | None:
+    """A JSON object with null in place of each value of at least so many bytes; how many fields it has; and these
+    values, by name. None if it is not such an object, and for some that a whole parser has to judge."""
+
 def take_arenas_from_large_pages() -> None:
     """From now on Python takes the memory for small objects from pages of 2 MiB, where the system has such
     (`transparent_hugepage/enabled` is madvise or always)."""

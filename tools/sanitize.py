@@ -35,7 +35,10 @@ GROUPS = {
         "tests/proxy/test_kv_index.py",
         *(f"tests/proxy/policies/test_{name}.py" for name in ("guesses", "columns", "each")),
     ],
-    "http": [f"tests/proxy/test_{name}.py" for name in ("http_client", "http_fuzz", "front", "passing")],
+    "http": [
+        "tests/api/test_long_bodies.py",
+        *(f"tests/proxy/test_{name}.py" for name in ("http_client", "http_fuzz", "front", "passing")),
+    ],
     "cuda": ["tests/cuda", "--ignore=tests/cuda/test_build.py"],
     "endpoints": ["tests/endpoint/test_transfer.py", "tests/endpoint/test_absence.py", "tests/endpoint/test_lost.py"],
     "attacks": [

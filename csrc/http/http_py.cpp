@@ -12,6 +12,7 @@
 #include "common/native_py.h"
 #include "http/events.h"
 #include "http/heads.h"
+#include "http/json.h"
 #include "http/large_pages.h"
 #include "http/packed.h"
 
@@ -48,6 +49,14 @@ nb::str timing_of(double queue_s, double placement_s, std::optional<double> pref
 
 nb::bytes take(Packed& self) { return bytes_of(self.take()); }
 
+nb::object shorter(const nb::bytes& json, std::size_t long_nbytes) {
+    const auto found = shortened(view(json), long_nbytes);
+    if (!found) return nb::none();
+    nb::dict longs;
+    for (const auto& [name, value] : found->longs) longs[nb::str(name.data(), name.size())] = bytes_of(value);
+    return nb::make_tuple(bytes_of(found->json), found->num_fields, longs);
+}
+
 unsigned marks(const nb::bytes& events, unsigned wanted) { return marks_of(view(events), wanted); }
 
 }  // namespace
@@ -73,6 +82,7 @@ NB_MODULE(_http, m) {
     m.attr("END") = static_cast<unsigned>(pdlink::http::kEnd);
     m.attr("BAD") = static_cast<unsigned>(pdlink::http::kBad);
     m.attr("MORE") = static_cast<unsigned>(pdlink::http::kMore);
+    m.def("shortened", &pdlink::http::shorter, "json"_a, "long_nbytes"_a);
     nb::class_<pdlink::http::Packed>(m, "Packed")
         .def(nb::init<>())
         .def(

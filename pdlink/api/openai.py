@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from xxhash import xxh3_128
 
+from pdlink._http import shortened
 from pdlink.api.fields import BadField, Int32, Int64, NumAnswers, Tokens, decoded
 from pdlink.api.session import SessionId, TimeToLive  # noqa: TC001  (msgspec reads annotations at run time)
 
@@ -57,6 +58,8 @@ LAST_EVENTS = {
 KV_PARAMS = "kv_transfer_params"
 _SMALL_NBYTES = 8192
 """Of a body: to read all of it twice is quicker than to read its small fields apart."""
+_LONG_NBYTES = 1024
+"""Of a value in a larger body, which is found natively then: msgspec goes through it byte by byte."""
 
 
 class CommonFields(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -156,8 +159,11 @@ def parse(path: str, data: bytes, model: str | None = None) -> Call:
     """Raises BadField unless it is a JSON object with the fields that every request needs. model: of a request to
     `GENERATE` that names none."""
     try:
-        fields = _fields_in(data)
-        said = _common_in(data if len(data) < _SMALL_NBYTES else _small(fields))
+        if len(data) >= _SMALL_NBYTES and (found := _long(data)) is not None:
+            fields, said = found
+        else:
+            fields = _fields_in(data)
+            said = _common_in(data if len(data) < _SMALL_NBYTES else _small(fields))
     except (ValueError, RecursionError):  # to say what is wrong takes longer
         fields = decoded(data, dict[str, msgspec.Raw])
         said = said_in(data, fields)
@@ -192,6 +198,19 @@ def parse(path: str, data: bytes, model: str | None = None) -> Call:
         raise BadField(f"{names}: got {number} of these fields, expected one", next(iter(known)))
     fields.pop(KV_PARAMS, None)
     return Call(path, model, said.stream or False, said.seed, fields, given, said, most)
+
+
+def _long(data: bytes) -> tuple[dict[str, msgspec.Raw], CommonFields] | None:
+    """What a long body says; None unless it has each field once, and only others than the common ones are long."""
+    if (found := shortened(data, _LONG_NBYTES)) is None:
+        return None
+    small, num, longs = found
+    fields = _fields_in(small)
+    if len(fields) != num or not _SAID.isdisjoint(longs):
+        return None
+    for name, value in longs.items():
+        fields[name] = msgspec.Raw(value)
+    return fields, _common_in(small)
 
 
 def said_in(data: bytes, fields: Mapping[str, msgspec.Raw]) -> CommonFields:

@@ -1,0 +1,186 @@
+#include "http/json.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <cstring>
+
+namespace pdlink::http {
+namespace {
+
+constexpr unsigned kMaxDepth = 64;
+
+using Chunk = std::uint8_t __attribute__((vector_size(16)));  // of GCC and Clang, for any processor
+
+// Where the first quote, backslash or control character is.
+const char* past_plain(const char* at, const char* end) {
+    static_assert(std::endian::native == std::endian::little);
+    for (; end - at >= static_cast<std::ptrdiff_t>(sizeof(Chunk)); at += sizeof(Chunk)) {
+        Chunk chunk;
+        std::memcpy(&chunk, at, sizeof chunk);
+        const auto found = (chunk == '"') | (chunk == '\\') | (chunk < 0x20);
+        std::array<std::uint64_t, 2> words;
+        std::memcpy(words.data(), &found, sizeof words);
+        if (words[0]) return at + std::countr_zero(words[0]) / 8;
+        if (words[1]) return at + 8 + std::countr_zero(words[1]) / 8;
+    }
+    while (at != end && *at != '"' && *at != '\\' && static_cast<std::uint8_t>(*at) >= 0x20) ++at;
+    return at;
+}
+
+class Scan {
+  public:
+    explicit Scan(std::string_view json) : at_(json.data()), end_(json.data() + json.size()) {}
+
+    const char* at() const { return at_; }
+    bool at_end() const { return at_ == end_; }
+
+    void space() {
+        while (at_ != end_ && (*at_ == ' ' || *at_ == '\n' || *at_ == '\t' || *at_ == '\r')) ++at_;
+    }
+    // Each of these: whether it was there. It is behind it then, and anywhere if not.
+    bool one(char c) {
+        if (at_ == end_ || *at_ != c) return false;
+        ++at_;
+        return true;
+    }
+    bool string();
+    bool value(unsigned depth = 0);
+
+  private:
+    bool word(std::string_view text) {
+        if (!std::string_view(at_, static_cast<std::size_t>(end_ - at_)).starts_with(text)) return false;
+        at_ += text.size();
+        return true;
+    }
+    bool digits() {
+        const char* const begin = at_;
+        while (at_ != end_ && *at_ >= '0' && *at_ <= '9') ++at_;
+        return at_ != begin;
+    }
+    bool number() {
+        one('-');
+        if (!one('0') && !digits()) return false;
+        if (one('.') && !digits()) return false;
+        if (!one('e') && !one('E')) return true;
+        if (!one('-')) one('+');
+        return digits();
+    }
+    bool escape();
+    std::optional<unsigned> unit();
+    bool items(bool named, char close, unsigned depth);
+
+    const char *at_, *const end_;
+};
+
+bool Scan::string() {
+    if (!one('"')) return false;
+    while ((at_ = past_plain(at_, end_)) != end_) {
+        if (one('"')) return true;
+        if (!one('\\') || !escape()) return false;
+    }
+    return false;
+}
+
+bool Scan::escape() {
+    if (at_ == end_) return false;
+    if (!one('u')) return std::string_view("\"\\/bfnrt").find(*at_++) != std::string_view::npos;
+    const auto first = unit();
+    if (!first) return false;
+    if (*first < 0xD800 || *first > 0xDFFF) return true;
+    if (*first > 0xDBFF || !word("\\u")) return false;  // half of a pair
+    const auto second = unit();
+    return second && *second >= 0xDC00 && *second <= 0xDFFF;
+}
+
+// Four hexadecimal digits.
+std::optional<unsigned> Scan::unit() {
+    if (end_ - at_ < 4) return std::nullopt;
+    unsigned found = 0;
+    for (const char* const stop = at_ + 4; at_ != stop; ++at_) {
+        const char c = *at_, lower = static_cast<char>(c | 0x20);
+        if (c >= '0' && c <= '9') {
+            found = found * 16 + static_cast<unsigned>(c - '0');
+        } else if (lower >= 'a' && lower <= 'f') {
+            found = found * 16 + static_cast<unsigned>(lower - 'a') + 10;
+        } else {
+            return std::nullopt;
+        }
+    }
+    return found;
+}
+
+bool Scan::value(unsigned depth) {
+    if (at_ == end_ || depth == kMaxDepth) return false;
+    switch (*at_) {
+        case '"':
+            return string();
+        case '{':
+            return items(true, '}', depth + 1);
+        case '[':
+            return items(false, ']', depth + 1);
+        case 't':
+            return word("true");
+        case 'f':
+            return word("false");
+        case 'n':
+            return word("null");
+        default:
+            return number();
+    }
+}
+
+// What is in an object or a list, with its brackets.
+bool Scan::items(bool named, char close, unsigned depth) {
+    ++at_;
+    space();
+    if (one(close)) return true;
+    do {
+        space();
+        if (named) {
+            if (!string()) return false;
+            space();
+            if (!one(':')) return false;
+            space();
+        }
+        if (!value(depth)) return false;
+        space();
+    } while (one(','));
+    return one(close);
+}
+
+}  // namespace
+
+std::optional<Shortened> shortened(std::string_view json, std::size_t long_nbytes) {
+    Scan scan(json);
+    Shortened found{{}, 0, {}};
+    const char* kept = json.data();  // up to here it is in `found.json`
+    scan.space();
+    if (!scan.one('{')) return std::nullopt;
+    do {
+        scan.space();
+        const char* const name = scan.at() + 1;
+        if (!scan.string()) return std::nullopt;
+        const std::string_view written(name, static_cast<std::size_t>(scan.at() - 1 - name));
+        scan.space();
+        if (!scan.one(':')) return std::nullopt;
+        scan.space();
+        const char* const begin = scan.at();
+        if (!scan.value()) return std::nullopt;
+        ++found.num_fields;
+        if (const auto nbytes = static_cast<std::size_t>(scan.at() - begin); nbytes >= long_nbytes) {
+            if (std::ranges::any_of(written, [](char c) { return c == '\\' || static_cast<signed char>(c) < 0; }))
+                return std::nullopt;
+            found.longs.push_back({written, {begin, nbytes}});
+            found.json.append(kept, begin).append("null");
+            kept = scan.at();
+        }
+        scan.space();
+    } while (scan.one(','));
+    if (!scan.one('}')) return std::nullopt;
+    found.json.append(kept, json.data() + json.size());
+    return found;
+}
+
+}  // namespace pdlink::http

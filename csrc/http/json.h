@@ -1,0 +1,27 @@
+// The fields of a JSON object (RFC 8259), found without building what is in them. What is not plain is not judged
+// here: a whole parser reads it.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace pdlink::http {
+
+struct LongField {
+    std::string_view name, value;  // the name as it is written, between its quotes; the value's JSON
+};
+
+struct Shortened {
+    std::string json;  // the object, with null in place of each long value
+    std::size_t num_fields;
+    std::vector<LongField> longs;
+};
+
+// long_nbytes: of a value that is long. Nothing if the text is not such an object, for one that is nested deeply, and
+// for a long value whose name is not plain ASCII.
+std::optional<Shortened> shortened(std::string_view json, std::size_t long_nbytes);
+
+}  // namespace pdlink::http
