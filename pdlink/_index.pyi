@@ -8,41 +8,52 @@ import numpy as np
 _Column: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
 _Mask: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
-class Prefixes:
-    """Of one model and one number of tokens per block. Not thread-safe.
+class Events:
+    """The KV events of one batch, to be read."""
 
-    A holder is a number that the caller chooses, as small as may be: it costs memory by the largest. A root is a
-    non-zero number for everything besides the tokens that the KV depends on. 16 bytes per block and holder and 16 per
-    prefix, by a fill of 3/8 to 3/4.
+    def __init__(self, batch: bytes) -> None:
+        """In MessagePack, as an engine publishes it. Raises ValueError for other bytes."""
+
+class Index:
+    """Which worker has the KV of which prompt, by the events that the workers publish. Not thread-safe.
+
+    A publisher is a number that the caller chooses, as small as may be: it costs memory by the largest. 16 bytes per
+    block and publisher and 16 per prefix, by a fill of 3/8 to 3/4.
     """
 
-    def __init__(self, block_tokens: int, max_blocks: int) -> None:
-        """max_blocks: of all holders together; further ones are not noted."""
+    def __init__(self, max_blocks: int, max_sizes: int, loading: tuple[float, float, float, float]) -> None:
+        """max_blocks: of all publishers together, per block size; further ones are not noted. max_sizes: block sizes
+        that are told apart. loading: by medium, the quickest first, what bringing a token's KV to the device costs,
+        in tokens computed."""
 
-    def stored(self, holder: int, medium: int, ids: bytes, parent: bytes | None, root: int, tokens: bytes) -> int:
-        """The holder has these blocks, which follow the one named `parent`, or `root`; how many were noted.
+    def apply(self, publisher: int, model: str, events: Events, scope: str = "") -> bool:
+        """Note the next events that are about this model, as many as take a millisecond or so. Whether there are
+        more. Raises ValueError for other bytes.
 
-        medium: 0 to 3, the quickest first. A holder has a block until each copy of it was removed from each medium it
-        was stored in. A block that is stored again is another copy, unless no parent is given: see `prefixes.h`.
-        ids, parent, tokens: in MessagePack: a list of the blocks' names (integers or bytes), one name, a list
-        of token ids. None are noted where the parent is unknown, as after missed events. Raises ValueError for other
-        bytes.
+        A publisher has a block until each copy of it was removed from each medium it was stored in. A block that is
+        stored again is another copy, unless no parent is given: see `prefixes.h`. Of blocks whose parent is unknown,
+        as after missed events, none are noted.
+
+        scope: what the publisher calls this model, for one that has KV of several; it says so of first blocks, and
+        blocks after one that is not known here are passed over.
         """
 
-    def removed(self, holder: int, medium: int, ids: bytes) -> None:
-        """The holder does not have these blocks in this medium any more."""
+    def forget(self, publisher: int) -> None:
+        """It has nothing, or nobody knows what."""
 
-    def cleared(self, holder: int) -> None:
-        """The holder has nothing."""
+    def assign(self, publisher: int, workers: Sequence[int], *, shared: bool) -> None:
+        """What this publisher tells is the KV of these workers (`WorkerLoad.number`). shared: of a store, so it costs
+        each of them as much as from the last medium at least."""
 
-    def lookup(self, root: int, tokens: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> list[tuple[int, list[int]]]:
-        """Each holder of the first block, with the number of leading tokens that it has, by medium: each counts in
-        the quickest one only. tokens: uint32."""
+    def held(self, model: str, extra: tuple[str, ...], tokens: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> HeldKV:
+        """What each worker has of a prompt with these tokens. extra: name of a LoRA, salt."""
 
-    @property
-    def block_tokens(self) -> int: ...
-    @property
-    def num_blocks(self) -> int: ...
+    def __len__(self) -> int:
+        """Blocks, those of each publisher counted."""
+
+    def __bool__(self) -> bool:
+        """Whether anything is known."""
+
     @property
     def nbytes(self) -> int: ...
 
@@ -65,22 +76,6 @@ class HeldKV:
 
     def __bool__(self) -> bool:
         """Somebody has something."""
-
-class Publishers:
-    """Whose blocks each holder of `Prefixes` tells: those of one worker, or of several that share a store. Not
-    thread-safe."""
-
-    def __init__(self, loading: tuple[float, float, float, float]) -> None:
-        """By medium, what bringing a token's KV to the device costs, in tokens computed."""
-
-    def of(self, publisher: int, workers: Sequence[int], shared: bool) -> None:
-        """The blocks of this holder are of these workers. shared: of a store, so they cost each of them as much as
-        from the last medium at least."""
-
-    def held(
-        self, by_size: Sequence[Prefixes], root: int, tokens: np.ndarray[tuple[int], np.dtype[np.uint32]]
-    ) -> HeldKV:
-        """What each worker has by all that is told, in blocks of these sizes."""
 
 class Guesses:
     """Which worker was sent which beginnings of prompts. Not thread-safe.

@@ -21,14 +21,14 @@ void Publishers::of(Holder publisher, std::vector<Holder> workers, bool shared) 
     of_[publisher] = {std::move(workers), shared};
 }
 
-Held Publishers::held(std::span<Prefixes* const> by_size, Key root, std::span<const std::uint32_t> tokens) {
+Held Publishers::held(std::span<Prefixes> by_size, Key root, std::span<const std::uint32_t> tokens) {
     struct Said {
         double tokens, loading;
         Holder publisher;
     };
     std::vector<Said> said;
-    for (Prefixes* const prefixes : by_size)
-        for (const auto& [publisher, by_medium] : prefixes->lookup(root, tokens)) {
+    for (Prefixes& prefixes : by_size)
+        for (const auto& [publisher, by_medium] : prefixes.lookup(root, tokens)) {
             if (publisher >= of_.size()) continue;
             Said one{0, 0, publisher};
             for (std::size_t medium = 0; medium < kNumMedia; ++medium) {

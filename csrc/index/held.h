@@ -34,7 +34,7 @@ class Publishers {
     void of(Holder publisher, std::vector<Holder> workers, bool shared);
     // What each worker has by all that is told, in blocks of these sizes. What one publisher says beyond another one
     // costs what it costs by the former.
-    Held held(std::span<Prefixes* const> by_size, Key root, std::span<const std::uint32_t> tokens);
+    Held held(std::span<Prefixes> by_size, Key root, std::span<const std::uint32_t> tokens);
 
   private:
     std::array<double, kNumMedia> loading_;

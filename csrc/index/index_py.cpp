@@ -20,8 +20,10 @@
 
 #include "index/columns.h"
 #include "index/costs.h"
+#include "index/events.h"
 #include "index/guesses.h"
 #include "index/held.h"
+#include "index/kv_index.h"
 #include "index/msgpack.h"
 #include "index/pairing.h"
 #include "index/prefixes.h"
@@ -39,19 +41,26 @@ std::span<const std::uint8_t> bytes_of(const nb::bytes& packed) {
     return {reinterpret_cast<const std::uint8_t*>(packed.c_str()), packed.size()};
 }
 
-// A bit of kMedia.
-Key bit(unsigned medium) {
-    if (medium >= kNumMedia) throw std::invalid_argument("medium: expected 0 to 3");
-    return Key{1} << medium;
+// Keeps the bytes.
+class PyEvents : public Events {
+  public:
+    explicit PyEvents(nb::bytes batch) : Events(bytes_of(batch)), batch_(std::move(batch)) {}
+
+  private:
+    nb::bytes batch_;
+};
+
+std::string_view text_of(nb::handle text) {
+    Py_ssize_t nbytes = 0;
+    const char* const utf8 = PyUnicode_AsUTF8AndSize(text.ptr(), &nbytes);
+    if (!utf8) nb::raise_python_error();
+    return {utf8, static_cast<std::size_t>(nbytes)};
 }
 
-std::size_t stored(Prefixes& self, Holder holder, unsigned medium, const nb::bytes& ids,
-                   const std::optional<nb::bytes>& parent, Key root, const nb::bytes& tokens) {
-    const std::vector<Id> names = msgpack::ids(bytes_of(ids));
-    const std::vector<std::uint32_t> words = msgpack::tokens(bytes_of(tokens));
-    std::optional<Id> before;
-    if (parent) before = msgpack::id(bytes_of(*parent));
-    return self.stored(holder, bit(medium), names, before ? &*before : nullptr, root, words);
+Held held(KVIndex& self, const nb::str& model, const nb::tuple& extra, const Tokens& tokens) {
+    std::vector<std::string_view> names;
+    for (const nb::handle name : extra) names.push_back(text_of(name));
+    return self.held(text_of(model), names, {tokens.data(), tokens.shape(0)});
 }
 
 constexpr std::size_t kLongNbytes = 1 << 18;  // reading so much takes longer than to give up the lock and get it back
@@ -271,15 +280,22 @@ NB_MODULE(_index, m) {
                          return found;
                      })
         .def("__bool__", [](const Held& self) { return !self.shares.empty(); });
-    nb::class_<Publishers>(m, "Publishers")
-        .def(nb::init<std::array<double, kNumMedia>>(), "loading"_a)
-        .def("of", &Publishers::of, "publisher"_a, "workers"_a, "shared"_a)
+    nb::class_<PyEvents>(m, "Events").def(nb::init<nb::bytes>(), "batch"_a);
+    nb::class_<KVIndex>(m, "Index")
+        .def(nb::init<std::size_t, std::size_t, std::array<double, kNumMedia>>(), "max_blocks"_a, "max_sizes"_a,
+             "loading"_a)
         .def(
-            "held",
-            [](Publishers& self, const std::vector<Prefixes*>& by_size, Key root, const Tokens& tokens) {
-                return self.held(by_size, root, {tokens.data(), tokens.shape(0)});
+            "apply",
+            [](KVIndex& self, Holder publisher, const nb::str& model, PyEvents& events, const nb::str& scope) {
+                return self.apply(publisher, text_of(model), text_of(scope), events);
             },
-            "by_size"_a, "root"_a, "tokens"_a);
+            "publisher"_a, "model"_a, "events"_a, "scope"_a = "")
+        .def("forget", &KVIndex::forget, "publisher"_a)
+        .def("assign", &KVIndex::assign, "publisher"_a, "workers"_a, nb::kw_only(), "shared"_a)
+        .def("held", &held, "model"_a, "extra"_a, "tokens"_a)
+        .def("__len__", &KVIndex::num_blocks)
+        .def("__bool__", [](const KVIndex& self) { return self.num_blocks() > 0; })
+        .def_prop_ro("nbytes", &KVIndex::nbytes);
     nb::class_<Fares>(m, "Fares")
         .def(nb::init<>())
         .def_rw("out", &Fares::out)
@@ -362,23 +378,4 @@ NB_MODULE(_index, m) {
              "alone"_a, "idle_alone"_a, "behind"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
         .def("choose", &PyPairing::choose, "keys"_a, "key_tokens"_a, "num_tokens"_a, "more_tokens"_a, "held"_a.none(),
              "most_load"_a, "turn"_a, "num_scores"_a);
-    nb::class_<Prefixes>(m, "Prefixes")
-        .def(nb::init<std::size_t, std::size_t>(), "block_tokens"_a, "max_blocks"_a)
-        .def("stored", &stored, "holder"_a, "medium"_a, "ids"_a, "parent"_a.none(), "root"_a, "tokens"_a)
-        .def(
-            "removed",
-            [](Prefixes& self, Holder holder, unsigned medium, const nb::bytes& ids) {
-                self.removed(holder, bit(medium), msgpack::ids(bytes_of(ids)));
-            },
-            "holder"_a, "medium"_a, "ids"_a)
-        .def("cleared", &Prefixes::cleared, "holder"_a)
-        .def(
-            "lookup",
-            [](Prefixes& self, Key root, const Tokens& tokens) {
-                return self.lookup(root, {tokens.data(), tokens.shape(0)});
-            },
-            "root"_a, "tokens"_a)
-        .def_prop_ro("block_tokens", &Prefixes::block_tokens)
-        .def_prop_ro("num_blocks", &Prefixes::num_blocks)
-        .def_prop_ro("nbytes", &Prefixes::nbytes);
 }

@@ -120,11 +120,13 @@ std::vector<Prefixes::Found> Prefixes::lookup(Key root, std::span<const std::uin
     const std::size_t num_blocks = tokens.size() / block_tokens_;
     Key key = root;
     for (std::size_t block = 0; block < num_blocks; ++block) {
-        if (block % kBatch == 0)
+        if (block % kBatch == 0) {
+            if (block == 0 && prefixes_.of(follow(key, tokens.first(block_tokens_))).empty()) return found;
             for (std::size_t next = block; next < std::min(block + kBatch, num_blocks); ++next) {
                 keys[next - block] = key = follow(key, tokens.subspan(next * block_tokens_, block_tokens_));
                 prefixes_.prefetch(key);
             }
+        }
         const std::span<const Holding> have = prefixes_.of(keys[block % kBatch]);
         if (block == 0)
             for (const Holding& each : have) active.push_back({each.holder, {}});

@@ -21,10 +21,11 @@ from urllib.parse import urlsplit
 import zmq
 import zmq.asyncio
 
+from pdlink._index import Events
 from pdlink.errors import ConfigError
 from pdlink.zmq_context import take_ipv6
 
-from .kv_index import KVIndex, Publisher, events_in
+from .kv_index import KVIndex
 from .upstream import printable
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ class KVEvents:
         self._listening: dict[tuple[EventSource, str], _Listening] = {}
         """By source and model."""
         self._numbers = itertools.count(1)
+        """Of publishers, never given twice: one that begins anew knows nothing."""
 
     def heard(self, url: str, work: WorkerState, model: str, said: Sequence[str]) -> None:
         """A worker is well; listen to this incarnation from now on. said: where it says that it publishes."""
@@ -176,8 +178,7 @@ class KVEvents:
     def _begin(self, where: EventSource, model: str) -> _Listening:
         listening = self._listening.get((where, model))
         if listening is None:
-            publisher = Publisher(where.endpoint, next(self._numbers))
-            listener = EventListener(self.index, publisher, replay=where.replay, scope=where.scope)
+            listener = EventListener(self.index, next(self._numbers), where)
             listening = _Listening(listener, asyncio.create_task(listener.listen(model)), set())
             listener.spoke = partial(self._spoke, listening)
             self._listening[where, model] = listening
@@ -237,8 +238,8 @@ def _listeners(url: str, model: str, said: Sequence[str]) -> tuple[tuple[EventSo
 class EventListener:
     """One publisher's events, in order, into the index."""
 
-    def __init__(self, index: KVIndex, publisher: Publisher, replay: str | None, scope: str = "") -> None:
-        self._index, self.publisher, self.replay, self._scope = index, publisher, replay, scope
+    def __init__(self, index: KVIndex, publisher: int, where: EventSource) -> None:
+        self._index, self.publisher, self._where = index, publisher, where
         self._next = 0
         """Number of the batch that is to come."""
         self.gaps = 0
@@ -261,8 +262,8 @@ class EventListener:
                 socket.linger = 0
                 socket.setsockopt(zmq.MAXMSGSIZE, MAX_BATCH_NBYTES)
                 socket.setsockopt(zmq.SUBSCRIBE, b"")
-                take_ipv6(socket, self.publisher.endpoint)
-                socket.connect(self.publisher.endpoint)
+                take_ipv6(socket, self._where.endpoint)
+                socket.connect(self._where.endpoint)
                 await self._ask_again(model)  # what was published before anybody listened
                 while True:
                     frames = await awaited.frames()
@@ -270,9 +271,9 @@ class EventListener:
                     if len(frames) == 3 and len(frames[1]) == 8:
                         await self._heard(model, int.from_bytes(frames[1], "big"), frames[2])
         except zmq.ZMQError as error:  # an endpoint that it cannot dial, or no more sockets
-            log.warning("kv_events: cannot listen to %s: %s", self.publisher.endpoint, error)
+            log.warning("kv_events: cannot listen to %s: %s", self._where.endpoint, error)
         except Exception:  # this publisher is not heard any more, and the others are
-            log.exception("kv_events: what %s says is not heard any more", self.publisher.endpoint)
+            log.exception("kv_events: what %s says is not heard any more", self._where.endpoint)
         finally:
             self._index.forget(self.publisher)
 
@@ -291,13 +292,13 @@ class EventListener:
 
     async def _ask_again(self, model: str) -> None:
         """Have all batches from the next one on that the publisher still keeps."""
-        if self.replay is None:
+        if self._where.replay is None:
             return
         socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_BATCH_NBYTES)
         try:
-            take_ipv6(socket, self.replay)
-            socket.connect(self.replay)
+            take_ipv6(socket, self._where.replay)
+            socket.connect(self._where.replay)
             await socket.send_multipart((b"", self._next.to_bytes(8, "big")))
             async for number, batch in _replies(socket):
                 await self._give_way()
@@ -316,11 +317,10 @@ class EventListener:
     async def _apply(self, model: str, number: int, batch: bytes) -> None:
         self._next = number + 1
         try:
-            for event in events_in(batch):
-                self._index.apply(self.publisher, model, event, self._scope)
-                if time.monotonic() - self._turn_s > TURN_S:  # a coroutine for each event takes as long as the event
-                    await self._give_way()
-        except (ValueError, RecursionError) as error:
+            events = Events(batch)
+            while self._index.apply(self.publisher, model, events, self._where.scope):
+                await self._give_way()
+        except ValueError as error:
             level, self._malformed = logging.INFO if self._malformed else logging.WARNING, True
             self._forget(f"batch {number} is not one: {error}", level)
             return
@@ -336,7 +336,7 @@ class EventListener:
     def _forget(self, why: str, level: int = logging.INFO) -> None:
         if self._next:
             self.gaps += 1
-            log.log(level, "KV events from %s: %s; what was known is dropped", self.publisher.endpoint, why)
+            log.log(level, "KV events from %s: %s; what was known is dropped", self._where.endpoint, why)
         self._index.forget(self.publisher)
 
 

@@ -35,12 +35,13 @@ from pdlink.store import wire
 from pdlink.transport import handle_door
 from pdlink.transport.handle_door import HandleDoor
 from pdlink.transport.staging import wire as staging
-from pdlink_proxy import kv_index
-from pdlink_proxy.kv_index import KVIndex, Publisher
+from pdlink_proxy.kv_index import KVIndex
 from tests.e2e.deployment import Deployment, request
 from tests.endpoint.conftest import Handler, SenderLog
 from tests.loopback import LoopbackHub, LoopbackTransport
 from tests.peers.store_node import StoreNode
+from tests.proxy.events import types as kv_events
+from tests.proxy.test_kv_index import apply, batch, tokens_in
 from tests.store.process import client, served
 from tests.store.test_store import KEYS, put, read
 from tests.waiting import WAIT_S
@@ -50,7 +51,11 @@ from .bench import Bench
 
 ROOT = Path(__file__).parents[2]
 packed, packed_json = msgspec.msgpack.encode, msgspec.json.encode
-EVENT_ARRAYS = kv_index._StoredArray | kv_index._RemovedArray | kv_index._ClearedArray
+
+
+def read_event(raw: bytes) -> None:
+    apply(KVIndex(), 1, "m", batch(msgspec.Raw(raw)))
+
 
 READERS: dict[str, tuple[Any, Callable[[bytes], object], tuple[type[Exception], ...]]] = {
     "session frames": (messages.Envelope, messages.decode, (ProtocolError,)),
@@ -68,8 +73,8 @@ READERS: dict[str, tuple[Any, Callable[[bytes], object], tuple[type[Exception], 
         msgspec.msgpack.Decoder(handle_door._Answer).decode,
         (msgspec.ValidationError,),
     ),
-    "KV events": (kv_index._Event, kv_index._decode_map, (msgspec.ValidationError,)),
-    "KV events as arrays": (EVENT_ARRAYS, kv_index._decode_array, (msgspec.ValidationError,)),
+    "KV events": (kv_events.Event, read_event, (ValueError,)),
+    "KV events as arrays": (kv_events.EventArray, read_event, (ValueError,)),
     "SGLang's rooms": (
         sglang.Message,
         lambda raw: sglang.decode([sglang.TAG, raw]),
@@ -78,13 +83,11 @@ READERS: dict[str, tuple[Any, Callable[[bytes], object], tuple[type[Exception], 
 }
 """Name, what it reads, how, and what it says of anything else."""
 ELSEWHERE = {
-    "kv_index._Batch": "holds raw events alone",
     "preimages._Entry": "a file of ours",
     "record.RecordHeader": "a file of ours, with a checksum",
     "edge.kind": "invitations: test_values.py",
     "ucx._Invitation": "invitations: test_values.py",
     "siblings.?": "a socket of our own user's",
-    "kv_index.?": "inside of KV events",
     "records._Kept": "packed by the same process",
     "records.EndedHead": "packed by the same process",
     "records.?": "packed by the same process",
@@ -123,8 +126,7 @@ def test_no_reader_is_left_out() -> None:
                     found.add(f"{path.stem}.{kinds[0] if kinds else '?'}")
     walked = {
         "messages.Envelope", "messages.Body", "wire.Request", "wire.Reply", "wire.Note", "handle_door._Question",
-        "handle_door._Answer", "wire.Message", "kv_index._Event",
-        "kv_index._StoredArray | _RemovedArray | _ClearedArray",
+        "handle_door._Answer", "wire.Message",
     }  # fmt: skip
     assert found == walked | set(ELSEWHERE)
 
@@ -220,7 +222,7 @@ def test_no_number_at_the_door_keeps_the_next_peer_out() -> None:
 
 
 def test_no_number_in_a_kv_event_spoils_what_others_have_said() -> None:
-    index, honest, liar = KVIndex(), Publisher("tcp://one:1", 1), Publisher("tcp://two:1", 2)
+    index, honest, liar = KVIndex(), 1, 2
     tokens = np.arange(16, dtype=np.uint32)
     said = {
         "type": "BlockStored",
@@ -229,19 +231,17 @@ def test_no_number_in_a_kv_event_spoils_what_others_have_said() -> None:
         "token_ids": tokens.tolist(),
         "block_size": 16,
     }
-    index.apply(honest, "m", msgspec.Raw(packed(said)))
-    for kind in (kv_index._Event, EVENT_ARRAYS):
+    apply(index, honest, "m", batch(said))
+    for kind in (kv_events.Event, kv_events.EventArray):
         for _, value in edges.spoiled(kind):
             with contextlib.suppress(ValueError):
-                index.apply(liar, "m", msgspec.Raw(packed(value)))
+                apply(index, liar, "m", batch(value))
             for name, edge in (("block_hashes", [7, 2**64 - 1]), ("token_ids", tokens.tolist())):
                 if isinstance(value, dict) and name in value:
                     with contextlib.suppress(ValueError):
-                        index.apply(liar, "m", msgspec.Raw(packed({**value, name: edge})))
+                        apply(index, liar, "m", batch({**value, name: edge}))
     index.forget(liar)
-    for publisher in (honest, liar):
-        index.assign(publisher, [publisher.number], shared=False)
-    assert index.held("m", (), tokens).shares == [(honest.number, 16, 0.0)]
+    assert tokens_in(index, "m", (), tokens) == {honest: 16}
 
 
 def test_no_number_in_a_leg_of_vllm_is_more_than_a_wrong_parameter() -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from pdlink.kv.hashing import Preimage
 from pdlink.observe.kv_ledger import BlockPlace, BlockRemoved, BlockStored, EventBatch, Ledger, events_of
-from pdlink_proxy.kv_index import KVIndex, Publisher, events_in
-from tests.proxy.test_kv_index import tokens_in
+from pdlink_proxy.kv_index import KVIndex
+from tests.proxy.test_kv_index import apply, tokens_in
 
 if TYPE_CHECKING:
     from pdlink.observe.kv_ledger import Event
@@ -162,11 +162,10 @@ def test_the_bytes_are_those_of_vllm() -> None:
 
 
 def test_our_router_finds_a_prompt_under_its_salt_only() -> None:
-    ledger, index, publisher = Ledger(), KVIndex(), Publisher("tcp://one:1", 1)
+    ledger, index, publisher = Ledger(), KVIndex(), 1
 
     def hear(events: list[Event]) -> None:
-        for event in events_in(msgspec.msgpack.encode(EventBatch(0.0, events))):
-            index.apply(publisher, "m", event)
+        apply(index, publisher, "m", msgspec.msgpack.encode(EventBatch(0.0, events)))
 
     salted = of(0)._replace(extra=("tenant",))
     for number, preimage in ((0, salted), (1, of(1)), (2, of(2))):

@@ -15,17 +15,17 @@ import zmq.asyncio
 
 from pdlink_proxy.fleet import PlacementRequest
 from pdlink_proxy.kv_events import KVEvents
-from pdlink_proxy.kv_index import KVIndex, Publisher, events_in
+from pdlink_proxy.kv_index import KVIndex
 from pdlink_proxy.table import WorkerState
 from tests.proxy.events.frames import OTHER, PROMPT
 from tests.proxy.fakes import until
 from tests.proxy.test_kv_events import shares
-from tests.proxy.test_kv_index import tokens_in
+from tests.proxy.test_kv_index import apply, tokens_in
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-WORKER = Publisher("tcp://worker:1", 1)
+WORKER = 1
 RECORDED: dict[str, dict[str, list[list[str]]]] = {
     engine: json.loads((Path(__file__).parent / "events" / f"{engine}.json").read_text())["frames"]
     for engine in ("vllm", "sglang")
@@ -40,13 +40,12 @@ def index_of(engine: str, what: str) -> KVIndex:
     """What is known after all these batches."""
     index = KVIndex()
     for *_, batch in frames(engine, what)[:-1]:
-        for event in events_in(batch):
-            index.apply(WORKER, "m", event)
+        apply(index, WORKER, "m", batch)
     return index
 
 
 def held(index: KVIndex, tokens: list[int], *extra: str, model: str = "m") -> int:
-    return tokens_in(index, model, extra, np.array(tokens, np.uint32)).get(WORKER.number, 0)
+    return tokens_in(index, model, extra, np.array(tokens, np.uint32)).get(WORKER, 0)
 
 
 @pytest.mark.parametrize(
@@ -80,18 +79,16 @@ def test_salted_and_adapted_blocks_are_of_use_to_their_own_requests(engine: str,
 
 
 def test_workers_with_blocks_of_other_sizes_are_compared_by_one_prompt() -> None:
-    index, other = KVIndex(), Publisher("tcp://other:1", 2)
+    index, other = KVIndex(), 2
     for publisher, what in ((WORKER, "names of 32 bytes"), (other, "blocks of 32")):
-        for event in events_in(frames("vllm", what)[0][-1]):
-            index.apply(publisher, "m", event)
+        apply(index, publisher, "m", frames("vllm", what)[0][-1])
     assert tokens_in(index, "m", (), np.array(PROMPT[:50], np.uint32)) == {1: 32, 2: 32}
     assert tokens_in(index, "m", (), np.array(PROMPT, np.uint32)) == {1: 32, 2: 64}
 
 
 def test_a_chain_whose_parent_was_missed_is_not_believed() -> None:
     index = KVIndex()
-    for event in events_in(frames("vllm", "a chain of parents")[1][-1]):
-        index.apply(WORKER, "m", event)
+    apply(index, WORKER, "m", frames("vllm", "a chain of parents")[1][-1])
     assert held(index, PROMPT) == 0
 
 

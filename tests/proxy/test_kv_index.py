@@ -10,15 +10,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from pdlink._index import Prefixes, words_of_json
-from pdlink_proxy.kv_index import MAX_SIZES, KVIndex, Publisher, _known_root, events_in
+from pdlink._index import Events, words_of_json
+from pdlink_proxy.kv_index import MAX_SIZES, KVIndex
+from tests.proxy.events.types import read
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pdlink_proxy.fleet import Tokens
 
-ONE, TWO = Publisher("tcp://one:1", 1), Publisher("tcp://two:1", 2)
+ONE, TWO = 1, 2
 GPU = {"medium": "GPU", "lora_id": None, "lora_name": None}
 
 
@@ -45,20 +44,36 @@ def batch(*events: object) -> bytes:
     return msgspec.msgpack.encode([1.5, list(events), 0])
 
 
-def apply(index: KVIndex, publisher: Publisher, model: str, data: bytes) -> None:
-    for event in events_in(data):
-        index.apply(publisher, model, event)
+def apply(index: KVIndex, publisher: int, model: str, data: bytes, scope: str = "") -> None:
+    events = Events(data)
+    while index.apply(publisher, model, events, scope):
+        pass
 
 
 def ids(*tokens: int) -> Tokens:
     return np.array(tokens, np.uint32)
 
 
-def tokens_in(index: KVIndex, model: str, extra: Sequence[str], tokens: Tokens) -> dict[int, int]:
+def tokens_in(index: KVIndex, model: str, extra: tuple[str, ...], tokens: Tokens) -> dict[int, int]:
     """Leading tokens by number of the publisher, whatever the medium."""
     for number in range(9):
-        index.assign(Publisher("", number), [number], shared=False)
+        index.assign(number, [number], shared=False)
     return {number: num for number, num, _ in index.held(model, extra, tokens).shares}
+
+
+WEIGHTS = (0.0, 1.0, 1e4, 1e8)
+"""Loading that says how many tokens are in which medium."""
+
+
+def by_medium(index: KVIndex, tokens: Tokens) -> dict[int, list[int]]:
+    """The same with each medium's, of an index with `WEIGHTS`."""
+    found = {}
+    for number in range(9):
+        index.assign(number, [number], shared=False)
+    for number, num, loading in index.held("m", (), tokens).shares:
+        below = [int(loading) // 10**power % 10**4 for power in (0, 4, 8)]
+        found[number] = [num - sum(below), *below]
+    return found
 
 
 def test_a_prefix_is_found_at_each_worker_as_far_as_it_has_it() -> None:
@@ -87,9 +102,8 @@ def test_of_a_publisher_with_several_models_only_blocks_of_this_one_are_taken() 
         stored([3], None, [5, 6], **other),
         stored([4], 3, [7, 8]),
     )
-    for event in events_in(both):
-        index.apply(ONE, "m", event, "a")
-        index.apply(TWO, "m", event)  # nobody said what it calls the model: its name tells
+    apply(index, ONE, "m", both, "a")
+    apply(index, TWO, "m", both)  # nobody said what it calls the model: its name tells
     assert tokens_in(index, "m", (), ids(1, 2, 3, 4)) == {1: 4, 2: 4}
     assert tokens_in(index, "m", (), ids(5, 6, 7, 8)) == {2: 4}
     apply(index, TWO, "n", batch(stored([9], None, [9, 9], **mine)))
@@ -159,16 +173,16 @@ def test_a_prefix_that_two_names_mean_is_there_until_both_have_gone() -> None:
 
 
 def test_each_token_counts_in_its_quickest_medium() -> None:
-    index = KVIndex()
+    index = KVIndex(loading=WEIGHTS)
     names = ("GPU", "CPU", "CPU_PINNED", "STORAGE", "DISK", "EXTERNAL")
     media: list[dict[str, object]] = [{"medium": name} for name in names]
     media.append({"medium": "STORAGE", "locality": "REMOTE"})
     for at, more in enumerate(media):
         apply(index, ONE, "m", batch(stored([at + 1], at or None, [at, at], **more)))
     prompt = ids(*[at for at in range(len(media)) for _ in range(2)])
-    assert index._by_size[2].lookup(_known_root("m", ()), prompt) == [(1, [2, 4, 4, 4])]
+    assert by_medium(index, prompt) == {1: [2, 4, 4, 4]}
     apply(index, ONE, "m", batch(stored([4], 3, [3, 3]), stored([1], None, [0, 0], medium="CPU"), removed(1)))
-    assert index._by_size[2].lookup(_known_root("m", ()), prompt) == [(1, [2, 6, 2, 4])]
+    assert by_medium(index, prompt) == {1: [2, 6, 2, 4]}
 
 
 def test_blocks_after_an_unknown_one_are_not_noted() -> None:
@@ -205,8 +219,10 @@ def test_of_several_groups_of_layers_the_first_with_whole_prefixes_counts() -> N
     index = KVIndex()
     window = stored([1], None, [9, 9], group_idx=0, kv_cache_spec_kind="sliding_window")
     whole = stored([1], None, [1, 2], group_idx=1, kv_cache_spec_kind="full_attention")
-    apply(index, ONE, "m", batch(window, whole, removed(1) | {"group_idx": 0}))
+    another = stored([2], None, [8, 8], group_idx=2, kv_cache_spec_kind="full_attention")
+    apply(index, ONE, "m", batch(window, whole, removed(1) | {"group_idx": 0}, another))
     assert tokens_in(index, "m", (), ids(1, 2)) == {1: 2}
+    assert tokens_in(index, "m", (), ids(8, 8)) == {}
     assert tokens_in(index, "m", (), ids(9, 9)) == {}
 
 
@@ -226,8 +242,79 @@ def test_of_several_groups_of_layers_the_first_with_whole_prefixes_counts() -> N
     ],
 )
 def test_other_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 -- of msgspec or ours
+    with pytest.raises(ValueError, match=": "):
         apply(KVIndex(), ONE, "m", data)
+
+
+def any_event(rng: random.Random) -> object:
+    """An honest one, or one with a field of another kind."""
+    if rng.random() < 0.1:
+        return rng.choice(
+            [{"type": "AllBlocksCleared"}, ["AllBlocksCleared", 3], {"type": "AllBlocksCleared", "x": []}]
+        )
+    some: list[int | bytes] = [rng.randrange(9), rng.getrandbits(64), -rng.getrandbits(63), rng.randbytes(32)]
+    names = rng.choices(some, k=2)
+    text = rng.choice([None, "GPU", "CPU", "sliding_window", "a" * 40])
+    more: dict[str, object] = {
+        "medium": text,
+        "lora_name": text,
+        "extra_keys": rng.choice([None, [], [["a"], None], [[["image", 0]], [1.5, b"x"]], [{"a": 1}, 7]]),
+        "group_idx": rng.choice([None, 0, -1]),
+        "kv_cache_spec_kind": rng.choice([None, "full_attention", text]),
+        "model": rng.choice([None, "m", "n"]),
+        "cache_salt": text,
+        "locality": rng.choice([None, "REMOTE"]),
+        "further": {"a": [1, {"b": None}]},
+    }
+    for name in rng.sample(sorted(more), rng.randrange(len(more))):
+        del more[name]
+    event = stored(names, rng.choice([None, names[0]]), [1, 2, 300, 70_000]) | more
+    if rng.random() < 0.3:
+        event = {"type": "BlockRemoved", "block_hashes": names} | more
+    if rng.random() < 0.3:
+        event[rng.choice([*event])] = rng.choice([None, 5, 1.5, True, "x", b"x", [], [3], [[1, 2]], {}, 2**40])
+    if rng.random() < 0.2:
+        del event[rng.choice([*event])]
+    return [*event.values()] if rng.random() < 0.3 else event
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_events_are_taken_where_msgspec_takes_them(seed: int) -> None:
+    rng, taken = random.Random(seed), Counter[bool]()
+    index = KVIndex(1000)
+    for number in range(3000):
+        data = bytearray(batch(*[any_event(rng) for _ in range(rng.randrange(3))]))
+        if rng.random() < 0.5:
+            for _ in range(rng.randrange(1, 3)):
+                at = rng.randrange(len(data))
+                data[at : at + rng.randrange(3)] = rng.randbytes(rng.randrange(3))
+        try:
+            read(bytes(data))
+        except UnicodeDecodeError:  # no text of ours
+            expected = None
+        except ValueError:
+            expected = False
+        else:
+            expected = True
+        try:
+            apply(index, rng.randrange(1, 9), "m", bytes(data))
+        except ValueError:
+            got = False
+        else:
+            got = True
+        assert expected in (got, None), (seed, number, data.hex())
+        taken[got] += 1
+    assert min(taken.values()) > 500, taken
+
+
+def test_what_is_wrong_in_an_event_is_told_by_its_field() -> None:
+    event = stored([1], None, [1, 2])
+    for name in ("block_hashes", "parent_block_hash", "token_ids", "block_size", "model", "extra_keys", "group_idx"):
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            apply(KVIndex(), ONE, "m", batch({**event, name: 1.5}))
+    del event["block_size"]
+    with pytest.raises(ValueError, match=r"^block_size: missing"):
+        apply(KVIndex(), ONE, "m", batch(event))
 
 
 def test_more_blocks_than_the_limit_are_not_noted() -> None:
@@ -307,8 +394,8 @@ class _Slow:
 @pytest.mark.parametrize("seed", range(40))
 def test_the_native_index_agrees_with_a_slow_one(seed: int) -> None:
     rng = random.Random(seed)
-    size, pack = rng.choice([1, 2, 3, 4]), msgspec.msgpack.encode
-    fast, slow = Prefixes(size, 100_000), _Slow()
+    size, media = rng.choice([1, 2, 3, 4]), ("GPU", "CPU", "DISK", "EXTERNAL")
+    fast, slow = KVIndex(100_000, WEIGHTS), _Slow()
     # A holder's name of a block is that of its prefix, as in the engines; so one name never means two prefixes. A
     # prefix may have two names.
     names: dict[tuple[object, ...], int] = {}
@@ -322,19 +409,19 @@ def test_the_native_index_agrees_with_a_slow_one(seed: int) -> None:
         parent = blocks[skip - 1] if skip else None
         match rng.random():
             case kind if kind < 0.6:
-                packed = None if parent is None else pack(parent)
-                fast.stored(holder, medium, pack(blocks[skip:]), packed, 8, pack(tokens[skip * size :]))
+                of_it = stored([*blocks[skip:]], parent, tokens[skip * size :], medium=media[medium])
+                apply(fast, holder, "m", batch(of_it))
                 slow.stored(holder, medium, blocks[skip:], parent, tokens[skip * size :], size)
             case kind if kind < 0.98:
                 gone = rng.sample(sorted(names.values()), min(len(names), 4))
-                fast.removed(holder, medium, pack(gone))
+                apply(fast, holder, "m", batch(removed(*gone, medium=media[medium])))
                 slow.removed(holder, medium, gone)
             case _:
-                fast.cleared(holder)
+                fast.forget(holder)
                 slow.held.pop(holder, None)
         wanted = [rng.randrange(2) for _ in range(size * 5)]
-        assert dict(fast.lookup(8, np.array(wanted, np.uint32))) == slow.lookup(wanted, size), f"seed {seed}"
-        assert fast.num_blocks == sum(map(len, slow.held.values()))
+        assert by_medium(fast, np.array(wanted, np.uint32)) == slow.lookup(wanted, size), f"seed {seed}"
+        assert len(fast) == sum(map(len, slow.held.values()))
 
 
 def test_block_sizes_of_workers_that_are_gone_leave_room_for_others() -> None:

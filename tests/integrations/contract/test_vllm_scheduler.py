@@ -31,10 +31,10 @@ from pdlink.integrations.vllm_parts.requests import NOTHING, StepPlan  # noqa: E
 from pdlink.integrations.vllm_parts.steps import Steps  # noqa: E402
 from pdlink.peers.link import PeerLink  # noqa: E402
 from pdlink_proxy.dialects import DIALECTS  # noqa: E402
-from pdlink_proxy.kv_index import KVIndex, Publisher, events_in  # noqa: E402
+from pdlink_proxy.kv_index import KVIndex  # noqa: E402
 from tests.integrations.contract import vllm_server  # noqa: E402
 from tests.integrations.contract.vllm_server import HAS_V2, Server, servers, tokens_of  # noqa: E402
-from tests.proxy.test_kv_index import tokens_in  # noqa: E402
+from tests.proxy.test_kv_index import apply, tokens_in  # noqa: E402
 from tests.store.process import process  # noqa: E402
 from tests.waiting import WAIT_S, until  # noqa: E402
 
@@ -508,11 +508,10 @@ def test_the_router_reads_the_events_of_this_block_pool(tmp_path: Path) -> None:
         server.scheduler.kv_event_publisher = publisher
         server.request("a", PROMPT)
         server.until_idle()
-        index, worker = KVIndex(), Publisher("tcp://worker:1", 1)
+        index = KVIndex()
         for batch in batches:
-            for event in events_in(batch):
-                index.apply(worker, "m", event)
-        assert tokens_in(index, "m", (), np.array(PROMPT, np.uint32)) == {worker.number: 96}
+            apply(index, 1, "m", batch)
+        assert tokens_in(index, "m", (), np.array(PROMPT, np.uint32)) == {1: 96}
 
 
 @pytest.mark.parametrize("kind", ["completion.protocol:CompletionStreamResponse"])

@@ -22,9 +22,10 @@ from pdlink.integrations.vllm_parts import tier_events  # noqa: E402
 from pdlink.integrations.vllm_parts.tier_events import ServerTiers  # noqa: E402
 from pdlink.kv.hashing import Origin, Preimage  # noqa: E402
 from pdlink.observe.kv_ledger import BlockPlace  # noqa: E402
-from pdlink_proxy.kv_index import DISK, HOST, LOADING, KVIndex, Publisher, events_in  # noqa: E402
+from pdlink_proxy.kv_index import DISK, HOST, LOADING, KVIndex  # noqa: E402
 from tests.integrations.contract import vllm_server  # noqa: E402
 from tests.integrations.contract.vllm_server import HAS_V2, Server, servers  # noqa: E402
+from tests.proxy.test_kv_index import apply  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.engines, pytest.mark.filterwarnings("ignore")]
 
@@ -42,8 +43,8 @@ class Router:
     """Reads the KV events of one server."""
 
     def __init__(self, server: Server | None = None) -> None:
-        self.index, self.worker = KVIndex(), Publisher("tcp://worker:1", 1)
-        self.index.assign(self.worker, [1], shared=False)
+        self.index = KVIndex()
+        self.index.assign(1, [1], shared=False)
         self.most = 0
         """Chunks of the tiers in one batch."""
         if server is not None:
@@ -53,8 +54,7 @@ class Router:
         self.most = max(
             self.most, sum(len(one.block_hashes) for one in events if getattr(one, "medium", "GPU") != "GPU")
         )
-        for event in events_in(msgspec.msgpack.encode([0.0, events])):
-            self.index.apply(self.worker, "m", event)
+        apply(self.index, 1, "m", msgspec.msgpack.encode([0.0, events]))
 
     def knows(self, prompt: list[int], *names: str) -> tuple[int, float]:
         """How many tokens the worker has, and what loading one costs. names: of LoRA and salt."""
