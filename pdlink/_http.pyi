@@ -199,6 +199,9 @@ def shortened(json: bytes, long_nbytes: int) -> tuple[bytes, int, dict[str, byte
     """A JSON object with null in place of each value of at least so many bytes; how many fields it has; and these
     values, by name. None if it is not such an object, and for some that a whole parser has to judge."""
 
+def names_media(json: bytes) -> bool:
+    """Whether messages have parts, images say, that become tokens which do not tell what is in them."""
+
 def take_arenas_from_large_pages() -> None:
     """From now on Python takes the memory for small objects from pages of 2 MiB, where the system has such
     (`transparent_hugepage/enabled` is madvise or always)."""

@@ -82,6 +82,9 @@ NB_MODULE(_http, m) {
     m.attr("END") = static_cast<unsigned>(pdlink::http::kEnd);
     m.attr("BAD") = static_cast<unsigned>(pdlink::http::kBad);
     m.attr("MORE") = static_cast<unsigned>(pdlink::http::kMore);
+    m.def(
+        "names_media", [](const nb::bytes& json) { return pdlink::http::names_media(pdlink::http::view(json)); },
+        "json"_a);
     m.def("shortened", &pdlink::http::shorter, "json"_a, "long_nbytes"_a);
     nb::class_<pdlink::http::Packed>(m, "Packed")
         .def(nb::init<>())

@@ -150,6 +150,11 @@ bool Scan::items(bool named, char close, unsigned depth) {
     return one(close);
 }
 
+// Each with quotes, as a field's name or a value.
+constexpr std::array<std::string_view, 7> kMedia = {"\"image_url\"",    "\"input_audio\"", "\"video_url\"",
+                                                    "\"image_embeds\"", "\"audio_url\"",   "\"image_pil\"",
+                                                    "\"prompt_embeds\""};
+
 }  // namespace
 
 std::optional<Shortened> shortened(std::string_view json, std::size_t long_nbytes) {
@@ -181,6 +186,16 @@ std::optional<Shortened> shortened(std::string_view json, std::size_t long_nbyte
     if (!scan.one('}')) return std::nullopt;
     found.json.append(kept, json.data() + json.size());
     return found;
+}
+
+bool names_media(std::string_view json) {
+    // Quotes are frequent in JSON, and underscores are rare in prose.
+    for (std::size_t at = json.find('_'); at != std::string_view::npos; at = json.find('_', at + 1))
+        for (const std::string_view each : kMedia)
+            if (const std::size_t before = each.find('_');
+                before <= at && json.substr(at - before, each.size()) == each)
+                return true;
+    return false;
 }
 
 }  // namespace pdlink::http

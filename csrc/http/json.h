@@ -24,4 +24,8 @@ struct Shortened {
 // for a long value whose name is not plain ASCII.
 std::optional<Shortened> shortened(std::string_view json, std::size_t long_nbytes);
 
+// Whether messages have parts, images say, that become tokens which do not tell what is in them. Quotes in text are
+// escaped, so a name in quotes is a field or its value.
+bool names_media(std::string_view json);
+
 }  // namespace pdlink::http

@@ -7,12 +7,12 @@ bytes: a tokeniser does not say where in a prompt's JSON a token ends. An estima
 from __future__ import annotations
 
 import hashlib
-import re
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdlink._http import names_media
 from pdlink.api.openai import BYTES_PER_TOKEN, CHAT, COMPLETIONS
 
 from .fleet import KEY_TOKENS
@@ -37,8 +37,6 @@ _MORE = ("tools", "chat_template", "chat_template_kwargs", "add_generation_promp
 )
 """Fields beside the prompt that change its tokens."""
 _ANY_MORE = frozenset(_MORE)
-_MEDIA = re.compile(rb'"(?:image_url|input_audio|video_url|image_embeds|audio_url|image_pil|prompt_embeds)"')
-"""Parts of a message that become tokens which do not say what is in them."""
 
 
 class Text(msgspec.Struct, frozen=True):
@@ -61,7 +59,7 @@ def text_of(request: PlacementRequest, call: Call) -> Text | None:
     prompt, fields = request.prompt, call.fields
     if call.path not in (COMPLETIONS, CHAT) or len(prompt) < CHUNK_NBYTES:
         return None
-    if _MEDIA.search(prompt) if call.path == CHAT else prompt[:1] != b'"':
+    if names_media(prompt) if call.path == CHAT else prompt[:1] != b'"':
         return None
     keys: Sequence[Hashable] = request.keys
     if not _ANY_MORE.isdisjoint(fields):

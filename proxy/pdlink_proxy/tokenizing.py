@@ -71,7 +71,7 @@ class Tokenizing:
         """Set what is known of the prompt's token ids: `known_ids`, and a better `num_tokens`. Returns what is to be
         awaited for that; None if nothing is: a task would take more time than the look."""
         nbytes, pools = len(request.prompt), self._pools
-        if nbytes < LEAST_NBYTES or not pools.several or not pools.kv_events.index or request.ids is not None:
+        if nbytes < LEAST_NBYTES or not pools.several or not pools.kv_events.index:
             return None
         if (text := text_of(request, call)) is None:
             return None

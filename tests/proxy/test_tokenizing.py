@@ -263,8 +263,12 @@ def test_prompts_of_other_tools_templates_models_or_media_are_other_texts() -> N
     said = [keys(), keys(tools=[{}]), keys(chat_template_kwargs={"a": 1}), keys(model="n")]
     assert len({str(each) for each in said}) == 4
     assert keys(temperature=1, stream=True) == keys()
-    for part in ({"type": "image_url", "image_url": {}}, {"type": "prompt_embeds", "data": "AAAA"}):
-        assert keys(messages=[{"role": "user", "content": [part, TEXT]}]) is None
+    media = "image_url", "input_audio", "video_url", "image_embeds", "audio_url", "image_pil", "prompt_embeds"
+    for name in media:
+        for part in ({"type": name, "x_y": {}}, {"type": "x", name: "_"}):
+            assert keys(messages=[{"role": "user", "content": [TEXT, part]}]) is None
+    in_text = " ".join(f'"{name}" and {name}' for name in media)
+    assert keys(messages=[{"role": "user", "content": f"{in_text} _ {TEXT}_"}]) is not None
 
 
 def test_a_question_pays_where_it_saves_more_time_than_it_takes() -> None:
