@@ -14,10 +14,8 @@ import platform
 import threading
 import time
 from bisect import bisect_left
-from collections import defaultdict
 from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
 
-import numpy as np
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, Exemplar, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
@@ -38,9 +36,6 @@ FINE_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, *SECONDS[:-3])
 
 MAX_SAMPLES = 100_000
 """More wait only if nobody takes them: vLLM does after each step."""
-
-MAX_UNCOUNTED = 500
-"""Numbers of a histogram, and mappings of them."""
 
 Numbers: TypeAlias = dict[str, list[tuple[tuple[str, ...], list[float]]]]
 """By metric, for each combination of labels: one number, or of a histogram those of its buckets and their sum."""
@@ -139,9 +134,6 @@ class Gauge(Metric):
 
 
 class Histogram(Metric):
-    """What is observed is kept, and counted when somebody reads, or when there is much of it: a number costs 0.2 us
-    then and 0.5 if it is counted at once (CPython 3.11)."""
-
     kind = "histogram"
 
     def __init__(self, name: str, buckets: tuple[float, ...], text: str, **labels: Iterable[str]) -> None:
@@ -152,9 +144,6 @@ class Histogram(Metric):
         """The newest of each bucket: what it names, its number and its Unix time."""
         self.samples: dict[tuple[str, ...], list[float]] | None = None
         """With a dictionary, every single number is kept in it, too; of each series `MAX_SAMPLES` at most."""
-        self._uncounted: list[tuple[tuple[str, ...], float, dict[str, str] | None, float]] = []
-        """Labels, number, exemplar and Unix time."""
-        self._uncounted_sets: list[Mapping[str, float]] = []
         super().__init__(name, text, of_all=False, **labels)
 
     def _zero(self) -> list[float]:
@@ -162,44 +151,25 @@ class Histogram(Metric):
 
     def observe(self, number: float, *labels: str, exemplar: dict[str, str] | None = None) -> None:
         """exemplar: what names the one thing that was measured; of at most 128 characters in all."""
-        uncounted = self._uncounted
-        uncounted.append((labels, number, exemplar, time.time() if exemplar else 0.0))
+        counted, bucket = self._values.get(labels) or self.series(*labels), bisect_left(self.buckets, number)
+        counted[bucket] += 1
+        counted[-1] += number
+        if exemplar:
+            self.exemplars[labels, bucket] = exemplar, number, time.time()
         if self.samples is not None and len(kept := self.samples.setdefault(labels, [])) < MAX_SAMPLES:
             kept.append(number)
-        if len(uncounted) >= MAX_UNCOUNTED:
-            self._count()
 
     def observe_each(self, numbers: Mapping[str, float]) -> None:
-        """By the value of the one label; the mapping must stay as it is."""
+        """By the value of the one label."""
         if self.samples is not None:
             for label, number in numbers.items():
                 self.observe(number, label)
             return
-        self._uncounted_sets.append(numbers)
-        if len(self._uncounted_sets) >= MAX_UNCOUNTED:
-            self._count()
-
-    @property
-    def values(self) -> dict[tuple[str, ...], list[float]]:
-        self._count()
-        return self._values
-
-    def _count(self) -> None:
-        by_labels = defaultdict[tuple[str, ...], list[float]](list)
-        uncounted, self._uncounted = self._uncounted, []
-        for labels, number, exemplar, at_s in uncounted:
-            by_labels[labels].append(number)
-            if exemplar:
-                self.exemplars[labels, bisect_left(self.buckets, number)] = exemplar, number, at_s
-        sets, self._uncounted_sets = self._uncounted_sets, []
-        for numbers in sets:
-            for label, number in numbers.items():
-                by_labels[(label,)].append(number)
-        for labels, found in by_labels.items():
-            counted = self.series(*labels)
-            for bucket, number in enumerate(np.bincount(np.searchsorted(self.buckets, found)).tolist()):
-                counted[bucket] += number
-            counted[-1] += sum(found)
+        buckets, values = self.buckets, self._values
+        for label, number in numbers.items():  # without a call for each
+            counted = values.get((label,)) or self.series(label)
+            counted[bisect_left(buckets, number)] += 1
+            counted[-1] += number
 
     def family(self, values: Iterable[tuple[tuple[str, ...], list[float]]]) -> Family:
         family = HistogramMetricFamily(self.name, self.text, labels=self.labels, unit=self.unit)
