@@ -189,7 +189,7 @@ def test_servers_that_share_otherwise_refuse_each_other(
     monkeypatch.setattr(versions, "content", lambda _: "digest")
     case = CASES["one rank of latents to two that share"]
     with ExitStack() as opened:
-        prefill = Played("p", (1, 1), 1, 32, case, told)
+        prefill = Played("p", (1, 1), 1, 32, case, {**told, "timeouts": {"other_leg_s": 0.5}})
         opened.callback(prefill.server.close)
         decode = Played("d", (2, 2), interleave, 16, case, {})
         opened.callback(decode.server.close)
