@@ -16,7 +16,7 @@ from .offline import schedules_to_find
 
 MAX_SCHEDULES = 2500
 """More than three times what the most elusive one takes, counted from its `FIRST_SEED`."""
-FIRST_SEED = {"quiet of another life accepted": 2_000}
+FIRST_SEED = {"quiet of another life accepted": 2_500}
 """Where the search begins, for a bug that takes a minute of schedules from seed 0 (it needs 1,695)."""
 SCHEDULES = st.lists(st.integers(0, 2**40 - 1), max_size=80)
 

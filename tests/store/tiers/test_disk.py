@@ -781,13 +781,13 @@ def test_records_that_are_kept_outlive_any_number_of_others(tmp_path: Path) -> N
     tier.keep(kept)
     numbers = [0, 1, 5, 9, 13, 17, 21]  # two in the first segment, one in each other one
     kept.update(key(number) for number in numbers)
-    for number in range(400):
+    for number in range(160):
         assert tier.put(key(number), record(number))
         assert set(numbers[: sum(one <= number for one in numbers)]) <= set(here(tier, 24))
     tier.close()
     tier = disk(tmp_path, 8 * (SEGMENT_NBYTES + SEGMENT_NBYTES // 64) + 4096)
     assert set(numbers) <= set(here(tier, 24)), "also after a restart"
-    for number in range(400, 500):
+    for number in range(160, 260):
         assert tier.put(key(number), record(number))
     assert here(tier, 24) == [], "nobody keeps them any more"
     tier.close()
