@@ -60,7 +60,7 @@ def segments_of(pids: list[int]) -> set[str]:
 class Up:
     """`pdlink up` on free ports, ready; a context manager."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self) -> None:
         command = [
             sys.executable,
             "-m",
@@ -70,7 +70,6 @@ class Up:
             "configs/up.yaml",
             "--listen",
             "127.0.0.1:0",
-            *flags,
         ]
         root = Path(__file__).parents[2]
         self.process = subprocess.Popen(
@@ -99,9 +98,9 @@ class Up:
 
 
 def test_a_killed_worker_comes_back_and_ctrl_c_leaves_nothing() -> None:
-    with Up("--decode", "2") as site:
+    with Up() as site:
         children = descendants(site.process.pid)
-        assert len(children) == 4
+        assert len(children) == 3
         [decode] = [pid for pid in children if "decode-0" in Path(f"/proc/{pid}/cmdline").read_text()]
         os.kill(decode, signal.SIGKILL)
         site.read_until("decode-0 is back after")
