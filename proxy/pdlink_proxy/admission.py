@@ -13,7 +13,7 @@ from pdlink.reasons import Reason
 
 from .placement import ProxyBarred, Queued
 from .queue import Waiting
-from .steps import Leg, Place, Placed, Unplaced, Waits, Why
+from .steps import DECODE, PREFILL, Leg, Place, Placed, Unplaced, Waits, Why
 
 if TYPE_CHECKING:
     from .decisions import Considered, Decided
@@ -97,7 +97,7 @@ class Admission:
         queue = shared.queue
         if first and queue.num and not queue.passes(wanted.model):
             found: Placed | Unplaced | Queued = Queued(
-                "other requests wait", not shared.pools.usable(Leg.DECODE, wanted.model)
+                "other requests wait", not shared.pools.usable(DECODE, wanted.model)
             )
         else:
             found = self._try(action)
@@ -169,7 +169,7 @@ class Admission:
             prefill, recomputed = self._unusual(action, choice)
         self.cached_tokens, self.recomputed, self.source = choice.cached_tokens, recomputed, choice.source
         shared.metrics.attempts_for[action.why][0] += 1
-        self.chosen = {Leg.DECODE: decode} if prefill is None else {Leg.PREFILL: prefill, Leg.DECODE: decode}
+        self.chosen = {DECODE: decode} if prefill is None else {PREFILL: prefill, DECODE: decode}
         told = ""
         if wanted.turn is not None:
             labels = {leg.value: worker.label for leg, worker in self.chosen.items()}

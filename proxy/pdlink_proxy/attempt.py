@@ -15,7 +15,7 @@ from .dialects import TransferTerms
 from .http_client import header_lines
 from .ids import new_id
 from .leg import WorkerLeg
-from .steps import Leg
+from .steps import DECODE, PREFILL, Leg
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,20 +60,20 @@ class Attempt:
         self.legs: dict[Leg, WorkerLeg] = {}
         self.kv = admission.recomputed
         """How its KV came, once known: decode says it, unless there was no transfer."""
-        prefill = self.chosen.get(Leg.PREFILL)
+        prefill = self.chosen.get(PREFILL)
         of_prefill = f"X-Pdlink-Prefill: {prefill.label}\r\n" if prefill is not None else ""
-        decode = self.chosen[Leg.DECODE].label
+        decode = self.chosen[DECODE].label
         self.lines = f"X-Pdlink-Transfer: {self.transfer_id}\r\n{of_prefill}X-Pdlink-Decode: {decode}\r\n"
         """Headers of the client's answer: which transfer, and which workers, by their labels: names may contain host
         names."""
 
     def start(self, hears: Hears, seed: int, *, at_once: bool) -> None:
         """Send both legs, or only prefill's if decode's follows it. seed: of a client that gave none."""
-        prefill, dialect = self.chosen.get(Leg.PREFILL), self._shared.dialect
+        prefill, dialect = self.chosen.get(PREFILL), self._shared.dialect
         if prefill is None:
             alone = dialect.alone if self._source else None
             body = self._call.body if alone is None else alone(self._call, self._source)
-            self._send(hears, Leg.DECODE, body, _NO_HEADERS)
+            self._send(hears, DECODE, body, _NO_HEADERS)
             return
         transfer = TransferTerms(
             transfer_id=self.transfer_id,
@@ -89,13 +89,13 @@ class Attempt:
         to_prefill = _NO_HEADERS
         if dialect.headers is not None:
             to_prefill, self._decode_headers = dialect.headers(transfer)
-        self._send(hears, Leg.PREFILL, prefill_body, to_prefill)
+        self._send(hears, PREFILL, prefill_body, to_prefill)
         if at_once:
-            self._send(hears, Leg.DECODE, decode_body, self._decode_headers)
+            self._send(hears, DECODE, decode_body, self._decode_headers)
 
     def start_decode(self, hears: Hears, params: bytes) -> None:
         """Send decode's leg, after prefill's answer, with these `kv_transfer_params`."""
-        self._send(hears, Leg.DECODE, self._call.with_params(msgspec.Raw(params)), self._decode_headers)
+        self._send(hears, DECODE, self._call.with_params(msgspec.Raw(params)), self._decode_headers)
 
     def cancel(self, leg: Leg) -> None:
         """Close the leg's connection; the worker aborts."""
@@ -114,7 +114,7 @@ class Attempt:
     def _send(self, hears: Hears, leg: Leg, body: bytes, headers: Mapping[str, str]) -> None:
         """headers: more than those of both legs."""
         shared, asked, worker = self._shared, self._wanted, self.chosen[leg]
-        if leg is Leg.PREFILL:
+        if leg is PREFILL:
             tokens = max(1, asked.num_tokens - self._cached_tokens)
         else:
             tokens = asked.num_tokens + asked.answer_tokens
@@ -123,7 +123,7 @@ class Attempt:
         self.legs[leg] = running = WorkerLeg(worker, tokens, time.monotonic(), shared)
         running.leg, running.attempt, running.transfer_id, running.hears = leg, self._number, self.transfer_id, hears
         running.max_nbytes = shared.max_body_nbytes
-        if not (self._call.streaming and (leg is Leg.DECODE or shared.dialect.prefill_streams)):
+        if not (self._call.streaming and (leg is DECODE or shared.dialect.prefill_streams)):
             running.most_nbytes = running.max_nbytes
         lines = self._lines
         if self._trace is not None:

@@ -48,6 +48,8 @@ from .records import Try
 from .recovery import Diverged
 from .rules import News, Reaction, Rules
 from .steps import (
+    DECODE,
+    PREFILL,
     Action,
     Answered,
     BlameLeg,
@@ -197,7 +199,7 @@ class Flow:
             deadline_s = min(deadline_s, self._waits.until_s)
         limits = self._limits
         for leg, state in self._legs.items():  # as `_deadline_of`, without its calls
-            if state.running and not (leg is Leg.PREFILL and state.spoke):
+            if state.running and not (leg is PREFILL and state.spoke):
                 due_s = state.since_s + (limits.idle_s if state.spoke else limits.first_byte_s)
                 if due_s < deadline_s:
                     deadline_s = due_s
@@ -213,7 +215,7 @@ class Flow:
         to decide."""
         state = self._legs.get(leg)
         return (
-            leg is Leg.DECODE
+            leg is DECODE
             and state is not None
             and state.spoke
             and state.running
@@ -225,7 +227,7 @@ class Flow:
 
     def passed(self, data: bytes, now: float, *, finished: bool) -> None:
         """Such events of decode's went to the client. finished: with a finish_reason."""
-        self._legs[Leg.DECODE].since_s = now
+        self._legs[DECODE].since_s = now
         self._finished = self._finished or finished
         if self._recovery is not None:
             self._recovery.sent(data)
@@ -271,9 +273,9 @@ class Flow:
             look |= ANYTHING
         self.look = look
         if event.prefill is None or at_once:
-            self._legs[Leg.DECODE] = LegState(event.decode, now)
+            self._legs[DECODE] = LegState(event.decode, now)
         if event.prefill is not None:
-            self._legs[Leg.PREFILL] = LegState(event.prefill, now)
+            self._legs[PREFILL] = LegState(event.prefill, now)
         return [StartLegs(self.attempts, event.prefill, decode=event.decode, at_once=at_once)]
 
     def _on_chunk(self, event: Chunk, now: float) -> list[Action]:
@@ -286,7 +288,7 @@ class Flow:
             if buffer is not None or not data.endswith(b"\n\n"):
                 buffer = state.buffer = buffer or EventBuffer()
                 events = buffer.pass_whole_events(data)
-            if leg is Leg.PREFILL and state.spoke:
+            if leg is PREFILL and state.spoke:
                 self._hear_cached(events)
             elif state.spoke:
                 state.since_s = now
@@ -299,16 +301,16 @@ class Flow:
                     return self._malformed(leg, *problem, now)
                 state.spoke, state.since_s = True, now
                 self.hastened_s = min(now + self._limits.idle_s, self._request_deadline_s)
-                if leg is Leg.PREFILL:
+                if leg is PREFILL:
                     self.tries[-1].prefill_s = now
                 else:
                     self.tries[-1].decode_s = now
-                if leg is Leg.PREFILL:
+                if leg is PREFILL:
                     self._hear_cached(events[end:])
                 if self.first_leg is None:
                     self.first_leg = leg
-                    forward = events[begin:] if leg is Leg.DECODE else events[begin:end]
-                elif leg is Leg.DECODE:
+                    forward = events[begin:] if leg is DECODE else events[begin:end]
+                elif leg is DECODE:
                     forward = events[end:]
         except EventTooLong as error:
             return self._malformed(leg, str(error), b"", now)
@@ -319,14 +321,14 @@ class Flow:
         if not marks:
             return self._to_client(forward)
         blames: list[Action] = []
-        if leg is Leg.DECODE and Leg.PREFILL in self._legs:
+        if leg is DECODE and PREFILL in self._legs:
             if marks & self._rules.marks:
                 self.said = forward if self._rules.says_kv else b""
                 forward = self._rules.merge_events(self._prefill_answer, forward)
                 marks = marks_of(forward, look)
             if marks & CACHED:
                 forward = usage.merged_events(self._prefill_answer, forward)
-        if leg is Leg.DECODE and (marks & ERROR or (marks & NAMED and has_named(forward, FAILURES))):
+        if leg is DECODE and (marks & ERROR or (marks & NAMED and has_named(forward, FAILURES))):
             if self._recovery is not None and (cut := until_error(forward)) and not is_rejection(cut[1]):
                 return self._broken_by(*cut, now)
             forward, errors = self._words.in_our_words(forward)
@@ -334,7 +336,7 @@ class Flow:
             self._error_passed = self._error_passed or bool(errors)
             then = _THEN[Reaction.ANSWER]
             blames += [
-                BlameLeg(self.attempts, Leg.DECODE, reason=reason, detail=text, then=then) for reason, text in errors
+                BlameLeg(self.attempts, DECODE, reason=reason, detail=text, then=then) for reason, text in errors
             ]
         if self._recovery is not None and self._recovery.joins:
             try:
@@ -351,14 +353,14 @@ class Flow:
                     leg, before, Loss.ERROR, "its answer ended with finish_reason error", failed, now
                 )
             self._finished = True
-        if leg is Leg.DECODE and marks & NAMED and has_named(forward, FAILURES):
+        if leg is DECODE and marks & NAMED and has_named(forward, FAILURES):
             self._error_passed = True
             detail = excerpt(forward)
             blames = [
                 *blames,
-                BlameLeg(self.attempts, Leg.DECODE, reason=Loss.ERROR, detail=detail, then=_THEN[Reaction.ANSWER]),
+                BlameLeg(self.attempts, DECODE, reason=Loss.ERROR, detail=detail, then=_THEN[Reaction.ANSWER]),
             ]
-        if leg is Leg.DECODE and (self._is_last(forward) if self._last_events else marks & DONE):
+        if leg is DECODE and (self._is_last(forward) if self._last_events else marks & DONE):
             if not (self._finished or self._error_passed):
                 return self._failed_by(leg, before_end(forward), Loss.MALFORMED, _NO_FINISH, b"", now)
             # Do not wait for the end of the HTTP body: a worker that dies now has lost nothing.
@@ -383,10 +385,10 @@ class Flow:
             try:
                 events = self._recovery.join(events)
             except Diverged as error:
-                return self._malformed(Leg.DECODE, str(error), b"", now, Loss.DIVERGED)
-        sent, cancel = self._to_client(events), self._cancel(Leg.DECODE)
+                return self._malformed(DECODE, str(error), b"", now, Loss.DIVERGED)
+        sent, cancel = self._to_client(events), self._cancel(DECODE)
         answer = self._words.broken(document)
-        blame, *rest = self._react(Leg.DECODE, News.LOST, Loss.ERROR, answer, BROKEN, excerpt(document), now)
+        blame, *rest = self._react(DECODE, News.LOST, Loss.ERROR, answer, BROKEN, excerpt(document), now)
         return [*sent, blame, *cancel, *rest]
 
     def _failed_by(
@@ -402,12 +404,12 @@ class Flow:
     def _on_ended(self, leg: Leg, now: float) -> list[Action]:
         state = self._legs[leg]
         state.running = False
-        if leg is Leg.PREFILL and state.spoke:
+        if leg is PREFILL and state.spoke:
             state.ended_well = True
             return []
         rest = state.buffer.take_rest() if state.buffer is not None else b""
         told = self._finished or self._error_passed
-        if leg is Leg.DECODE and state.spoke and self._is_last(rest) and told:
+        if leg is DECODE and state.spoke and self._is_last(rest) and told:
             # Only the blank line after the last event is missing; without it the client would not see the event.
             forward = rest.rstrip(b"\r\n") + b"\n\n"
             return self._finish_stream(forward)
@@ -426,11 +428,11 @@ class Flow:
         if isinstance(found, str):
             return self._on_lost(leg, Loss.MALFORMED, f"{found}: {excerpt(body)}", now)
         state.spoke = state.ended_well = True
-        if leg is Leg.PREFILL:
+        if leg is PREFILL:
             self._prefill_answer, self.tries[-1].prefill_s = body, now
             return self._on_prefilled(now) if self._rules.awaits_prefill or self._rules.handover else []
         self.tries[-1].decode_s, self.usage = now, found
-        if Leg.PREFILL in self._legs and (marks := marks_of(body, self.look)):
+        if PREFILL in self._legs and (marks := marks_of(body, self.look)):
             if marks & self._rules.marks:
                 body = self._rules.merge_answer(self._prefill_answer, body)
             if marks & CACHED:
@@ -439,8 +441,8 @@ class Flow:
 
     def _keeps(self, event: Chunk | Ended | Answered) -> bool:
         """Whether decode's event waits for prefill's answer."""
-        prefill = self._legs.get(Leg.PREFILL)
-        keeps = self._rules.awaits_prefill and event.leg is Leg.DECODE and prefill is not None and prefill.running
+        prefill = self._legs.get(PREFILL)
+        keeps = self._rules.awaits_prefill and event.leg is DECODE and prefill is not None and prefill.running
         if keeps:
             self._kept.append(event)
         return keeps
@@ -454,9 +456,9 @@ class Flow:
         if status in (401, 403) and self._keyed:
             return self._on_lost(leg, Loss.BARRED, detail, now)
         answer, summary = self._words.answered(leg, status, event.body)
-        if leg is Leg.PREFILL and self._rules.prefill_may_misread and status <= 500:
+        if leg is PREFILL and self._rules.prefill_may_misread and status <= 500:
             blame = BlameLeg(self.attempts, leg, reason=status, detail=said, then="decode's answer decides")
-            if Leg.DECODE in self._legs:
+            if DECODE in self._legs:
                 return [blame]
             if self._limits.decode_alone:
                 return [blame, *self._again(Why.RETRY, answer, now, alone=True)]
@@ -469,13 +471,13 @@ class Flow:
         if self._rules.awaits_prefill:
             kept, self._kept = self._kept, []
             return [action for event in kept for action in self.on(event, now)]
-        if self._rules.handover is None or Leg.DECODE in self._legs:
+        if self._rules.handover is None or DECODE in self._legs:
             return []
         params = self._rules.handover(self._prefill_answer)
         if params is None:
-            self._legs[Leg.PREFILL].ended_well = False
-            return self._on_lost(Leg.PREFILL, Loss.MALFORMED, "its answer is not a JSON object", now)
-        self._legs[Leg.DECODE] = LegState(self._decode, now)
+            self._legs[PREFILL].ended_well = False
+            return self._on_lost(PREFILL, Loss.MALFORMED, "its answer is not a JSON object", now)
+        self._legs[DECODE] = LegState(self._decode, now)
         return [StartDecode(self.attempts, params)]
 
     def _on_lost(self, leg: Leg, loss: Loss, detail: str, now: float) -> list[Action]:
@@ -538,7 +540,7 @@ class Flow:
             reaction = Reaction.BREAK
         alone = False
         if reaction is Reaction.RETRY and self._retries_left == 0:
-            alone = leg is Leg.PREFILL and self._limits.decode_alone  # once: this attempt has no prefill leg to lose
+            alone = leg is PREFILL and self._limits.decode_alone  # once: this attempt has no prefill leg to lose
             reaction = Reaction.RETRY if alone else Reaction.ANSWER
         blame = BlameLeg(self.attempts, leg, reason=reason, detail=detail, then=_THEN[reaction] + why)
         match reaction:
@@ -559,11 +561,11 @@ class Flow:
                 return [blame, *self._finish(Outcome.BROKEN, end)]
 
     def _tell_decode(self, reason: str, now: float) -> list[Action]:
-        decode = self._legs[Leg.DECODE]
+        decode = self._legs[DECODE]
         if decode.spoke:
             return []  # it has its KV, or has recomputed it
         decode.since_s = now  # recomputing gets the full deadline
-        return [TellToStop(self.attempts, Leg.DECODE, reason)]
+        return [TellToStop(self.attempts, DECODE, reason)]
 
     def _again(self, why: Why, failure: Respond, now: float, *, alone: bool = False) -> list[Action]:
         self._last_failure = failure
@@ -576,9 +578,9 @@ class Flow:
         """Workers to avoid in the next attempt, after this leg was lost."""
         if reason is Loss.MISPAIRED:
             return frozenset()  # each is healthy; the pair does not fit
-        if leg is Leg.PREFILL:
+        if leg is PREFILL:
             return frozenset({self._legs[leg].worker})
-        decode, prefill = self._legs[Leg.DECODE], self._legs.get(Leg.PREFILL)
+        decode, prefill = self._legs[DECODE], self._legs.get(PREFILL)
         if prefill is None:
             return frozenset({decode.worker})
         prefill_failed = not prefill.running and not prefill.ended_well
@@ -621,7 +623,7 @@ class Flow:
     def _end_legs(self) -> list[Action]:
         """The attempt is over and did not succeed."""
         actions: list[Action] = []
-        prefill, decode = self._legs.get(Leg.PREFILL), self._legs.get(Leg.DECODE)
+        prefill, decode = self._legs.get(PREFILL), self._legs.get(DECODE)
         untold = self._rules.untold
         for leg, state in self._legs.items():
             if state.running:
@@ -629,7 +631,7 @@ class Flow:
         if not untold and prefill is not None and prefill.ended_well and decode is not None and not decode.spoke:
             # Its connection is closed already, so closing cannot tell it that no receiver will come: decode may have
             # ended before it knew of the transfer.
-            actions.append(TellToStop(self.attempts, Leg.PREFILL, "decode ended without taking the KV"))
+            actions.append(TellToStop(self.attempts, PREFILL, "decode ended without taking the KV"))
         return actions
 
     # ---- facts
@@ -643,7 +645,7 @@ class Flow:
         return attempt == self.attempts and (state := self._legs.get(leg)) is not None and state.running
 
     def _deadline_of(self, leg: Leg, state: LegState) -> float:
-        if not state.running or (leg is Leg.PREFILL and state.spoke):
+        if not state.running or (leg is PREFILL and state.spoke):
             return math.inf
         return state.since_s + (self._limits.idle_s if state.spoke else self._limits.first_byte_s)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from pdlink.logs import about
 
 from .http_connection import AnswerListener, WorkerGone
-from .steps import Leg
+from .steps import DECODE, PREFILL, Leg
 from .upstream import describe, loss_of
 
 if TYPE_CHECKING:
@@ -167,14 +167,14 @@ class WorkerLeg(LegAccount, AnswerListener):
         if not self.fate:
             self.fate = "served" if well else "cancelled"
         if not self.ended:
-            timed = self.nbytes >= MIN_PACE_NBYTES or self.leg is Leg.PREFILL
+            timed = self.nbytes >= MIN_PACE_NBYTES or self.leg is PREFILL
             self.end(now_s, well=well, pace=self.pace(now_s, well=well) if timed else None)
         if self._let_go is not None:
             self._let_go.clear(self.cancel)
 
     def pace(self, now_s: float, *, well: bool | None) -> float | None:
         """Of a prompt for each token that was ahead, of a stream of `MIN_PACE_NBYTES` or more for each byte."""
-        if self.leg is Leg.PREFILL:
+        if self.leg is PREFILL:
             return (now_s - self.sent_s) / self._ahead if self._ahead >= MIN_PACE_TOKENS else None
         # Given up, a stream says nothing: it may have waited for prefill.
         if not well or self._paused:
@@ -200,7 +200,7 @@ class WorkerLeg(LegAccount, AnswerListener):
 
     def let_go(self, alarms: Alarms) -> None:
         """It is not needed any more: close its connection unless it ends by itself in a moment."""
-        self.fate = self.fate or ("served" if self.leg is Leg.DECODE else "let go")  # decode's answer was whole
+        self.fate = self.fate or ("served" if self.leg is DECODE else "let go")  # decode's answer was whole
         self._let_go = alarms
         alarms.after(self.cancel, LET_GO_S)
 
@@ -259,7 +259,7 @@ class WorkerLeg(LegAccount, AnswerListener):
         try:
             if self.hears is not None:
                 self.hears.sent(self, data)
-            if self.leg is Leg.PREFILL and not self.ended:  # it has nothing to do after its first token
+            if self.leg is PREFILL and not self.ended:  # it has nothing to do after its first token
                 now_s = time.monotonic()
                 self.end(now_s, well=True, pace=self.pace(now_s, well=True))
                 self.fate = self.fate or "served"

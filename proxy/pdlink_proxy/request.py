@@ -38,7 +38,9 @@ from .records import TIMING_HEADER, EndedRequest, stages
 from .recovery import PATHS, Recovery
 from .sessions import SessionTurn
 from .steps import (
+    DECODE,
     FIRST,
+    PREFILL,
     Answered,
     BlameLeg,
     CancelLeg,
@@ -48,7 +50,6 @@ from .steps import (
     EndStream,
     Event,
     Forward,
-    Leg,
     LetGo,
     Loss,
     Lost,
@@ -297,8 +298,8 @@ class Request:
             per_token_s = (ended_s - first_s) / further
         prefill = decode = None
         if attempt is not None:
-            decode = attempt.chosen[Leg.DECODE].label
-            if (of_prefill := attempt.chosen.get(Leg.PREFILL)) is not None:
+            decode = attempt.chosen[DECODE].label
+            if (of_prefill := attempt.chosen.get(PREFILL)) is not None:
                 prefill = of_prefill.label
         kept = EndedRequest(
             self.request_id,
@@ -447,8 +448,8 @@ class Request:
             case Loss.BARRED:
                 worker.barred(f"it refuses requests: {self._shared.dialect.key_setting}")
                 worker.poke.set()
-            case Loss.MISPAIRED if Leg.PREFILL in attempt.chosen:
-                self._shared.pools.mispaired(attempt.chosen[Leg.PREFILL], attempt.chosen[Leg.DECODE])
+            case Loss.MISPAIRED if PREFILL in attempt.chosen:
+                self._shared.pools.mispaired(attempt.chosen[PREFILL], attempt.chosen[DECODE])
             case Loss.STALE:
                 worker.poke.set()  # most likely idle, perhaps gone
             case int() if action.reason in self._shared.dialect.rules.lost_statuses:
@@ -474,7 +475,7 @@ class Request:
         """Its event stream begins."""
         if self._admission.wanted.turn is not None:
             self._note_session(self._admission.wanted.turn, headers)
-        if leg.leg is not Leg.DECODE:
+        if leg.leg is not DECODE:
             return
         attempt = self._attempts[leg.attempt]
         if self._shared.pools.refusals.pairs:
@@ -525,9 +526,9 @@ class Request:
             self._note_session(self._admission.wanted.turn, headers)
         if status >= 300:
             self._failed(leg, status)
-        elif leg.leg is Leg.DECODE or self._shared.dialect.prefill_says:
+        elif leg.leg is DECODE or self._shared.dialect.prefill_says:
             said = self._shared.dialect.said(headers, body)
-            if leg.leg is Leg.DECODE:
+            if leg.leg is DECODE:
                 attempt = self._attempts[leg.attempt]
                 if self._shared.pools.refusals.pairs:
                     self._fits(attempt, leg)
@@ -550,7 +551,7 @@ class Request:
     def _fits(self, attempt: Attempt, decode: WorkerLeg) -> None:
         """Decode takes KV of this prefill worker."""
         refusals = self._shared.pools.refusals
-        if (prefill := attempt.legs.get(Leg.PREFILL)) is not None:
+        if (prefill := attempt.legs.get(PREFILL)) is not None:
             refusals.fits(prefill.worker, decode.worker)
 
     # ---- the client's answer
@@ -580,7 +581,7 @@ class Request:
             lines += f"{kv_path.HEADER}: {self._kv_told}\r\n"
             if (prefill_s := self._flow.tries[-1].prefill_s) is not None:
                 ttft_s = prefill_s - self._started_s
-                self._shared.metrics.ttft.observe(ttft_s, Leg.PREFILL.value, exemplar=self._exemplar)
+                self._shared.metrics.ttft.observe(ttft_s, PREFILL.value, exemplar=self._exemplar)
         elif status == 503:
             lines += f"Retry-After: {self._shared.queue.retry_after_s()}\r\n"
         if status >= 400:
@@ -602,9 +603,7 @@ class Request:
             client.write(data)
         elif self._early is not None:
             self._early += data
-        elif (
-            self._flow.first_leg is Leg.PREFILL and grace_s > 0 and not (self._attempt and self._attempt.decode_spoke)
-        ):
+        elif self._flow.first_leg is PREFILL and grace_s > 0 and not (self._attempt and self._attempt.decode_spoke):
             self._early = data
             self._shared.alarms.set(self._open, time.monotonic() + grace_s)
         else:
@@ -668,7 +667,7 @@ class Request:
             said = self._shared.dialect.said(_NO_HEADERS, payload)
             attempt.kv = attempt.kv or said.kv
             if said.source is not None:
-                self._tell_source(attempt.chosen[Leg.DECODE], said.source)
+                self._tell_source(attempt.chosen[DECODE], said.source)
 
     def _tell_source(self, worker: Worker, said: Sourced) -> None:
         """For `explain`, where the KV of a leg's prompt came from."""
