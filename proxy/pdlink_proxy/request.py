@@ -22,7 +22,7 @@ from pdlink.api.errors import error_body, error_for
 from pdlink.api.keys import key_of, owner_of
 from pdlink.api.openai import LAST_EVENTS
 from pdlink.api.session import ID_HEADER, KEPT, KEPT_HEADER, OWNER_HEADER, asked_session
-from pdlink.api.sse import payloads, place_of_done
+from pdlink.api.sse import last_event, payloads, place_of_done
 from pdlink.errors import PdlinkError
 from pdlink.logs import about
 
@@ -86,9 +86,6 @@ log = logging.getLogger("pdlink.proxy")
 _OWN_FAULTS = frozenset({Loss.CONNECT, Loss.RESET, Loss.TIMEOUT, Loss.MALFORMED, Loss.ERROR})
 """Losses that are the worker's own, and not its peer's or ours."""
 
-_USAGE_NBYTES = 4096
-"""At the end of a stream, where its usage is looked for."""
-
 _INTERNAL = error_body("the proxy failed unexpectedly; see its log", kind="server_error", code=PdlinkError.code)
 
 _NO_HEADERS: Mapping[str, str] = {}
@@ -117,7 +114,7 @@ class Request:
     _kept_line = ""
     """The header that says how much of its prompt its session keeps."""
     _tail = b""
-    """The last part of the answer."""
+    """The last part of the answer; of a stream, its last events."""
     _early: bytes | None = None
     """Events of prefill's that wait for decode's KV path."""
     _stages = _NO_STAGES
@@ -628,7 +625,8 @@ class Request:
     def _end_stream(self, data: bytes) -> None:
         """Its last events."""
         self._num_events += num_events(data)
-        self._tail = self._tail[-_USAGE_NBYTES:] + data[-_USAGE_NBYTES:]
+        at = place_of_done(data)
+        self._tail = last_event(data, at) or self._tail  # which has the usage, if there is one
         if self._tally is not None:
             self._tally.add(data)
         if self._opened_s is None:
@@ -636,7 +634,7 @@ class Request:
         self._stages, timing = stages(self._flow.tries, self._admission.placement_s, time.monotonic(), "total")
         self._kv_told = self._kv_value
         comment = f": {TIMING_HEADER}: {timing}\n: {kv_path.HEADER}: {self._kv_told}\n\n"
-        self.client.end(data, comment.encode(), place_of_done(data))
+        self.client.end(data, comment.encode(), at)
 
     def _lines(self, last: str, now_s: float) -> str:
         """Headers: which request, where its time went, and of the attempt, which transfer and which workers."""

@@ -9,7 +9,7 @@ import pytest
 
 from pdlink._http import ABORT, CACHED, ERROR, FINISH, NAMED, PARAMS, marks_of
 from pdlink._http import DONE as DONE_MARK
-from pdlink.api.sse import DONE, before_end, before_finish_error, fails, payloads
+from pdlink.api.sse import DONE, before_end, before_finish_error, fails, last_event, payloads
 from tests.proxy.fake_vllm import FakeVllm
 from tests.proxy.fakes import proxy_of
 
@@ -129,3 +129,24 @@ def test_events_are_cut_before_their_end() -> None:
     assert before_end(ROLE + b"id: 7\ndata: [DONE]\n\n") == ROLE
     last = chunk({}, "error")
     assert before_finish_error(ROLE + TOKEN + last + DONE) == (ROLE + TOKEN, last)
+
+
+def test_last_event_is_the_one_before_the_end_marker() -> None:
+    for data in (ROLE + TOKEN, TOKEN, TOKEN.replace(b"\n", b"\r\n")):
+        assert last_event(data, None).strip() == data.removeprefix(ROLE).strip()
+        assert last_event(data + DONE, len(data)).strip() == data.removeprefix(ROLE).strip()
+    assert last_event(DONE, 0) == b""
+
+
+@pytest.mark.parametrize("kind", ["at once", "each alone"])
+async def test_usage_of_a_stream_is_found_whichever_read_its_event_comes_in(kind: str) -> None:
+    """SGLang's /generate writes the log-probabilities of all tokens between its two numbers."""
+    usage = {"prompt_tokens": 4321, "logprobs": [[-0.5, 17, None]] * 1000, "completion_tokens": 2}
+    last = b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n"
+    assert len(last) > 16_000
+    events = [ROLE, TOKEN, chunk({"content": "lo"}, "stop"), last, DONE]
+    async for proxy, (decode,) in running("vllm", 1):
+        decode.stream_override = events if kind == "each alone" else [b"".join(events)]
+        assert (await ask(proxy))[0] == 200
+        record = proxy.router.services.records[-1]
+        assert (record.prompt_tokens, record.estimated) == (4321, False)
