@@ -58,6 +58,11 @@ def pytest_collection(session: pytest.Session) -> None:
             rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source, pyc)
 
 
+def pytest_collection_finish() -> None:
+    """What collecting has made stays until the end: no `gc.collect` of a test has to look at it."""
+    gc.freeze()
+
+
 @pytest.fixture
 def real_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """Children of this test are new processes, and nobody's forks."""
