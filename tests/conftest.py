@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import signal
 import sys
@@ -54,8 +55,9 @@ def pytest_collection(session: pytest.Session) -> None:
         cache.mkdir(parents=True, exist_ok=True)
         pyc = cache / (file.stem + rewrite.PYC_TAIL)
         if rewrite._read_pyc(file, pyc) is None:
-            source, code = rewrite._rewrite_test(file, config)
-            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source, pyc)
+            with contextlib.suppress(SyntaxError):  # which collecting the file tells of
+                source, code = rewrite._rewrite_test(file, config)
+                rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source, pyc)
 
 
 def pytest_collection_finish() -> None:
