@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import signal
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -35,29 +32,6 @@ _spawn = child.spawn
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pictures", metavar="DIR", help="keep what browsers were shown here; else it is thrown away")
     parser.addoption("--kills", type=int, default=4, metavar="N", help="of stores that others pull from (4)")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection(session: pytest.Session) -> None:
-    """Each worker of a whole run makes byte code of its share of the files, and finds that of the others.
-
-    All workers import all files at the same time in the same order, and else each would rewrite every assertion.
-    """
-    config = session.config
-    worker = getattr(config, "workerinput", None)
-    if worker is None or sys.dont_write_bytecode or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
-        return
-    from _pytest.assertion import rewrite  # nothing public writes it without running it
-
-    first, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
-    for file in sorted(Path(__file__).parent.rglob("test_*.py"))[first::count]:
-        cache = rewrite.get_cache_dir(file)
-        cache.mkdir(parents=True, exist_ok=True)
-        pyc = cache / (file.stem + rewrite.PYC_TAIL)
-        if rewrite._read_pyc(file, pyc) is None:
-            with contextlib.suppress(SyntaxError):  # which collecting the file tells of
-                source, code = rewrite._rewrite_test(file, config)
-                rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source, pyc)
 
 
 def pytest_collection_finish() -> None:
