@@ -68,9 +68,13 @@ void Event::tag(std::string_view name) {
     }
 }
 
+void Event::need(Field field) const {
+    if (values_[field].empty()) refuse(kNames[field], "missing");
+}
+
 template <class Read>
 auto Event::read(Field field, Read&& read) const {
-    if (values_[field].empty()) refuse(kNames[field], "missing");
+    need(field);
     try {
         Reader reader(values_[field]);
         return read(reader);

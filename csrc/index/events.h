@@ -39,6 +39,8 @@ class Event {
     explicit Event(msgpack::Reader& from);
 
     Kind kind() const { return kind_; }
+    // Throws unless it is there.
+    void need(Field field) const;
     // Whether it is there and not null.
     bool has(Field field) const { return !values_[field].empty() && values_[field].front() != 0xC0; }
     std::vector<Id> ids() const;
@@ -54,7 +56,6 @@ class Event {
   private:
     template <class Read>
     auto read(Field field, Read&& read) const;
-    void need(Field field) const;
     void tag(std::string_view name);
 
     Kind kind_{};
@@ -70,7 +71,6 @@ class Events {
     // Nothing at the end.
     std::optional<Event> next();
     std::size_t nbytes_left() const { return reader_.left(); }
-    bool more() const { return num_ > 0; }
 
   private:
     msgpack::Reader reader_;

@@ -50,10 +50,11 @@ bool KVIndex::apply(Holder publisher, std::string_view model, std::string_view s
         } else if (event->kind() == Event::Kind::kCleared) {
             forget(publisher);
         } else {
-            const std::vector<Id> ids = event->ids();
+            event->need(Event::kIds);
             const Key medium = Key{1} << event->medium();
             const auto group = event->group();
-            if (groups_[publisher].known && group != groups_[publisher].number) continue;
+            if (!groups_[publisher].known || group != groups_[publisher].number) continue;
+            const std::vector<Id> ids = event->ids();
             for (Prefixes& prefixes : by_size_) prefixes.removed(publisher, medium, ids);
         }
     }
@@ -61,9 +62,7 @@ bool KVIndex::apply(Holder publisher, std::string_view model, std::string_view s
 }
 
 void KVIndex::stored(Holder publisher, std::string_view model, std::string_view scope, const Event& event) {
-    const std::vector<Id> ids = event.ids();
-    const std::vector<std::uint32_t> tokens = event.tokens();
-    const std::optional<Id> parent = event.parent();
+    for (const Event::Field field : {Event::kIds, Event::kParent, Event::kTokens}) event.need(field);
     const std::uint64_t block_tokens = event.block_tokens();
     const auto group = event.group();
     const auto lora = event.text(Event::kLoraName), spec = event.text(Event::kSpec), salt = event.text(Event::kSalt),
@@ -84,7 +83,8 @@ void KVIndex::stored(Holder publisher, std::string_view model, std::string_view 
             if (name && !name->empty()) root = named(root, *name);
     } else if (std::size_t num = extra->array()) {
         const Raw first = extra->any();
-        if (parent && !is_usual(first, lora)) return;  // images and the like: their tokens do not say what is in them
+        // Images and the like: their tokens do not say what is in them.
+        if (event.has(Event::kParent) && !is_usual(first, lora)) return;
         while (--num)
             if (!is_usual(extra->any(), lora)) return;
         if (Reader names(first); names.at_array())
@@ -98,8 +98,13 @@ void KVIndex::stored(Holder publisher, std::string_view model, std::string_view 
                 }
             }
     }
-    if (Prefixes* const prefixes = of_size(block_tokens))
-        prefixes->stored(publisher, medium, ids, parent ? &*parent : nullptr, root, tokens);
+    Prefixes* const prefixes = of_size(block_tokens);
+    if (!prefixes) return;
+    // Not before: what concerns nobody here may have other names and tokens than ours.
+    const std::vector<Id> ids = event.ids();
+    const std::vector<std::uint32_t> tokens = event.tokens();
+    const std::optional<Id> parent = event.parent();
+    prefixes->stored(publisher, medium, ids, parent ? &*parent : nullptr, root, tokens);
 }
 
 Prefixes* KVIndex::of_size(std::size_t block_tokens) {

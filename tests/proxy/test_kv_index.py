@@ -12,7 +12,7 @@ import pytest
 
 from pdlink._index import Events, words_of_json
 from pdlink_proxy.kv_index import MAX_SIZES, KVIndex
-from tests.proxy.events.types import read
+from tests.proxy.events.types import judge
 
 if TYPE_CHECKING:
     from pdlink_proxy.fleet import Tokens
@@ -281,7 +281,6 @@ def any_event(rng: random.Random) -> object:
 @pytest.mark.parametrize("seed", range(4))
 def test_events_are_taken_where_msgspec_takes_them(seed: int) -> None:
     rng, taken = random.Random(seed), Counter[bool]()
-    index = KVIndex(1000)
     for number in range(3000):
         data = bytearray(batch(*[any_event(rng) for _ in range(rng.randrange(3))]))
         if rng.random() < 0.5:
@@ -289,7 +288,7 @@ def test_events_are_taken_where_msgspec_takes_them(seed: int) -> None:
                 at = rng.randrange(len(data))
                 data[at : at + rng.randrange(3)] = rng.randbytes(rng.randrange(3))
         try:
-            read(bytes(data))
+            judge(bytes(data), "m")
         except UnicodeDecodeError:  # no text of ours
             expected = None
         except ValueError:
@@ -297,7 +296,7 @@ def test_events_are_taken_where_msgspec_takes_them(seed: int) -> None:
         else:
             expected = True
         try:
-            apply(index, rng.randrange(1, 9), "m", bytes(data))
+            apply(KVIndex(1000), ONE, "m", bytes(data))
         except ValueError:
             got = False
         else:
@@ -305,6 +304,29 @@ def test_events_are_taken_where_msgspec_takes_them(seed: int) -> None:
         assert expected in (got, None), (seed, number, data.hex())
         taken[got] += 1
     assert min(taken.values()) > 500, taken
+
+
+@pytest.mark.parametrize("spoil", ["block_hashes", "parent_block_hash", "token_ids"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"model": "n"},
+        {"scope": "b"},
+        {"kv_cache_spec_kind": "sliding_window"},
+        {"block_size": 0},
+        {"block_size": 2**30},
+        {"group_idx": 1},
+        {"extra_keys": [[["image", 0]]]},
+    ],
+)
+def test_an_event_that_concerns_nobody_may_have_other_names_and_tokens(more: dict[str, object], spoil: str) -> None:
+    index, whole = KVIndex(), stored([1], None, [1, 2], group_idx=0)
+    other = stored([2], 1, [3, 4], group_idx=0) | {spoil: ["text", -1]}
+    gone = removed(1) | {"group_idx": 1, "block_hashes": ["text"]}
+    apply(index, ONE, "m", batch(whole, other | more, gone, stored([3], 1, [5, 6], group_idx=0)), "a")
+    assert tokens_in(index, "m", (), ids(1, 2, 5, 6)) == {ONE: 4}
+    with pytest.raises(ValueError, match=f"^{spoil}: "):
+        apply(index, ONE, "m", batch(other), "a")
 
 
 def test_what_is_wrong_in_an_event_is_told_by_its_field() -> None:
