@@ -17,13 +17,14 @@ bool keeps_whole(const std::optional<std::string_view>& spec) {
     return !spec || spec == "full_attention" || spec == "mla_attention";
 }
 
-// Of a root that ends with one more name: a text, or another value in MessagePack.
+// Of a root that ends with one more name: a text, or another value in MessagePack. Its bit of kMedia, which no prefix
+// has, keeps names apart from tokens.
 Key named(Key root, bool text, const void* data, std::size_t nbytes) {
     std::vector<std::uint32_t> words(2 + (nbytes + 3) / 4);
     words[0] = text;
     words[1] = static_cast<std::uint32_t>(nbytes);
     if (nbytes) std::memcpy(&words[2], data, nbytes);
-    return follow(root, words);
+    return follow(root, words) | 1;
 }
 
 Key named(Key root, std::string_view text) { return named(root, true, text.data(), text.size()); }

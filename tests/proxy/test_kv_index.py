@@ -339,6 +339,14 @@ def test_what_is_wrong_in_an_event_is_told_by_its_field() -> None:
         apply(KVIndex(), ONE, "m", batch(event))
 
 
+def test_no_tokens_of_a_prompt_are_the_salt_of_another() -> None:
+    """A name is told apart from tokens that are its bytes: as a text, its length, and what it says."""
+    index, salt = KVIndex(), [1, 2, 0x6261]
+    apply(index, ONE, "m", batch(stored([1], None, salt), stored([2], None, [7, 8, 9], cache_salt="ab")))
+    assert tokens_in(index, "m", ("ab",), ids(7, 8, 9)) == {ONE: 3}
+    assert tokens_in(index, "m", (), ids(*salt, 7, 8, 9)) == {ONE: 3}
+
+
 def test_more_blocks_than_the_limit_are_not_noted() -> None:
     index = KVIndex(max_blocks=2)
     apply(index, ONE, "m", batch(stored([1, 2, 3], None, [1, 2, 3])))
