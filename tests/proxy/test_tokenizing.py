@@ -267,6 +267,7 @@ def test_prompts_of_other_tools_templates_models_or_media_are_other_texts() -> N
     for name in media:
         for part in ({"type": name, "x_y": {}}, {"type": "x", name: "_"}):
             assert keys(messages=[{"role": "user", "content": [TEXT, part]}]) is None
+    assert keys(messages=[1] * len(TEXT)) is None  # the engine will refuse it
     in_text = " ".join(f'"{name}" and {name}' for name in media)
     assert keys(messages=[{"role": "user", "content": f"{in_text} _ {TEXT}_"}]) is not None
 
