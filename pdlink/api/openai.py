@@ -1,7 +1,7 @@
 """Requests as OpenAI's clients write them, with those of Anthropic's and SGLang's interfaces that are routed alike.
 
 `CommonFields` has the fields that proxy and workers both read. The proxy reads no others; they pass through unchanged
-to the engine. msgspec takes 1.1 us for 88 bytes and 37 us for 4096 token ids; json 24 and 734 us (on 2 cores).
+to the engine.
 """
 
 from __future__ import annotations

@@ -111,11 +111,18 @@ def test_a_long_body_loses_the_clients_transfer_params() -> None:
         assert json.loads(call.body).keys() == {"prompt", "model"} == call.fields.keys()
 
 
-def test_of_a_field_that_comes_twice_the_last_counts_and_alone_is_passed_on() -> None:
-    for twice in ('"model":"a","model":"m"', f'"prompt":"{WORDS}","model":"m","prompt":"x"'):
-        call = parse(COMPLETIONS, f'{{{twice},"prompt":"{WORDS}"}}'.encode())
-        assert (call.model, call.body.count(b'"model"'), call.body.count(b'"prompt"')) == ("m", 1, 1)
-        assert json.loads(call.prompt) == WORDS
+@pytest.mark.parametrize("name", ["prompt", "prom\\u0070t"])
+@pytest.mark.parametrize(("first", "last"), [(WORDS, "x"), ("x", WORDS), (WORDS, f"{WORDS} x")])
+def test_of_a_field_that_comes_twice_the_last_counts_and_alone_is_passed_on(first: str, last: str, name: str) -> None:
+    for one, other in (("prompt", name), (name, "prompt")):
+        data = f'{{"model":"a","{one}":"{first}","model":"m","{other}":"{last}","suffix":"{WORDS}"}}'.encode()
+        call = parse(COMPLETIONS, data)
+        assert json.loads(call.prompt) == last
+        assert json.loads(call.body, object_pairs_hook=sorted) == [
+            ("model", "m"),
+            ("prompt", last),
+            ("suffix", WORDS),
+        ]
 
 
 def test_a_common_field_that_is_long_is_read() -> None:
