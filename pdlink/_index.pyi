@@ -27,7 +27,7 @@ class Index:
         in tokens computed."""
 
     def apply(self, publisher: int, model: str, events: Events, scope: str = "") -> bool:
-        """Note the next events that are about this model, as many as take a millisecond or so. Whether there are
+        """Note the next events that are about this model: those of 64 KB, or one that is larger. Whether there are
         more. Raises ValueError for other bytes.
 
         A publisher has a block until each copy of it was removed from each medium it was stored in. A block that is

@@ -22,7 +22,7 @@ class KVIndex {
     KVIndex(std::size_t max_blocks, std::size_t max_sizes, std::array<double, kNumMedia> loading)
         : max_blocks_(max_blocks), max_sizes_(max_sizes), publishers_(loading) {}
 
-    // Notes the next events that are about this model, as many as take a millisecond or so. Whether there are more.
+    // Notes the next events that are about this model: those of 64 KB, or one that is larger. Whether there are more.
     // Throws std::invalid_argument for other bytes.
     //
     // scope: what the publisher calls this model, for one that has KV of several; it says so of first blocks, and

@@ -211,7 +211,7 @@ inline std::vector<std::uint32_t> tokens(Reader& reader) {
         const bool pair = reader.pair();
         const std::uint64_t token = reader.integer();
         if (pair) reader.name();
-        if (token > UINT32_MAX) throw std::invalid_argument("token id: above 4294967295");
+        if (token > UINT32_MAX) throw std::invalid_argument("a token id: expected 0 to 4294967295");
         each = static_cast<std::uint32_t>(token);
     }
     return found;

@@ -334,6 +334,9 @@ def test_what_is_wrong_in_an_event_is_told_by_its_field() -> None:
     for name in ("block_hashes", "parent_block_hash", "token_ids", "block_size", "model", "extra_keys", "group_idx"):
         with pytest.raises(ValueError, match=f"^{name}: "):
             apply(KVIndex(), ONE, "m", batch({**event, name: 1.5}))
+    for token in (-1, 2**32, [-1, 2]):
+        with pytest.raises(ValueError, match="^token_ids: a token id: expected 0 to 4294967295"):
+            apply(KVIndex(), ONE, "m", batch({**event, "token_ids": [token, 2]}))
     del event["block_size"]
     with pytest.raises(ValueError, match=r"^block_size: missing"):
         apply(KVIndex(), ONE, "m", batch(event))
