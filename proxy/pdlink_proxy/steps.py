@@ -28,8 +28,8 @@ class Leg(Word):
 
 PREFILL: Final = Leg.PREFILL
 DECODE: Final = Leg.DECODE
-"""A request asks for one of these some thirty times. `Leg.DECODE` takes ten times as long to read in CPython 3.11,
-whose enums have a `__getattr__` written in Python."""
+"""What every request passes uses these, some thirty times: `Leg.DECODE` takes 65 ns to read, and a global 4, in CPython
+3.11, whose enums have a `__getattr__` written in Python."""
 
 
 class Loss(Word):
