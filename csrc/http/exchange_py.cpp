@@ -14,6 +14,7 @@
 #include <string_view>
 #include <utility>
 
+#include "common/native.h"
 #include "http/answers.h"
 #include "http/events.h"
 #include "http/http_py.h"
@@ -24,6 +25,7 @@ namespace {
 
 constexpr std::size_t kKeptNbytes = 64 * 1024;  // of memory for answers, between two of them
 constexpr std::size_t kTellNbytes = 8 * 1024;   // of passed events, before the listener is told: some 35
+constexpr double kBurstS = 2 * kRestMs * 1e-3;  // between two reads of a stream: an engine takes longer for a token
 constexpr double kMaxWaitS = 24 * 3600.0;       // of one turn
 constexpr std::string_view kLineEnd = "\r\n", kEventEnd = "\n\n";
 
@@ -40,6 +42,7 @@ class Exchange : public Socket {
     bool came(std::string_view bytes) override;
     void ended(int error) override;
     bool is_quick() const override { return to_ != nullptr; }
+    bool rests() const override { return to_ != nullptr && bursts_; }
 
     nb::object listener, uses;
     bool keeps = true, reused = false, heard = false, paused = false;
@@ -87,6 +90,7 @@ class Exchange : public Socket {
     std::string passed_;          // events of which the listener was not told
     bool passed_finish_ = false;  // one of them has a finish_reason
     double passed_s_ = 0;
+    bool bursts_ = false;  // the last of them came soon after those before them
     std::string chunk_;
     bool told_ = false;  // Python was told something of what came last
 };
@@ -198,7 +202,8 @@ bool Exchange::pass(const Part& part) {
     chunk_.append(kLineEnd).append(part.body).append(kLineEnd);
     const std::size_t done = to_->send(chunk_);
     passed_.append(part.body);
-    passed_s_ = now_s();
+    const double before_s = std::exchange(passed_s_, now_s());
+    bursts_ = passed_s_ - before_s < kBurstS;
     if (done < chunk_.size()) client_.attr("send_rest")(bytes_of(std::string_view(chunk_).substr(done)));
     if (done < chunk_.size() || passed_.size() >= kTellNbytes) tell_passed();  // the client may be behind
     return true;
@@ -272,7 +277,7 @@ bool turn(SocketPoller& self, std::optional<double> wait_s) {
             ready = self.wait(wait_s ? static_cast<int>(std::ceil(left_s * 1e3)) : -1);
         }
         const auto [told, others] = self.turn(ready);
-        if (told || others || ready.num <= 0) return others;
+        if (told || others || ready.num < 0) return others;
         left_s = until_s - now_s();
         if (wait_s && left_s <= 0) return false;
     }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
-#include <time.h>
 
 #include <optional>
 #include <string_view>
@@ -17,13 +16,6 @@ using namespace nb::literals;
 inline std::string_view view(const nb::bytes& data) { return {data.c_str(), data.size()}; }
 
 inline nb::bytes bytes_of(std::string_view text) { return nb::bytes(text.data(), text.size()); }
-
-// Of CLOCK_MONOTONIC, as `time.monotonic`.
-inline double now_s() {
-    timespec now;
-    ::clock_gettime(CLOCK_MONOTONIC, &now);
-    return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
-}
 
 // As `Headers` of Python.
 nb::object headers_of(const AnswerHead& head);

@@ -2,8 +2,12 @@
 
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <system_error>
+
+#include "common/native.h"
 
 namespace pdlink::http {
 namespace {
@@ -39,9 +43,29 @@ void SocketPoller::unwatch(Key key) {
     watched_.erase(found);
 }
 
-SocketPoller::Ready SocketPoller::wait(int most_ms) const {
+void SocketPoller::listen(int socket, Key key, bool listens) {
+    epoll_event event{};
+    event.events = listens ? EPOLLIN : 0;
+    event.data.u64 = key;
+    ::epoll_ctl(ready_.get(), EPOLL_CTL_MOD, socket, &event);
+}
+
+int SocketPoller::end_rests(int most_ms) {
+    if (resting_.empty()) return most_ms;
+    const double now = now_s();
+    for (; !resting_.empty() && resting_.front().until_s <= now; resting_.pop_front()) {
+        const auto found = watched_.find(resting_.front().key);
+        if (found != watched_.end()) listen(found->second.socket, found->first, true);
+    }
+    if (resting_.empty()) return most_ms;
+    const int rest_ms = static_cast<int>(std::ceil((resting_.front().until_s - now) * 1e3));
+    return most_ms < 0 ? rest_ms : std::min(most_ms, rest_ms);
+}
+
+SocketPoller::Ready SocketPoller::wait(int most_ms) {
     Ready ready;
-    ready.num = ::epoll_wait(ready_.get(), ready.events.data(), static_cast<int>(ready.events.size()), most_ms);
+    const int wait_ms = end_rests(most_ms);
+    ready.num = ::epoll_wait(ready_.get(), ready.events.data(), static_cast<int>(ready.events.size()), wait_ms);
     return ready;
 }
 
@@ -53,17 +77,24 @@ SocketPoller::Turn SocketPoller::turn(const Ready& ready) {
             turn.others = turn.others || key == kLoop;
             const auto found = watched_.find(key);
             if (found == watched_.end()) continue;  // a reader before it has ended that
-            if (found->second.reader->is_quick() == quick) turn.told = read(found->second) || turn.told;
+            if (found->second.reader->is_quick() == quick) turn.told = read(key, found->second) || turn.told;
         }
     }
     return turn;
 }
 
-bool SocketPoller::read(Watched watched) {
+bool SocketPoller::read(Key key, Watched watched) {
     const auto [socket, reader] = watched;
     const ssize_t n = ::recv(socket, buffer_.data(), buffer_.size(), MSG_DONTWAIT);
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) return false;
-    if (n > 0) return reader->came({buffer_.data(), static_cast<std::size_t>(n)});
+    if (n > 0) {
+        const bool told = reader->came({buffer_.data(), static_cast<std::size_t>(n)});
+        if (watched_.contains(key) && reader->rests()) {
+            listen(socket, key, false);
+            resting_.push_back({key, now_s() + kRestMs * 1e-3});
+        }
+        return told;
+    }
     reader->ended(n < 0 ? errno : 0);
     return true;
 }

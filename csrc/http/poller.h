@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <string_view>
 #include <unordered_map>
 #include <vector>
@@ -25,9 +26,15 @@ class Reader {
     // It most likely tells nobody, so it is read before those that do: they take their time.
     virtual bool is_quick() const { return false; }
 
+    // Asked after `came`: whether what comes in the next `kRestMs` is read together. A read, a write to the client
+    // and a wake cost more than the bytes of an event.
+    virtual bool rests() const { return false; }
+
     // The other side sends no more (0), or the connection broke (errno).
     virtual void ended(int error) = 0;
 };
+
+constexpr int kRestMs = 1;
 
 // Not for threads: all calls, and those to readers, are in one.
 class SocketPoller {
@@ -57,8 +64,9 @@ class SocketPoller {
     // From now on the reader hears nothing. The socket must still be open. Nothing for a key that is not watched.
     void unwatch(Key key);
 
-    // Waits until there is something, so many ms at most; for ever with -1. A signal ends it.
-    Ready wait(int most_ms) const;
+    // Waits until there is something, so many ms at most; without end for -1. A signal ends it, and so does the end
+    // of a rest: with nothing.
+    Ready wait(int most_ms);
 
     // Reads once from each socket that has something, of quick readers first. What is behind a reader that throws has
     // its turn in the next call.
@@ -70,11 +78,19 @@ class SocketPoller {
         Reader* reader;
     };
 
+    struct Resting {
+        Key key;
+        double until_s;
+    };
+
     void add(int socket, Key key);
-    bool read(Watched watched);
+    void listen(int socket, Key key, bool listens);
+    bool read(Key key, Watched watched);
+    int end_rests(int most_ms);  // of those that have had theirs; how long a wait may take now
 
     Descriptor ready_;
     std::unordered_map<Key, Watched> watched_;
+    std::deque<Resting> resting_;  // the one that ends first is first
     Key last_ = 0;
     std::vector<char> buffer_;
 };

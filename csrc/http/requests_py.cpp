@@ -8,6 +8,7 @@
 #include <string_view>
 #include <utility>
 
+#include "common/native.h"
 #include "http/heads.h"
 #include "http/http_py.h"
 #include "http/socket.h"

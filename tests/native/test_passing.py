@@ -241,6 +241,50 @@ def test_events_pass_within_one_turn_and_do_not_end_it(stream: Stream) -> None:
         stream.close()
 
 
+def until_it_rests(stream: Stream, poller: SocketPoller, worker: socket.socket) -> None:
+    """Events pass one by one until one does not: those before it came within 2 ms."""
+    for _ in range(10_000):
+        worker.sendall(chunk(EVENT))
+        assert poller.turn(0.0) is False
+        if not (got := stream.got()):
+            return
+        assert got == chunk(EVENT)
+    pytest.fail("never rests")
+
+
+def test_events_of_a_burst_pass_together_and_the_first_of_them_at_once(stream: Stream) -> None:
+    poller = SocketPoller()
+    worker, theirs = socket.socketpair()
+    with worker, theirs:
+        stream.open(poller, theirs.fileno())
+        until_it_rests(stream, poller, worker)
+        worker.sendall(chunk(EVENT))
+        assert poller.turn(0.05) is False
+        assert stream.got() == chunk(EVENT + EVENT)
+        worker.sendall(chunk(EVENT))  # 50 ms later
+        assert poller.turn(0.0) is False
+        assert stream.got() == chunk(EVENT)
+        stream.close()
+
+
+def test_a_stream_that_rests_is_held_and_goes_on_as_another_one(stream: Stream) -> None:
+    poller = SocketPoller()
+    worker, theirs = socket.socketpair()
+    with worker, theirs:
+        stream.open(poller, theirs.fileno())
+        until_it_rests(stream, poller, worker)
+        stream.hold()
+        poller.turn(0.01)
+        assert stream.got() == b""
+        stream.go_on()
+        poller.turn(0.01)
+        assert stream.got() == chunk(EVENT)
+        until_it_rests(stream, poller, worker)
+        stream.close()
+        poller.turn(0.01)
+        assert stream.got() == b""
+
+
 class Whole(Stream):
     """An answer that its listener hears whole."""
 
