@@ -28,8 +28,8 @@ class Leg(Word):
 
 PREFILL: Final = Leg.PREFILL
 DECODE: Final = Leg.DECODE
-"""What every request passes uses these, some thirty times: `Leg.DECODE` takes 65 ns to read, and a global 4, in CPython
-3.11, whose enums have a `__getattr__` written in Python."""
+"""What every request passes uses these, some thirty times: CPython 3.11 takes 65 ns to read `Leg.DECODE`, whose class
+has a `__getattr__` written in Python, and 4 for a global."""
 
 
 class Loss(Word):
