@@ -83,6 +83,8 @@ class EventBuffer:
 
 def first_data_event(data: bytes) -> tuple[int, int] | None:
     """Of whole events where the first one with data begins and ends; None if there is none."""
+    if data.startswith(b"data:") and (end := data.find(b"\n\n") + 2) > 1 and data.find(b"\r", 0, end) < 0:
+        return 0, end  # nearly always
     start = 0
     while (found := _BOUNDARY.search(data, start)) is not None:
         end = found.end()
@@ -177,6 +179,8 @@ def rewritten(data: bytes, mark: bytes, rewrite: Callable[[bytes], bytes]) -> by
 
 
 def _payload(event: bytes) -> bytes:
+    if event.startswith(b"data:") and event.find(b"\n") == len(event) - 2:  # one line, as nearly always
+        return event[5:].strip()
     return b"".join(line[5:] for line in event.splitlines() if line.startswith(b"data:")).strip()
 
 

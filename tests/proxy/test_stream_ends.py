@@ -9,7 +9,7 @@ import pytest
 
 from pdlink._http import ABORT, CACHED, ERROR, FINISH, NAMED, PARAMS, marks_of
 from pdlink._http import DONE as DONE_MARK
-from pdlink.api.sse import DONE, before_end, before_finish_error, fails, last_event, payloads
+from pdlink.api.sse import DONE, before_end, before_finish_error, fails, first_data_event, last_event, payloads
 from tests.proxy.fake_vllm import FakeVllm
 from tests.proxy.fakes import proxy_of
 
@@ -150,3 +150,14 @@ async def test_usage_of_a_stream_is_found_whichever_read_its_event_comes_in(kind
         assert (await ask(proxy))[0] == 200
         record = proxy.router.services.records[-1]
         assert (record.prompt_tokens, record.estimated) == (4321, False)
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_first_data_event_is_found_behind_comments_and_in_front_of_others(end: bytes) -> None:
+    event, comment, named = b"data: {}" + end * 2, b": a comment" + end * 2, b"event: ping" + end + b"data: {}" + end * 2
+    assert first_data_event(event + event) == (0, len(event))
+    assert first_data_event(comment + event + event) == (len(comment), len(comment + event))
+    assert first_data_event(named + event) == (0, len(named))
+    assert first_data_event(event + b"data: {}\n\n") == (0, len(event))
+    assert first_data_event(comment) is None
+    assert list(payloads(event + named + b"data: 1" + end + b"data: 2" + end * 2)) == [b"{}", b"{}", b"1 2", b""]
