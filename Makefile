@@ -161,7 +161,7 @@ wheel:  ## the wheel of PYTHON as people get it, in dist/, tried in an environme
 	$(PYTHON) tools/wheel.py $(WHEEL)
 
 clean:  ## remove what the other commands made
-	rm -rf $(VENV) .venv-vllm* .venv-sglang .venv-ray .venv-wheel build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm* .venv-sglang .venv-ray .venv-wheel .venv-helm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'

@@ -36,7 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_finish() -> None:
     """What collecting has made stays until the end: no `gc.collect` of a test has to look at it."""
+    gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or nanobind would tell of what is still there when the interpreter ends
 
 
 @pytest.fixture

@@ -90,7 +90,8 @@ class Exchange : public Socket {
     std::string passed_;          // events of which the listener was not told
     bool passed_finish_ = false;  // one of them has a finish_reason
     double passed_s_ = 0;
-    bool bursts_ = false;  // the last of them came soon after those before them
+    bool bursts_ = false;    // what came last are events that came soon after those before them
+    bool finishes_ = false;  // what follows is the end, for which the client does not wait longer
     std::string chunk_;
     bool told_ = false;  // Python was told something of what came last
 };
@@ -116,7 +117,7 @@ void Exchange::ask(const nb::bytes& begin, const nb::bytes& lines, const nb::byt
 
 bool Exchange::came(std::string_view bytes) {
     const nb::object mine = self();  // a listener may drop it
-    told_ = false;
+    told_ = bursts_ = false;
     try {
         feed(bytes);
     } catch (...) {
@@ -187,6 +188,7 @@ void Exchange::pass_to(Socket& to, unsigned marks) {
     to_ = &to;
     client_ = nb::find(to);
     marks_ = marks;
+    finishes_ = false;
 }
 
 // All or nothing of what came at once: an event before an error is a part of the answer to judge.
@@ -203,7 +205,8 @@ bool Exchange::pass(const Part& part) {
     const std::size_t done = to_->send(chunk_);
     passed_.append(part.body);
     const double before_s = std::exchange(passed_s_, now_s());
-    bursts_ = passed_s_ - before_s < kBurstS;
+    finishes_ = finishes_ || (marks & kFinish) != 0;
+    bursts_ = !finishes_ && passed_s_ - before_s < kBurstS;
     if (done < chunk_.size()) client_.attr("send_rest")(bytes_of(std::string_view(chunk_).substr(done)));
     if (done < chunk_.size() || passed_.size() >= kTellNbytes) tell_passed();  // the client may be behind
     return true;
@@ -271,10 +274,11 @@ bool turn(SocketPoller& self, std::optional<double> wait_s) {
     const double until_s = now_s() + left_s;
     while (true) {
         SocketPoller::Ready ready;
+        // Rounded up, or a loop would come too early for its timer, again and again.
+        const int most_ms = self.end_rests(wait_s ? static_cast<int>(std::ceil(left_s * 1e3)) : -1);
         {
             const nb::gil_scoped_release released;
-            // Rounded up, or a loop would come too early for its timer, again and again.
-            ready = self.wait(wait_s ? static_cast<int>(std::ceil(left_s * 1e3)) : -1);
+            ready = self.wait(most_ms);
         }
         const auto [told, others] = self.turn(ready);
         if (told || others || ready.num < 0) return others;

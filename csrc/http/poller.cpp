@@ -62,10 +62,9 @@ int SocketPoller::end_rests(int most_ms) {
     return most_ms < 0 ? rest_ms : std::min(most_ms, rest_ms);
 }
 
-SocketPoller::Ready SocketPoller::wait(int most_ms) {
+SocketPoller::Ready SocketPoller::wait(int most_ms) const {
     Ready ready;
-    const int wait_ms = end_rests(most_ms);
-    ready.num = ::epoll_wait(ready_.get(), ready.events.data(), static_cast<int>(ready.events.size()), wait_ms);
+    ready.num = ::epoll_wait(ready_.get(), ready.events.data(), static_cast<int>(ready.events.size()), most_ms);
     return ready;
 }
 

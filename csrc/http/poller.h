@@ -64,9 +64,12 @@ class SocketPoller {
     // From now on the reader hears nothing. The socket must still be open. Nothing for a key that is not watched.
     void unwatch(Key key);
 
-    // Waits until there is something, so many ms at most; without end for -1. A signal ends it, and so does the end
-    // of a rest: with nothing.
-    Ready wait(int most_ms);
+    // Before each wait: ends the rests that are over, and says how long the wait may take, which is to take
+    // `most_ms`.
+    int end_rests(int most_ms);
+
+    // Waits until there is something, so many ms at most; without end for -1. A signal ends it. For any thread.
+    Ready wait(int most_ms) const;
 
     // Reads once from each socket that has something, of quick readers first. What is behind a reader that throws has
     // its turn in the next call.
@@ -86,7 +89,6 @@ class SocketPoller {
     void add(int socket, Key key);
     void listen(int socket, Key key, bool listens);
     bool read(Key key, Watched watched);
-    int end_rests(int most_ms);  // of those that have had theirs; how long a wait may take now
 
     Descriptor ready_;
     std::unordered_map<Key, Watched> watched_;

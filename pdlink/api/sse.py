@@ -113,9 +113,14 @@ def place_of_done(data: bytes) -> int | None:
 
 
 def last_event(data: bytes, end: int | None) -> bytes:
-    """Of whole events the last one before this place, or of all; empty if there is none."""
+    """Of whole events the last one with data before this place, or of all; empty if there is none."""
     end = len(data) if end is None else end
-    return data[data.rfind(b"\n\n", 0, max(0, end - 2)) + 1 : end]
+    while end > 0:
+        start = data.rfind(b"\n\n", 0, max(0, end - 2)) + 1
+        if b"data:" in (event := data[start:end]):
+            return event
+        end = start
+    return b""
 
 
 def fails(document: bytes) -> bool:

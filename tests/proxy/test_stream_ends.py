@@ -135,18 +135,22 @@ def test_last_event_is_the_one_before_the_end_marker() -> None:
     for data in (ROLE + TOKEN, TOKEN, TOKEN.replace(b"\n", b"\r\n")):
         assert last_event(data, None).strip() == data.removeprefix(ROLE).strip()
         assert last_event(data + DONE, len(data)).strip() == data.removeprefix(ROLE).strip()
-    assert last_event(DONE, 0) == b""
+    assert last_event(DONE, 0) == last_event(b": ping\n\n", None) == b""
+    for more in (b"id: 7\n", b": ping\n\n", b": ping\n\n: ping\n\nid: 7\n"):
+        assert last_event(ROLE + TOKEN + more + DONE, len(ROLE + TOKEN + more)).strip() == TOKEN.strip()
+        assert last_event(more + DONE, len(more)) == b""
 
 
-@pytest.mark.parametrize("kind", ["at once", "each alone"])
+@pytest.mark.parametrize("kind", ["at once", "each alone", "behind a comment", "a comment alone"])
 async def test_usage_of_a_stream_is_found_whichever_read_its_event_comes_in(kind: str) -> None:
     """SGLang's /generate writes the log-probabilities of all tokens between its two numbers."""
     usage = {"prompt_tokens": 4321, "logprobs": [[-0.5, 17, None]] * 1000, "completion_tokens": 2}
     last = b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n"
     assert len(last) > 16_000
-    events = [ROLE, TOKEN, chunk({"content": "lo"}, "stop"), last, DONE]
+    end = b": ping\n\nid: 7\n" + DONE if "comment" in kind else DONE
+    events = [ROLE, TOKEN, chunk({"content": "lo"}, "stop"), last, end]
     async for proxy, (decode,) in running("vllm", 1):
-        decode.stream_override = events if kind == "each alone" else [b"".join(events)]
+        decode.stream_override = events if "alone" in kind else [b"".join(events)]
         assert (await ask(proxy))[0] == 200
         record = proxy.router.services.records[-1]
         assert (record.prompt_tokens, record.estimated) == (4321, False)
@@ -154,7 +158,8 @@ async def test_usage_of_a_stream_is_found_whichever_read_its_event_comes_in(kind
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 def test_first_data_event_is_found_behind_comments_and_in_front_of_others(end: bytes) -> None:
-    event, comment, named = b"data: {}" + end * 2, b": a comment" + end * 2, b"event: ping" + end + b"data: {}" + end * 2
+    event, comment = b"data: {}" + end * 2, b": a comment" + end * 2
+    named = b"event: ping" + end + event
     assert first_data_event(event + event) == (0, len(event))
     assert first_data_event(comment + event + event) == (len(comment), len(comment + event))
     assert first_data_event(named + event) == (0, len(named))
