@@ -59,7 +59,8 @@ def text_of(request: PlacementRequest, call: Call) -> Text | None:
     prompt, fields = request.prompt, call.fields
     if call.path not in (COMPLETIONS, CHAT) or len(prompt) < CHUNK_NBYTES:
         return None
-    if request.counted or names_media(prompt) if call.path == CHAT else prompt[:1] != b'"':
+    is_text = prompt[:1] == b'"' if call.path == COMPLETIONS else not (request.counted or names_media(prompt))
+    if not is_text:
         return None
     keys: Sequence[Hashable] = request.keys
     if not _ANY_MORE.isdisjoint(fields):
