@@ -112,17 +112,6 @@ def place_of_done(data: bytes) -> int | None:
     return data.rfind(b"\n", 0, data.rindex(b"[DONE]")) + 1 if marks_of(data, MARK_OF_DONE) else None
 
 
-def last_event(data: bytes, end: int | None) -> bytes:
-    """Of whole events the last one with data before this place, or of all; empty if there is none."""
-    end = len(data) if end is None else end
-    while end > 0:
-        start = data.rfind(b"\n\n", 0, max(0, end - 2)) + 1
-        if b"data:" in (event := data[start:end]):
-            return event
-        end = start
-    return b""
-
-
 def fails(document: bytes) -> bool:
     """Whether an answer, or whole events, have the finish_reason "error"."""
     return marks_of(document, FAILED) != 0

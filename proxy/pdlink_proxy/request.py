@@ -22,7 +22,7 @@ from pdlink.api.errors import error_body, error_for
 from pdlink.api.keys import key_of, owner_of
 from pdlink.api.openai import LAST_EVENTS
 from pdlink.api.session import ID_HEADER, KEPT, KEPT_HEADER, OWNER_HEADER, asked_session
-from pdlink.api.sse import last_event, payloads, place_of_done
+from pdlink.api.sse import payloads, place_of_done
 from pdlink.errors import PdlinkError
 from pdlink.logs import about
 
@@ -114,7 +114,7 @@ class Request:
     _kept_line = ""
     """The header that says how much of its prompt its session keeps."""
     _tail = b""
-    """The last part of the answer; of a stream, its last events."""
+    """The last part of the answer; of a stream, the last reads."""
     _early: bytes | None = None
     """Events of prefill's that wait for decode's KV path."""
     _stages = _NO_STAGES
@@ -625,8 +625,7 @@ class Request:
     def _end_stream(self, data: bytes) -> None:
         """Its last events."""
         self._num_events += num_events(data)
-        at = place_of_done(data)
-        self._tail = last_event(data, at) or self._tail  # which has the usage, if there is one
+        self._tail += data  # any of it may have the usage
         if self._tally is not None:
             self._tally.add(data)
         if self._opened_s is None:
@@ -634,7 +633,7 @@ class Request:
         self._stages, timing = stages(self._flow.tries, self._admission.placement_s, time.monotonic(), "total")
         self._kv_told = self._kv_value
         comment = f": {TIMING_HEADER}: {timing}\n: {kv_path.HEADER}: {self._kv_told}\n\n"
-        self.client.end(data, comment.encode(), at)
+        self.client.end(data, comment.encode(), place_of_done(data))
 
     def _lines(self, last: str, now_s: float) -> str:
         """Headers: which request, where its time went, and of the attempt, which transfer and which workers."""

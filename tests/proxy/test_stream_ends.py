@@ -9,7 +9,7 @@ import pytest
 
 from pdlink._http import ABORT, CACHED, ERROR, FINISH, NAMED, PARAMS, marks_of
 from pdlink._http import DONE as DONE_MARK
-from pdlink.api.sse import DONE, before_end, before_finish_error, fails, first_data_event, last_event, payloads
+from pdlink.api.sse import DONE, before_end, before_finish_error, fails, first_data_event, payloads
 from tests.proxy.fake_vllm import FakeVllm
 from tests.proxy.fakes import proxy_of
 
@@ -129,16 +129,6 @@ def test_events_are_cut_before_their_end() -> None:
     assert before_end(ROLE + b"id: 7\ndata: [DONE]\n\n") == ROLE
     last = chunk({}, "error")
     assert before_finish_error(ROLE + TOKEN + last + DONE) == (ROLE + TOKEN, last)
-
-
-def test_last_event_is_the_one_before_the_end_marker() -> None:
-    for data in (ROLE + TOKEN, TOKEN, TOKEN.replace(b"\n", b"\r\n")):
-        assert last_event(data, None).strip() == data.removeprefix(ROLE).strip()
-        assert last_event(data + DONE, len(data)).strip() == data.removeprefix(ROLE).strip()
-    assert last_event(DONE, 0) == last_event(b": ping\n\n", None) == b""
-    for more in (b"id: 7\n", b": ping\n\n", b": ping\n\n: ping\n\nid: 7\n"):
-        assert last_event(ROLE + TOKEN + more + DONE, len(ROLE + TOKEN + more)).strip() == TOKEN.strip()
-        assert last_event(more + DONE, len(more)) == b""
 
 
 @pytest.mark.parametrize("kind", ["at once", "each alone", "behind a comment", "a comment alone"])
