@@ -22,11 +22,15 @@ SocketPoller::SocketPoller(int loop) : ready_(::epoll_create1(EPOLL_CLOEXEC)), b
     if (loop >= 0) add(loop, kLoop);
 }
 
-void SocketPoller::add(int socket, Key key) {
+int SocketPoller::control(int how, int socket, Key key, std::uint32_t events) const {
     epoll_event event{};
-    event.events = EPOLLIN;
+    event.events = events;
     event.data.u64 = key;
-    if (::epoll_ctl(ready_.get(), EPOLL_CTL_ADD, socket, &event) != 0)
+    return ::epoll_ctl(ready_.get(), how, socket, &event);
+}
+
+void SocketPoller::add(int socket, Key key) {
+    if (control(EPOLL_CTL_ADD, socket, key, EPOLLIN) != 0)
         throw std::system_error(errno, std::generic_category(), "epoll");
 }
 
@@ -43,19 +47,12 @@ void SocketPoller::unwatch(Key key) {
     watched_.erase(found);
 }
 
-void SocketPoller::listen(int socket, Key key, bool listens) {
-    epoll_event event{};
-    event.events = listens ? EPOLLIN : 0;
-    event.data.u64 = key;
-    ::epoll_ctl(ready_.get(), EPOLL_CTL_MOD, socket, &event);
-}
-
 int SocketPoller::end_rests(int most_ms) {
     if (resting_.empty()) return most_ms;
     const double now = now_s();
     for (; !resting_.empty() && resting_.front().until_s <= now; resting_.pop_front()) {
         const auto found = watched_.find(resting_.front().key);
-        if (found != watched_.end()) listen(found->second.socket, found->first, true);
+        if (found != watched_.end()) control(EPOLL_CTL_MOD, found->second.socket, found->first, EPOLLIN);
     }
     if (resting_.empty()) return most_ms;
     const int rest_ms = static_cast<int>(std::ceil((resting_.front().until_s - now) * 1e3));
@@ -89,7 +86,7 @@ bool SocketPoller::read(Key key, Watched watched) {
     if (n > 0) {
         const bool told = reader->came({buffer_.data(), static_cast<std::size_t>(n)});
         if (watched_.contains(key) && reader->rests()) {
-            listen(socket, key, false);
+            control(EPOLL_CTL_MOD, socket, key, 0);
             resting_.push_back({key, now_s() + kRestMs * 1e-3});
         }
         return told;

@@ -87,7 +87,8 @@ class SocketPoller {
     };
 
     void add(int socket, Key key);
-    void listen(int socket, Key key, bool listens);
+    // As of epoll_ctl.
+    int control(int how, int socket, Key key, std::uint32_t events) const;
     bool read(Key key, Watched watched);
 
     Descriptor ready_;

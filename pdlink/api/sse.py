@@ -109,7 +109,7 @@ def has_named(data: bytes, names: Iterable[bytes]) -> bool:
 
 def place_of_done(data: bytes) -> int | None:
     """Where [DONE] begins, if whole events end with it: a comment may stand before it."""
-    return data.rfind(b"\n", 0, data.rindex(b"[DONE]")) + 1 if marks_of(data, MARK_OF_DONE) else None
+    return data.rfind(b"\n", 0, data.rindex(b"[DONE]")) + 1 if is_done(data) else None
 
 
 def fails(document: bytes) -> bool:

@@ -624,10 +624,9 @@ class Request:
 
     def _end_stream(self, data: bytes) -> None:
         """Its last events."""
-        self._num_events += num_events(data)
-        self._tail += data  # any of it may have the usage
-        if self._tally is not None:
-            self._tally.add(data)
+        before = self._tail
+        self._count(data)
+        self._tail = before + data  # any of it may have the usage
         if self._opened_s is None:
             self._open()
         self._stages, timing = stages(self._flow.tries, self._admission.placement_s, time.monotonic(), "total")

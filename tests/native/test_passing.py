@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -226,19 +227,26 @@ def test_events_are_told_now_and_then(stream: Stream) -> None:
     assert len(stream.told) <= 300 * len(EVENT) // TELL_NBYTES
 
 
-def test_events_pass_within_one_turn_and_do_not_end_it(stream: Stream) -> None:
-    """The turn ends with what Python hears of."""
+@contextmanager
+def polled(stream: Stream) -> Iterator[tuple[SocketPoller, socket.socket]]:
+    """A poller that reads the stream, and the other end of its socket."""
     poller = SocketPoller()
     worker, theirs = socket.socketpair()
     with worker, theirs:
         stream.open(poller, theirs.fileno())
+        yield poller, worker
+        stream.close()
+
+
+def test_events_pass_within_one_turn_and_do_not_end_it(stream: Stream) -> None:
+    """The turn ends with what Python hears of."""
+    with polled(stream) as (poller, worker):
         worker.sendall(chunk(EVENT))
         assert poller.turn(0.05) is False
         assert (stream.told, stream.got()) == ([], chunk(EVENT))
         worker.sendall(chunk(b"data: [DONE]\n\n"))
         poller.turn(None)
         assert stream.told == [("passed", EVENT), ("data", b"data: [DONE]\n\n")]
-        stream.close()
 
 
 def until_it_rests(stream: Stream, poller: SocketPoller, worker: socket.socket) -> None:
@@ -253,10 +261,7 @@ def until_it_rests(stream: Stream, poller: SocketPoller, worker: socket.socket) 
 
 
 def test_events_of_a_burst_pass_together_and_the_first_of_them_at_once(stream: Stream) -> None:
-    poller = SocketPoller()
-    worker, theirs = socket.socketpair()
-    with worker, theirs:
-        stream.open(poller, theirs.fileno())
+    with polled(stream) as (poller, worker):
         until_it_rests(stream, poller, worker)
         worker.sendall(chunk(EVENT))
         assert poller.turn(0.05) is False
@@ -264,14 +269,10 @@ def test_events_of_a_burst_pass_together_and_the_first_of_them_at_once(stream: S
         worker.sendall(chunk(EVENT))  # 50 ms later
         assert poller.turn(0.0) is False
         assert stream.got() == chunk(EVENT)
-        stream.close()
 
 
 def test_a_stream_that_rests_is_held_and_goes_on_as_another_one(stream: Stream) -> None:
-    poller = SocketPoller()
-    worker, theirs = socket.socketpair()
-    with worker, theirs:
-        stream.open(poller, theirs.fileno())
+    with polled(stream) as (poller, worker):
         until_it_rests(stream, poller, worker)
         stream.hold()
         poller.turn(0.01)

@@ -14,10 +14,21 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from pdlink.api.legs import PrefillAddress
 from pdlink.api.session import SGLANG_END
+from pdlink_proxy.dialects import TransferTerms
 from tests.proxy.fakes import DONE, FakeServer, Received, abort, serve
 
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
+TERMS = TransferTerms(
+    transfer_id="xfer-1",
+    created=1,
+    seed=0,
+    prefill=PrefillAddress("tcp://127.0.0.1:1"),
+    prefill_url="http://127.0.0.1:1",
+    link={"bootstrap_port": 8998},
+)
+"""Of an attempt at such servers."""
 
 
 @dataclass

@@ -23,7 +23,7 @@ from pdlink_proxy.sessions import MAX_SESSIONS, KnownSessions, SessionTurn
 from pdlink_proxy.siblings import SiblingPlace, Siblings
 from pdlink_proxy.table import WorkerState
 from tests.private import write_private
-from tests.proxy.fake_sglang import FakeSglang
+from tests.proxy.fake_sglang import TERMS, FakeSglang
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of
 from tests.proxy.policies.fleets import request
 from tests.proxy.test_tenants import asked
@@ -324,15 +324,7 @@ def test_vllm_hands_its_connector_the_session_of_a_client_from_0_33_on() -> None
 
 def test_both_legs_of_sglang_name_the_session_unless_it_is_one_of_its_own() -> None:
     turn = TURN._replace(owner="0a", id="agent: 7")
-    terms = TransferTerms(
-        transfer_id="xfer-1",
-        created=1,
-        seed=0,
-        prefill=PrefillAddress("tcp://127.0.0.1:1"),
-        prefill_url="http://127.0.0.1:1",
-        link={"bootstrap_port": 8998},
-        turn=turn,
-    )
+    terms = msgspec.structs.replace(TERMS, turn=turn)
     call = parse("/v1/completions", b'{"model":"m","prompt":"x","session_id":"agent: 7"}')
     for body in DIALECTS["sglang"].legs(call, terms):
         assert decode_session(msgspec.json.decode(body)["session_id"]) == AskedSession("agent: 7", 60.0, "0a")

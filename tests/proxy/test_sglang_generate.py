@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from pdlink.api.legs import PrefillAddress
 from pdlink.api.openai import COMPLETIONS, GENERATE, parse
 from pdlink.api.sse import payloads
-from pdlink_proxy.dialects import DIALECTS, TransferTerms
-from tests.proxy.fake_sglang import FakeSglang
+from pdlink_proxy.dialects import DIALECTS
+from tests.proxy.fake_sglang import TERMS, FakeSglang
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
 
 if TYPE_CHECKING:
@@ -65,16 +64,6 @@ async def test_both_legs_get_the_same_body_and_the_client_decodes_answer(prompt:
         assert one.path == other.path == "/generate"
         added = {"bootstrap_host", "bootstrap_port", "bootstrap_room", "rid"}
         assert one.body.keys() == {*prompt, "sampling_params", "odd", *added}
-
-
-TERMS = TransferTerms(
-    transfer_id="xfer-1",
-    created=1,
-    seed=0,
-    prefill=PrefillAddress("tcp://127.0.0.1:1"),
-    prefill_url="http://127.0.0.1:1",
-    link={"bootstrap_port": 8998},
-)
 
 
 @pytest.mark.parametrize("stream", [False, True])
