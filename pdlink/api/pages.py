@@ -10,7 +10,6 @@ from pdlink.config import is_loopback
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_JSON = "application/json"
 _SIMPLE_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
 """That a browser sends to any host without asking first."""
 
@@ -21,8 +20,6 @@ def refused_page(headers: Mapping[str, str], *, loopback: bool, setting: str) ->
     headers: finds names in lower case. loopback: the server serves this host alone, so another name in Host is one
     that somebody has pointed here. setting: that gives the server a key.
     """
-    if headers.get("content-type") == _JSON and "origin" not in headers and "sec-fetch-site" not in headers:
-        return ""  # nearly all
     origin, host = headers.get("origin"), headers.get("host", "")
     if origin is not None and origin.partition("://")[2] != host:
         return f"Origin is of another site; set {setting}, and send that key"

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from pdlink.api import kv_path
+from pdlink.api.keys import key_of
 from pdlink.events import FallbackUsed, emit
 from pdlink.reasons import Reason
 
@@ -16,6 +17,8 @@ from .queue import Waiting
 from .steps import DECODE, PREFILL, Leg, Place, Placed, Unplaced, Waits, Why
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from .decisions import Considered, Decided
     from .fleet import PlacementRequest
     from .lenders import KVSource
@@ -58,10 +61,10 @@ class Admission:
         shared: Shared,
         wanted: PlacementRequest,
         *,
-        tenant: str,
+        said: Mapping[str, str],
         whole: bool,
     ) -> None:
-        """tenant: whose fair share it takes. whole: decode must serve it alone."""
+        """said: the client's headers. whole: decode must serve it alone."""
         self.wanted = wanted
         wanted.whole = whole
         wanted.plain = whole and not shared.dialect.decode_computes
@@ -74,7 +77,7 @@ class Admission:
         """Its candidates are noted, and it has a line in the decision log."""
         self._loop = shared.loop
         self.started_s = self._loop.time()
-        self._shared, self._tenant, self._whole = shared, tenant, whole
+        self._shared, self._said, self._whole = shared, said, whole
         self.num_prompt_tokens = wanted.num_tokens
         """Without what `place` counts with it later."""
 
@@ -110,7 +113,7 @@ class Admission:
             return Unplaced(found.reason)
         since_s = self.started_s if first else now
         self.waiting = Waiting(
-            self._tenant,
+            key_of(self._said),  # whose fair share it takes
             wanted.model,
             tokens=wanted.total_tokens,
             since_s=since_s,

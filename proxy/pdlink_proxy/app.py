@@ -42,7 +42,7 @@ from .tokenizing import Tokenizing
 from .upstream import open_client
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
     from pdlink.config import ProxyConfig
 
@@ -57,8 +57,6 @@ class Router:
     def __init__(self, config: ProxyConfig, siblings: Siblings | None = None) -> None:
         """As of `Services`."""
         self.services = Services(config, siblings)
-        self._shared: Shared | None = None
-        """Once it is open: each request asks for it."""
         if siblings is not None:
             siblings.answers = self.services.answers(self.adopt)
 
@@ -90,7 +88,6 @@ class Router:
                 sessions=services.sessions,
             )
             services.opened(shared, WorkerReports(shared))
-            self._shared = shared
             if config.tokenize_wait_s:
                 wait_s = config.tokenize_wait_s
                 shared.tokenizing = Tokenizing(services.pools, control, metrics=services.metrics, wait_s=wait_s)
@@ -185,22 +182,6 @@ class Router:
             finally:  # cancelled if the client leaves
                 made.leave()
             return client.result()
-
-    def taken(
-        self, path: str, said: dict[str, str], body: bytes, client: ClientAnswer, over: Callable[[], None]
-    ) -> Request | None:
-        """A request that `Front` has read, ready to begin; None for one that is to be refused, which `generate` does.
-
-        over: of `Request`.
-        """
-        services, shared = self.services, self._shared
-        call = services.entry.taken(path, said, body)
-        if call is None or shared is None:
-            return None
-        headers = services.entry.leg_headers(said)
-        if services.entry.tenants:
-            services.entry.own(headers["X-Request-Id"], said)
-        return Request(shared, client, call=call, headers=headers, said=said, over=over)
 
 
 ROUTER = web.AppKey("router", Router)

@@ -25,10 +25,10 @@ from pdlink.few_lines import http_logger
 
 from .client_answer import ClientAnswer
 from .polling import keep_from_reading
+from .request import Request
 
 if TYPE_CHECKING:
-    from .app import Router
-    from .request import Request
+    from .services import Services
 
 SWEEP_S = 1.0
 """Between two looks for connections that have been idle for too long."""
@@ -127,11 +127,16 @@ class Front(Requests, asyncio.Protocol):
 
     def take(self, path: str, said: dict[str, str], body: bytes, keep: bool) -> bool:
         """A request is whole; whether it is served here."""
-        client = ClientAnswer(self, keep=keep and self._keeps)
-        self._request = request = self._doors.router.taken(path, said, body, client, self._ended)
-        if request is None:
-            return False
         services = self._doors.services
+        call = services.entry.taken(path, said, body)
+        if call is None:  # it is to be refused, which `Router.generate` does
+            return False
+        headers = services.entry.leg_headers(said)
+        if services.entry.tenants:
+            services.entry.own(headers["X-Request-Id"], said)
+        client = ClientAnswer(self, keep=keep and self._keeps)
+        request = Request(self._doors.shared, client, call=call, headers=headers, said=said, over=self._ended)
+        self._request = request
         services.requests.add(request)
         services.idle.clear()
         request.begin()
@@ -139,7 +144,7 @@ class Front(Requests, asyncio.Protocol):
 
     def admits(self, said: dict[str, str]) -> bool:
         """Whether the body of a request with this head is waited for."""
-        return self._doors.router.services.entry.admits(said)
+        return self._doors.services.entry.admits(said)
 
     def hand_over(self, data: bytes) -> None:
         """aiohttp goes on with the connection, from these bytes."""
@@ -229,14 +234,14 @@ class Front(Requests, asyncio.Protocol):
 class Doors(web.Server):
     """Makes a `Front` for each connection; in front of aiohttp's server, and closed with it."""
 
-    def __init__(self, aiohttp: web.Server, router: Router, keepalive_s: float) -> None:
-        self.aiohttp, self.router, self.services = aiohttp, router, router.services
+    def __init__(self, aiohttp: web.Server, services: Services, keepalive_s: float) -> None:
+        self.aiohttp, self.services, self.shared = aiohttp, services, services.shared
         self.paths = {f"POST {path} HTTP/1.1\r\n".encode(): path for path in (COMPLETIONS, CHAT)}
         """By the first line of a request that is served here."""
         self.loop = asyncio.get_running_loop()
-        self.poller = router.services.shared.poller
+        self.poller = services.shared.poller
         """Reads the connections."""
-        self._keepalive_s, self._body_s = keepalive_s, router.services.config.idle_timeout_s
+        self._keepalive_s, self._body_s = keepalive_s, services.config.idle_timeout_s
         self._fronts: set[Front] = set()
         self._sweep: asyncio.TimerHandle | None = None
         self._closing = False
@@ -294,4 +299,4 @@ class FrontRunner(web.AppRunner):
 
         self._kwargs.setdefault("logger", http_logger("pdlink.proxy.http"))
         inner = await super()._make_server()
-        return Doors(inner, self.app[ROUTER], self._kwargs.get("keepalive_timeout", 75.0))
+        return Doors(inner, self.app[ROUTER].services, self._kwargs.get("keepalive_timeout", 75.0))

@@ -177,7 +177,7 @@ class Request:
         self._admission = Admission(
             shared,
             to_place,
-            tenant=key_of(said),
+            said=said,
             whole=(dialect.whole is not None and dialect.whole(call))
             or (shared.pools.has_engines and call.path not in dialect.engine_paths),
         )

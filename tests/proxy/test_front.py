@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdlink_proxy import front
+from pdlink_proxy.entry import Entry
 from tests.proxy.fakes import FakeWorker, proxy_of, until
 from tests.proxy.test_client_answer import connected, request
 
 if TYPE_CHECKING:
-    from pdlink_proxy.app import Router
+    from pdlink.api.openai import Call
     from tests.proxy.fakes import Proxy
 
 ASKED = request(stream=False)
@@ -30,15 +31,13 @@ async def answer_of(reader: asyncio.StreamReader) -> tuple[int, bytes]:
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """Bodies of the requests that aiohttp did not read."""
-    from pdlink_proxy.app import Router
+    found, take = [], Entry.taken
 
-    found, take = [], Router.taken
-
-    def taken(self: Router, path: str, said: dict[str, str], body: bytes, *more: object) -> object:
+    def taken(self: Entry, path: str, said: dict[str, str], body: bytes) -> Call | None:
         found.append(body)
-        return take(self, path, said, body, *more)  # type: ignore[arg-type]
+        return take(self, path, said, body)
 
-    monkeypatch.setattr(Router, "taken", taken)
+    monkeypatch.setattr(Entry, "taken", taken)
     return found
 
 
@@ -101,17 +100,15 @@ async def test_a_fault_of_ours_closes_the_connection_and_ends_no_other(
     prefill: FakeWorker, decode: FakeWorker, monkeypatch: pytest.MonkeyPatch, before: int
 ) -> None:
     """before: requests that came in the same read, and were served."""
-    from pdlink_proxy.app import Router
-
-    take = Router.taken
+    take = Entry.taken
     faults = iter([*[False] * before, True])
 
-    def taken(self: Router, *asked: object) -> object:
+    def taken(self: Entry, path: str, said: dict[str, str], body: bytes) -> Call | None:
         if next(faults, False):
             raise ZeroDivisionError
-        return take(self, *asked)  # type: ignore[arg-type]
+        return take(self, path, said, body)
 
-    monkeypatch.setattr(Router, "taken", taken)
+    monkeypatch.setattr(Entry, "taken", taken)
     async with proxy_of([prefill], [decode]) as proxy:
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         async with connected(proxy.url) as (reader, writer):

@@ -230,7 +230,8 @@ async def test_a_foreign_page_is_refused_where_no_keys_are_set(
     body = b'{"model": "m", "prompt": "hello"}'
     async with proxy_of([prefill], [decode]) as proxy:
         for path in ("/v1/completions", "/v1/embeddings", "/pdlink/probe"):
-            async with proxy.client.post(proxy.url + path, data=body, headers=headers) as response:
+            sent = {"content-type": "application/json", **headers}
+            async with proxy.client.post(proxy.url + path, data=body, headers=sent) as response:
                 assert response.status == 403, path
                 assert "api_keys" in (await response.json())["error"]["message"]
         if "content-type" not in headers:
