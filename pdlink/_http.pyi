@@ -186,6 +186,28 @@ class Packed:
     def nbytes(self) -> int:
         """Memory that it takes, about."""
 
+class Buckets:
+    """The numbers of one series of a histogram."""
+
+    keeps: bool
+    """Every single number, too, until `take_samples`; the first 100,000."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """bounds: upper ones, ascending."""
+
+    def observe(self, number: float, exemplar: dict[str, str] | None = None) -> None:
+        """exemplar: what names the one thing that was measured; of at most 128 characters in all."""
+
+    @property
+    def numbers(self) -> list[float]:
+        """How many are in each bucket, the last of which has no bound; then their sum."""
+
+    @property
+    def exemplars(self) -> dict[int, tuple[dict[str, str], float, float]]:
+        """The newest of each bucket: what it names, its number and its Unix time."""
+
+    def take_samples(self) -> list[float]: ...
+
 def num_events(data: bytes) -> int:
     """How many events end in these bytes: `data.count(b"\n\n")`, at a tenth of its cost."""
 

@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "peers": BASE
     | {"kv", "memory", "transport", "protocol", "node", "store"}
     | {"endpoint.channel", "endpoint.inflow", "endpoint.work"},  # sockets and their thread; no endpoint
-    "observe": BASE | {"api", "kv.hashing", "protocol"},
+    "observe": BASE | {"api", "kv.hashing", "protocol", "_http"},  # counts natively
     "serve": BASE
     | {"_http"}  # its large pages
     | {"api", "kv", "memory", "cuda", "transport", "protocol", "node", "engine", "store", "peers", "observe"}

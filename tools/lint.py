@@ -15,7 +15,7 @@ import tomllib
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import dashboards
 import reference
@@ -200,12 +200,12 @@ def settings_on_pages() -> Iterator[str]:
 
 
 @cache
-def declared() -> dict[str, Metric]:
+def declared() -> dict[str, Metric[Any]]:
     registries = (ProxyMetrics(), WorkerMetrics(store=True), StoreProcessMetrics())
     return {metric.name: metric for registry in registries for metric in registry.metrics}
 
 
-def metric_of(sample: str) -> Metric | None:
+def metric_of(sample: str) -> Metric[Any] | None:
     if sample in declared():
         return declared()[sample]
     metric = declared().get(re.sub("_(bucket|sum|count)$", "", sample))

@@ -370,13 +370,13 @@ def metrics() -> str:
         "engines": declared(prompts=False),
         "vLLM": declared(),
     }
-    found: dict[str, tuple[Metric, list[str]]] = {}
+    found: dict[str, tuple[Metric[Any], list[str]]] = {}
     for process, registry in processes.items():
         for metric in registry.metrics:
             named = found.setdefault(metric.name, (metric, []))[1]
             if process != "vLLM" or "engines" not in named:
                 named.append(process)
-    parts: dict[str, list[tuple[Metric, list[str]]]] = {title: [] for title in _PARTS}
+    parts: dict[str, list[tuple[Metric[Any], list[str]]]] = {title: [] for title in _PARTS}
     for name, (metric, named) in sorted(found.items()):
         fits = [title for title, begins in _PARTS.items() if name.startswith(begins)]
         title = fits[-1] if name.startswith(("process_", "pdlink_build")) else fits[0]

@@ -37,6 +37,7 @@ GROUPS = {
     ],
     "http": [
         "tests/api/test_long_bodies.py",
+        "tests/observe/test_series.py",
         *(f"tests/proxy/test_{name}.py" for name in ("http_client", "http_fuzz", "front", "passing")),
     ],
     "cuda": ["tests/cuda", "--ignore=tests/cuda/test_build.py"],

@@ -41,7 +41,7 @@ class Declared(NamedTuple):
     store: StoreGauges
 
     @property
-    def metrics(self) -> list[Metric]:
+    def metrics(self) -> list[Metric[Any]]:
         """The metrics that servers of other engines show."""
         return [metric for metric in self.registry.metrics if metric.name != _OF_ONE]
 
@@ -121,7 +121,7 @@ class Counts:
         """Sets the gauges, before each `take`."""
         for metric in self._declared.metrics:
             if isinstance(metric, Histogram):
-                metric.samples = {}
+                metric.keep_samples()
 
     def __call__(self, event: Event) -> None:
         self._declared.counting(event)
@@ -133,9 +133,8 @@ class Counts:
         found: Stats = {}
         with self._registry.lock:
             for metric in self._declared.metrics:
-                if isinstance(metric, Histogram) and metric.samples:
-                    found.update({"|".join((metric.name, *key)): told for key, told in metric.samples.items()})
-                    metric.samples = {}
+                if isinstance(metric, Histogram):
+                    found.update({"|".join((metric.name, *key)): told for key, told in metric.take_samples().items()})
                 elif isinstance(metric, Counter):
                     for key, numbers in metric.values.items():
                         if numbers[0]:

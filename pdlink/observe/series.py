@@ -12,9 +12,7 @@ from __future__ import annotations
 import itertools
 import platform
 import threading
-import time
-from bisect import bisect_left
-from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, Exemplar, GaugeMetricFamily, HistogramMetricFamily
@@ -23,6 +21,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from pdlink import __version__
+from pdlink._http import Buckets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,9 +33,6 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 FINE_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, *SECONDS[:-3])
 """Buckets for what memory, disks and networks do: from 10 µs to 10 s."""
 
-MAX_SAMPLES = 100_000
-"""More wait only if nobody takes them: vLLM does after each step."""
-
 Numbers: TypeAlias = dict[str, list[tuple[tuple[str, ...], list[float]]]]
 """By metric, for each combination of labels: one number, or of a histogram those of its buckets and their sum."""
 
@@ -45,9 +41,10 @@ _MOST_SPANS = 64
 """A span that began before so many gaps counts the older ones as if nothing had been in flight in them."""
 
 _Key = TypeVar("_Key", bound=str | tuple[str, ...])
+_Series = TypeVar("_Series", list[float], Buckets)
 
 
-class Metric:
+class Metric(Generic[_Series]):
     """One metric of any number of series."""
 
     kind: ClassVar[str]
@@ -59,7 +56,7 @@ class Metric:
         """
         self.name, self.text, self.of_all = name, text, of_all
         self.known = {label: tuple(values) for label, values in labels.items()}
-        self._values: dict[tuple[str, ...], list[float]] = {}
+        self._values: dict[tuple[str, ...], _Series] = {}
         for series in itertools.product(*self.known.values()):
             self.series(*series)
 
@@ -76,9 +73,9 @@ class Metric:
     @property
     def values(self) -> dict[tuple[str, ...], list[float]]:
         """By labels, the numbers as they are now."""
-        return self._values
+        raise NotImplementedError
 
-    def series(self, *labels: str) -> list[float]:
+    def series(self, *labels: str) -> _Series:
         """The numbers under these labels; from now on there is such a series."""
         found = self._values.get(labels)
         if found is None:
@@ -89,11 +86,22 @@ class Metric:
         """In prometheus_client's words."""
         raise NotImplementedError
 
+    def _zero(self) -> _Series:
+        raise NotImplementedError
+
+
+class _Plain(Metric[list[float]]):
+    """Of one number for each series."""
+
+    @property
+    def values(self) -> dict[tuple[str, ...], list[float]]:
+        return self._values
+
     def _zero(self) -> list[float]:
         return [0.0]
 
 
-class Counter(Metric):
+class Counter(_Plain):
     kind = "counter"
 
     def add(self, number: float, *labels: str) -> None:
@@ -110,7 +118,7 @@ class Counter(Metric):
         return family
 
 
-class Gauge(Metric):
+class Gauge(_Plain):
     kind = "gauge"
 
     def add(self, number: float, *labels: str) -> None:
@@ -133,57 +141,53 @@ class Gauge(Metric):
         return family
 
 
-class Histogram(Metric):
+class Histogram(Metric[Buckets]):
     kind = "histogram"
 
     def __init__(self, name: str, buckets: tuple[float, ...], text: str, **labels: Iterable[str]) -> None:
         """buckets: their upper bounds, ascending."""
         self.buckets = buckets
         self._bounds = (*(str(float(bound)) for bound in buckets), "+Inf")
-        self.exemplars: dict[tuple[tuple[str, ...], int], tuple[dict[str, str], float, float]] = {}
-        """The newest of each bucket: what it names, its number and its Unix time."""
-        self.samples: dict[tuple[str, ...], list[float]] | None = None
-        """With a dictionary, every single number is kept in it, too; of each series `MAX_SAMPLES` at most."""
+        self._keeps = False
         super().__init__(name, text, of_all=False, **labels)
 
-    def _zero(self) -> list[float]:
-        return [0.0] * (len(self.buckets) + 2)
+    @property
+    def values(self) -> dict[tuple[str, ...], list[float]]:
+        return {labels: series.numbers for labels, series in self._values.items()}
 
     def observe(self, number: float, *labels: str, exemplar: dict[str, str] | None = None) -> None:
-        """exemplar: what names the one thing that was measured; of at most 128 characters in all."""
-        counted, bucket = self._values.get(labels) or self.series(*labels), bisect_left(self.buckets, number)
-        counted[bucket] += 1
-        counted[-1] += number
-        if exemplar:
-            self.exemplars[labels, bucket] = exemplar, number, time.time()
-        if self.samples is not None and len(kept := self.samples.setdefault(labels, [])) < MAX_SAMPLES:
-            kept.append(number)
+        """As `Buckets.observe`."""
+        (self._values.get(labels) or self.series(*labels)).observe(number, exemplar)
 
-    def observe_each(self, numbers: Mapping[str, float]) -> None:
-        """By the value of the one label."""
-        if self.samples is not None:
-            for label, number in numbers.items():
-                self.observe(number, label)
-            return
-        buckets, values = self.buckets, self._values
-        for label, number in numbers.items():  # without a call for each
-            counted = values.get((label,)) or self.series(label)
-            counted[bisect_left(buckets, number)] += 1
-            counted[-1] += number
+    def keep_samples(self) -> None:
+        """From now on every single number is kept, too, until `take_samples`."""
+        self._keeps = True
+        for series in self._values.values():
+            series.keeps = True
+
+    def take_samples(self) -> dict[tuple[str, ...], list[float]]:
+        """By labels, of series with some."""
+        return {labels: taken for labels, series in self._values.items() if (taken := series.take_samples())}
+
+    def _zero(self) -> Buckets:
+        series = Buckets(self.buckets)
+        series.keeps = self._keeps
+        return series
 
     def family(self, values: Iterable[tuple[tuple[str, ...], list[float]]]) -> Family:
         family = HistogramMetricFamily(self.name, self.text, labels=self.labels, unit=self.unit)
         for labels, numbers in values:
             total, buckets = 0.0, []
+            exemplars = self._values[labels].exemplars if labels in self._values else {}
             for at, (bound, number) in enumerate(zip(self._bounds, numbers, strict=False)):
                 total += number
-                exemplar = self.exemplars.get((labels, at))
+                exemplar = exemplars.get(at)
                 buckets.append((bound, total) if exemplar is None else (bound, total, Exemplar(*exemplar)))
             family.add_metric(labels, buckets, numbers[-1])
         return family
 
 
-_M = TypeVar("_M", bound=Metric)
+_M = TypeVar("_M", bound=Metric[Any])
 
 
 class Registry:
@@ -192,7 +196,7 @@ class Registry:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         """For series that several threads add to: while they add, and while the numbers are read."""
-        self.metrics: list[Metric] = []
+        self.metrics: list[Metric[Any]] = []
         self._before: list[Callable[[], None]] = []
 
     def add(self, metric: _M) -> _M:

@@ -149,6 +149,12 @@ class Metrics(Registry):
         )
         ProcessMetrics(self)
         # By label: found once, and not for each request.
+        self.ttft_of = {leg: self.ttft.series(leg.value) for leg in Leg}
+        self._duration = {outcome: self.duration.series(outcome) for outcome in outcomes}
+        self._stages, self._per_token = (
+            {stage: self.stages.series(stage) for stage in STAGES},
+            self.per_token.series(),
+        )
         self._requests = {outcome: self.requests.series(outcome) for outcome in outcomes}
         self._kv = {value: self.kv.series(value) for value in USUAL}
         self.num_streams = self.active_streams.series()
@@ -159,12 +165,13 @@ class Metrics(Registry):
         """A request for tokens has ended. stages: of the time to its first token. exemplar: names it."""
         outcome = kept.outcome
         self._requests[outcome][0] += 1
-        self.duration.observe(kept.ended_s - kept.started_s, outcome, exemplar=exemplar)
+        self._duration[outcome].observe(kept.ended_s - kept.started_s, exemplar)
         if outcome in _WITH_TOKENS:
             (self._kv.get(kept.kv) or self.kv.series(path_of(kept.kv)))[0] += 1
-            self.stages.observe_each(stages)
+            for stage, took_s in stages.items():
+                self._stages[stage].observe(took_s)
         if kept.per_token_s is not None:
-            self.per_token.observe(kept.per_token_s)
+            self._per_token.observe(kept.per_token_s)
 
     def count_processes(self, said: Mapping[str, Any]) -> None:
         """Numbers of these processes are added to its own before they are shown. said: see `Siblings.said`."""

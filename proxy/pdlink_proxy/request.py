@@ -577,8 +577,7 @@ class Request:
             self._tail, self._kv_told = body, self._kv_value
             lines += f"{kv_path.HEADER}: {self._kv_told}\r\n"
             if (prefill_s := self._flow.tries[-1].prefill_s) is not None:
-                ttft_s = prefill_s - self._started_s
-                self._shared.metrics.ttft.observe(ttft_s, PREFILL.value, exemplar=self._exemplar)
+                self._shared.metrics.ttft_of[PREFILL].observe(prefill_s - self._started_s, self._exemplar)
         elif status == 503:
             lines += f"Retry-After: {self._shared.queue.retry_after_s()}\r\n"
         if status >= 400:
@@ -620,7 +619,7 @@ class Request:
         metrics = self._shared.metrics
         metrics.num_streams[0] += 1
         if (first := self._flow.first_leg) is not None:
-            metrics.ttft.observe(now_s - self._started_s, first.value, exemplar=self._exemplar)
+            metrics.ttft_of[first].observe(now_s - self._started_s, self._exemplar)
 
     def _end_stream(self, data: bytes) -> None:
         """Its last events."""

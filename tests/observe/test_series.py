@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import math
 import random
 import re
 import shutil
 import subprocess
+import time
+from bisect import bisect_left
 from pathlib import Path
 
 import pytest
@@ -45,6 +48,50 @@ def test_openmetrics_only_who_asks_for_it_and_exemplars_only_there() -> None:
     assert bucket.exemplar is not None
     assert (bucket.exemplar.labels, bucket.exemplar.value) == ({"request_id": "r"}, 0.5)
     assert family.unit == "seconds"
+
+
+def test_each_number_is_in_the_first_bucket_whose_bound_it_does_not_exceed() -> None:
+    for seed in range(20):
+        rng = random.Random(seed)
+        bounds = tuple(sorted(rng.sample(range(50), 8)))
+        numbers = [*bounds, *(rng.uniform(-5, 60) for _ in range(100)), math.inf]
+        histogram = Histogram("x_seconds", tuple(map(float, bounds)), "Help.", leg=("a",))
+        for number in numbers:
+            histogram.observe(number, "a")
+        wanted = [0.0] * 9
+        for number in numbers:
+            wanted[bisect_left(bounds, number)] += 1
+        assert histogram.values["a",] == [*wanted, math.inf], f"seed {seed}"
+
+
+def test_a_bucket_names_the_newest_of_those_that_have_names() -> None:
+    histogram, before_s = Histogram("x_seconds", (1.0,), "Help."), time.time()
+    for number, name in ((0.5, "old"), (0.6, "new"), (2.0, "large")):
+        histogram.observe(number, exemplar={"request_id": name})
+    histogram.observe(0.7, exemplar={})
+    histogram.observe(0.8)
+    found = histogram.series().exemplars
+    assert {bucket: each[:2] for bucket, each in found.items()} == {
+        0: ({"request_id": "new"}, 0.6),
+        1: ({"request_id": "large"}, 2.0),
+    }
+    assert all(before_s <= at_s <= time.time() for _, _, at_s in found.values())
+
+
+def test_single_numbers_are_kept_once_they_are_asked_for_until_they_are_taken() -> None:
+    histogram = Histogram("x_seconds", (1.0,), "Help.", leg=("a",))
+    histogram.observe(1, "a")
+    histogram.keep_samples()
+    histogram.observe(2, "a")
+    histogram.observe(3, "a")
+    histogram.observe(4, "b")
+    assert histogram.take_samples() == {("a",): [2.0, 3.0], ("b",): [4.0]}
+    assert histogram.take_samples() == {}
+    assert histogram.values["a",] == [1.0, 2.0, 6.0]
+    bounded = histogram.series("c")
+    for _ in range(100_001):
+        bounded.observe(1.0)
+    assert len(bounded.take_samples()) == 100_000
 
 
 def test_numbers_of_several_processes_add_up_but_for_what_all_of_them_know() -> None:
