@@ -42,7 +42,7 @@ class Exchange : public Socket {
     bool came(std::string_view bytes) override;
     void ended(int error) override;
     bool is_quick() const override { return to_ != nullptr; }
-    bool rests() const override { return to_ != nullptr && bursts_; }
+    bool rests() const override { return to_ != nullptr && (bursts_ || begins_); }
 
     nb::object listener, uses;
     bool keeps = true, reused = false, heard = false, paused = false;
@@ -91,6 +91,8 @@ class Exchange : public Socket {
     bool passed_finish_ = false;  // one of them has a finish_reason
     double passed_s_ = 0;
     bool bursts_ = false;    // what came last are events that came soon after those before them
+    bool begins_ = false;    // what came last are the first events, which the others of a burst follow at once
+    bool passes_ = false;    // of this answer some pass
     bool finishes_ = false;  // what follows is the end, for which the client does not wait longer
     std::string chunk_;
     bool told_ = false;  // Python was told something of what came last
@@ -117,7 +119,7 @@ void Exchange::ask(const nb::bytes& begin, const nb::bytes& lines, const nb::byt
 
 bool Exchange::came(std::string_view bytes) {
     const nb::object mine = self();  // a listener may drop it
-    told_ = bursts_ = false;
+    told_ = bursts_ = begins_ = false;
     try {
         feed(bytes);
     } catch (...) {
@@ -174,14 +176,15 @@ void Exchange::hear(std::string_view bytes) {
     if (!over && (part->body.empty() || pass(*part))) return;
     told_ = true;
     pass_no_more();
-    if (!part->body.empty() && listener.is(mine)) mine.attr("on_data")(bytes_of(part->body));
     if (!listener.is(mine)) return;
     if ((where & kEnd) != 0) {
+        const nb::bytes last = bytes_of(part->body);  // the connection may be asked again in `end`
         end(where);
-        mine.attr("on_end")();
-    } else if ((where & kBad) != 0) {
-        fail("bad");
+        mine.attr("on_end")(last);
+        return;
     }
+    if (!part->body.empty()) mine.attr("on_data")(bytes_of(part->body));
+    if (listener.is(mine) && (where & kBad) != 0) fail("bad");
 }
 
 void Exchange::pass_to(Socket& to, unsigned marks) {
@@ -189,6 +192,7 @@ void Exchange::pass_to(Socket& to, unsigned marks) {
     client_ = nb::find(to);
     marks_ = marks;
     finishes_ = false;
+    begins_ = !std::exchange(passes_, true);
 }
 
 // All or nothing of what came at once: an event before an error is a part of the answer to judge.
@@ -245,6 +249,7 @@ void Exchange::whole(std::string_view body, unsigned where) {
 
 void Exchange::end(unsigned where) {
     pass_no_more();
+    passes_ = false;
     if ((where & kMore) != 0) keeps = false;
     if (body_.capacity() > kKeptNbytes) body_ = {};
     body_.clear();

@@ -67,13 +67,18 @@ SocketPoller::Ready SocketPoller::wait(int most_ms) const {
 
 SocketPoller::Turn SocketPoller::turn(const Ready& ready) {
     Turn turn;
+    std::bitset<kMostReady> slow;  // decided before any is read: a quick one that ends is slow from then on
     for (const bool quick : {true, false}) {
-        for (int i = 0; i < ready.num; ++i) {
-            const Key key = ready.events[static_cast<std::size_t>(i)].data.u64;
+        for (std::size_t i = 0; i < static_cast<std::size_t>(std::max(ready.num, 0)); ++i) {
+            if (!quick && !slow[i]) continue;
+            const Key key = ready.events[i].data.u64;
             turn.others = turn.others || key == kLoop;
             const auto found = watched_.find(key);
             if (found == watched_.end()) continue;  // a reader before it has ended that
-            if (found->second.reader->is_quick() == quick) turn.told = read(key, found->second) || turn.told;
+            if (quick && !found->second.reader->is_quick())
+                slow.set(i);
+            else
+                turn.told = read(key, found->second) || turn.told;
         }
     }
     return turn;

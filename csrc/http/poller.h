@@ -5,6 +5,7 @@
 #include <sys/epoll.h>
 
 #include <array>
+#include <bitset>
 #include <cstdint>
 #include <deque>
 #include <string_view>
@@ -35,6 +36,7 @@ class Reader {
 };
 
 constexpr int kRestMs = 1;
+constexpr std::size_t kMostReady = 64;  // sockets of one turn
 
 // Not for threads: all calls, and those to readers, are in one.
 class SocketPoller {
@@ -43,7 +45,7 @@ class SocketPoller {
 
     // What a wait has found.
     struct Ready {
-        std::array<epoll_event, 64> events;
+        std::array<epoll_event, kMostReady> events;
         int num = 0;
     };
 

@@ -119,6 +119,8 @@ class LegState(msgspec.Struct):
     ended_well: bool = False
     spoke: bool = False
     """Its first data event or whole answer is here."""
+    ends: bool = False
+    """What is heard now is the last of its stream."""
     buffer: EventBuffer | None = None
     """From when its stream came with an event in pieces."""
 
@@ -235,9 +237,17 @@ class Flow:
     # ---- events
 
     def _of_ended(self, event: Ended, now: float) -> list[Action]:
-        if not self._awaited(event.attempt, event.leg) or self._keeps(event):
+        leg = event.leg
+        state = self._legs.get(leg) if event.attempt == self.attempts else None
+        if state is None or not state.running or self._keeps(event):
             return []
-        return self._on_ended(event.leg, now)
+        if not event.data:
+            return self._on_ended(leg, now)
+        state.ends = True
+        actions = self._on_chunk(event, now)
+        if self.outcome is None and self._awaited(event.attempt, leg):
+            actions += self._on_ended(leg, now)
+        return actions
 
     def _of_lost(self, event: Lost, now: float) -> list[Action]:
         if not self._awaited(event.attempt, event.leg):
@@ -278,7 +288,7 @@ class Flow:
             self._legs[PREFILL] = LegState(event.prefill, now)
         return [StartLegs(self.attempts, event.prefill, decode=event.decode, at_once=at_once)]
 
-    def _on_chunk(self, event: Chunk, now: float) -> list[Action]:
+    def _on_chunk(self, event: Chunk | Ended, now: float) -> list[Action]:
         leg, data = event.leg, event.data
         state = self._legs.get(leg) if event.attempt == self.attempts else None
         if state is None or not state.running or (self._rules.awaits_prefill and self._keeps(event)):
@@ -598,7 +608,7 @@ class Flow:
             actions = self._end_legs()
         else:
             for leg, state in self._legs.items():
-                if state.running:
+                if state.running and not state.ends:
                     actions.append(LetGo(self.attempts, leg))  # noqa: PERF401 -- a comprehension is a call
         if self._begun and isinstance(final, Respond):  # of an attempt to go on
             final, outcome = self._words.as_end(final), Outcome.BROKEN
@@ -617,8 +627,9 @@ class Flow:
         return self._finish(Outcome.BROKEN, self._words.end(message, error.code))
 
     def _cancel(self, leg: Leg) -> list[Action]:
-        self._legs[leg].running = False
-        return [CancelLeg(self.attempts, leg)]
+        state = self._legs[leg]
+        state.running = False
+        return [] if state.ends else [CancelLeg(self.attempts, leg)]
 
     def _end_legs(self) -> list[Action]:
         """The attempt is over and did not succeed."""

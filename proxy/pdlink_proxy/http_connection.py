@@ -99,8 +99,8 @@ class AnswerListener:
         """Of the body, what has passed to a client natively; the last of it at that time of `time.monotonic`.
         finished: with a finish_reason."""
 
-    def on_end(self) -> None:
-        pass
+    def on_end(self, data: bytes) -> None:
+        """data: the last of the body, which came with the end; perhaps nothing."""
 
     def on_whole(self, status: int, headers: Headers, body: bytes) -> None:
         pass
@@ -189,7 +189,7 @@ class Connection(Exchange, asyncio.Protocol):
         if listener.most_nbytes:
             listener.on_whole(status, headers, body)
         else:
-            listener.on_end()
+            listener.on_end(b"")
 
     # ---- what the native part does not do itself
 

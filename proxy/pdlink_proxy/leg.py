@@ -118,8 +118,8 @@ class Hears(Protocol):
     def passed(self, leg: WorkerLeg, data: bytes, at_s: float, *, finished: bool) -> None:
         """Events of its stream have gone to the client, the last of them then. finished: with a finish_reason."""
 
-    def ended(self, leg: WorkerLeg) -> None:
-        """Its event stream ended properly."""
+    def ended(self, leg: WorkerLeg, data: bytes) -> None:
+        """Its event stream ended properly. data: its last bytes, perhaps none."""
 
     def answered(self, leg: WorkerLeg, status: int, headers: Headers, body: bytes) -> None:
         """Its whole answer: to a request that does not stream, or with a status that is not 2xx."""
@@ -275,11 +275,13 @@ class WorkerLeg(LegAccount, AnswerListener):
         except Exception as error:  # noqa: BLE001
             self._broke(error)
 
-    def on_end(self) -> None:
+    def on_end(self, data: bytes) -> None:
         self.connection = None
+        self.nbytes += len(data)
+        self.fate = self.fate or "served"
         try:
             if self.hears is not None:
-                self.hears.ended(self)
+                self.hears.ended(self, data)
         except Exception as error:  # noqa: BLE001
             self._broke(error)
 

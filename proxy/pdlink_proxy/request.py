@@ -511,10 +511,10 @@ class Request:
         if leg is not None and leg.connection is not None:
             leg.connection.pass_no_more()
 
-    def ended(self, leg: WorkerLeg) -> None:
-        """Its event stream ended properly."""
+    def ended(self, leg: WorkerLeg, data: bytes) -> None:
+        """Its event stream ended properly. data: its last bytes, perhaps none."""
         if self._flow.outcome is None:
-            self.happen(Ended(leg.attempt, leg.leg))
+            self.happen(Ended(leg.attempt, leg.leg, data))
         leg.close(well=True)
 
     def answered(self, leg: WorkerLeg, status: int, headers: Headers, body: bytes) -> None:

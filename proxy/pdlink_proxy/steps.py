@@ -95,6 +95,8 @@ class Ended(msgspec.Struct, frozen=True):
 
     attempt: int
     leg: Leg
+    data: bytes = b""
+    """Its last bytes: as those of a `Chunk`."""
 
 
 class Answered(msgspec.Struct, frozen=True):

@@ -182,7 +182,9 @@ class Streamed(AnswerListener):
             self.request.pause()
         self._news.set()
 
-    def on_end(self) -> None:
+    def on_end(self, data: bytes) -> None:
+        if data:
+            self._parts.append(data)
         self._ended = True
         self._news.set()
 

@@ -43,7 +43,8 @@ class Heard:
     def on_data(self, data: bytes) -> None:
         self.body += data
 
-    def on_end(self) -> None:
+    def on_end(self, data: bytes) -> None:
+        self.body += data
         self.told.append(("end", self.body))
 
     def on_whole(self, status: int, headers: Headers, body: bytes) -> None:

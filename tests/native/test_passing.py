@@ -86,8 +86,8 @@ class Stream(Exchange):
         assert finished is (marks_of(data, FINISH) != 0)
         self.told.append(("passed", data))
 
-    def on_end(self) -> None:
-        self.told.append(("end",))
+    def on_end(self, data: bytes) -> None:
+        self.told.append(("end", data))
 
     def bad(self, _most_nbytes: int) -> None:
         self.told.append(("bad",))
@@ -128,7 +128,7 @@ def test_events_pass_as_they_are(stream: Stream) -> None:
 @pytest.mark.parametrize(
     ("last", "heard"),
     [
-        (b"0\r\n\r\n", [("freed",), ("end",)]),
+        (b"0\r\n\r\n", [("freed",), ("end", b"")]),
         (chunk(b"data: [DONE]\n\n"), [("data", b"data: [DONE]\n\n")]),
         (chunk(b'data: {"a": [{"finish_reason": "stop"}]}\n\n'), None),
         (chunk(b'data: {"a":[{"finish_reason":null},{"finish_reason":"stop"}]}\n\n'), None),
@@ -137,7 +137,7 @@ def test_events_pass_as_they_are(stream: Stream) -> None:
         (chunk(EVENT[:-1]), [("data", EVENT[:-1])]),
         (b"not a chunk", [("bad",), ("freed",)]),
         (chunk(EVENT) + chunk(b'data: {"error": {}}\n\n'), [("data", EVENT + b'data: {"error": {}}\n\n')]),
-        (chunk(EVENT) + b"0\r\n\r\n", [("data", EVENT), ("freed",), ("end",)]),
+        (chunk(EVENT) + b"0\r\n\r\n", [("freed",), ("end", EVENT)]),
     ],
 )
 def test_what_needs_a_look_is_heard_after_all_that_passed(
@@ -269,6 +269,57 @@ def test_events_of_a_burst_pass_together_and_the_first_of_them_at_once(stream: S
         worker.sendall(chunk(EVENT))  # 50 ms later
         assert poller.turn(0.0) is False
         assert stream.got() == chunk(EVENT)
+
+
+class Begins(Stream):
+    """Passes once its first events are heard."""
+
+    def on_data(self, data: bytes) -> None:
+        super().on_data(data)
+        self.pass_to(self.client, MARKS)
+
+
+def test_what_follows_the_first_events_of_a_stream_passes_together() -> None:
+    for _ in range(1000):
+        stream = Begins()
+        with polled(stream) as (poller, worker):
+            worker.sendall(chunk(EVENT))
+            poller.turn(None)
+            assert stream.told == [("data", EVENT)]
+            worker.sendall(chunk(EVENT))
+            poller.turn(0.0)
+            rests = not stream.got()  # else the thread was interrupted for longer than the rest
+            worker.sendall(chunk(EVENT))
+            poller.turn(0.05)
+            got = stream.got()
+        stream.shut()
+        if rests:
+            assert got == chunk(EVENT + EVENT)
+            return
+    pytest.fail("never rests")
+
+
+class Ends(Stream):
+    """Whose worker sends more while its last event is heard."""
+
+    worker: socket.socket
+
+    def on_data(self, data: bytes) -> None:
+        super().on_data(data)
+        if len(self.told) == 1:
+            self.worker.sendall(chunk(EVENT))
+
+
+def test_a_turn_reads_a_stream_that_passes_no_more_once() -> None:
+    stream, last = Ends(), b"data: [DONE]\n\n"
+    stream.pass_to(stream.client, MARKS)
+    with polled(stream) as (poller, stream.worker):
+        stream.worker.sendall(chunk(last))
+        poller.turn(None)
+        assert stream.told == [("data", last)]
+        poller.turn(None)
+        assert stream.told == [("data", last), ("data", EVENT)]
+    stream.shut()
 
 
 def test_a_stream_that_rests_is_held_and_goes_on_as_another_one(stream: Stream) -> None:

@@ -96,8 +96,8 @@ class Client(AnswerListener):
     def freed(self, _exchange: Exchange) -> None:
         self.free = True
 
-    def on_end(self) -> None:
-        self._tell(Ended(1, Leg.DECODE))
+    def on_end(self, data: bytes) -> None:
+        self._tell(Ended(1, Leg.DECODE, data))
 
     def _tell(self, event: Chunk | Ended) -> None:
         for action in self.flow.on(event, 1.0):

@@ -456,7 +456,9 @@ def _leg_says(data: st.DataObject, world: World, attempt: int, leg: Leg) -> None
         status = data.draw(st.sampled_from(statuses))
         world.last_word(key, Answered(attempt, leg, status, _ANSWER if status == 200 else _BODY))
     elif kind == "end" and world.streams(leg):
-        world.last_word(key, Ended(attempt, leg))
+        cut = data.draw(st.integers(0, len(unsaid)))
+        world.unsaid[key] = unsaid[cut:]
+        world.last_word(key, Ended(attempt, leg, unsaid[:cut]))
     elif kind == "speak" and world.streams(leg) and unsaid:
         cut = data.draw(st.one_of(st.integers(1, len(unsaid)), st.just(len(unsaid))))
         world.unsaid[key] = unsaid[cut:]

@@ -124,8 +124,9 @@ class Heard(AnswerListener):
         self.parts.append(data)
         self.more.set()
 
-    def on_end(self) -> None:
+    def on_end(self, data: bytes) -> None:
         assert not self.end
+        self.parts.append(data)
         self.end = "ended"
         self.more.set()
 
