@@ -1,7 +1,7 @@
 """Who has the KV of which prefix, from published events or by guess, and whom a request suits best (`csrc/index`)."""
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -77,6 +77,14 @@ class HeldKV:
     def __bool__(self) -> bool:
         """Somebody has something."""
 
+class _Placed(Protocol):
+    """A `PlacementRequest` of the proxy."""
+
+    key_tokens: int
+    num_tokens: int
+    chain: Sequence[int] | None
+    held: HeldKV | None
+
 class Guesses:
     """Which worker was sent which beginnings of prompts. Not thread-safe.
 
@@ -92,18 +100,10 @@ class Guesses:
         """The worker is sent a prompt with these keys, the shortest beginning first, and keeps `most` keys. Returns
         how many of these it had."""
 
-    def placed(
-        self,
-        worker: WorkerLoad,
-        keys: Sequence[int],
-        key_tokens: int,
-        num_tokens: int,
-        held: HeldKV | None,
-        of_worker: int,
-        unheard: int,
-    ) -> int:
-        """The prompt goes to this worker, which keeps as many keys as fit into its pool and no more than `of_worker`,
-        or `unheard` if it publishes. Returns how many tokens it lacks."""
+    def placed(self, of_worker: int, unheard: int, request: _Placed, worker: WorkerLoad) -> int:
+        """The request goes to this worker, which keeps as many keys as fit into its pool and no more than
+        `of_worker`, or `unheard` if it publishes. Returns how many tokens it lacks; 0 if nobody asked for its
+        keys."""
 
     def forget(self, worker: int) -> None:
         """The worker has nothing."""

@@ -77,6 +77,18 @@ using Column = nb::ndarray<nb::numpy, double, nb::ndim<1>>;
 using Mask = nb::ndarray<const bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Keys = std::vector<Key>;
 
+// A `PlacementRequest` goes to this worker. Returns how many tokens of it the worker lacks; 0 if its keys were never
+// asked for.
+double placed(Guesses& self, const Kept& kept, nb::handle request, const WorkerLoad& worker) {
+    const nb::object chain = request.attr("chain");
+    if (chain.is_none()) return 0;
+    const auto keys = nb::cast<Keys>(chain);
+    const nb::object held = request.attr("held");
+    return note(self, kept, worker,
+                {keys, nb::cast<double>(request.attr("key_tokens")), nb::cast<double>(request.attr("num_tokens")),
+                 held.is_none() ? nullptr : nb::cast<const Held*>(held)});
+}
+
 // Keeps its workers.
 class PyColumns : public Columns {
   public:
@@ -245,12 +257,11 @@ NB_MODULE(_index, m) {
             "worker"_a, "keys"_a, "most"_a)
         .def(
             "placed",
-            [](Guesses& self, const WorkerLoad& worker, const Keys& keys, double key_tokens, double num_tokens,
-               const Held* held, std::size_t of_worker, std::size_t unheard) {
-                const Asked asked{keys, key_tokens, num_tokens, held};
-                return static_cast<std::int64_t>(note(self, {of_worker, unheard}, worker, asked));
+            [](Guesses& self, std::size_t of_worker, std::size_t unheard, nb::handle request,
+               const WorkerLoad& worker) {
+                return static_cast<std::int64_t>(placed(self, {of_worker, unheard}, request, worker));
             },
-            "worker"_a, "keys"_a, "key_tokens"_a, "num_tokens"_a, "held"_a.none(), "of_worker"_a, "unheard"_a)
+            "of_worker"_a, "unheard"_a, "request"_a, "worker"_a)
         .def("forget", &Guesses::forget, "worker"_a)
         .def_prop_ro("num_keys", &Guesses::num_keys)
         .def_prop_ro("nbytes", &Guesses::nbytes);
@@ -334,13 +345,12 @@ NB_MODULE(_index, m) {
         .def("taken", &Costs::taken, "worker"_a)
         .def(
             "placed",
-            [](Costs& self, WorkerLoad& worker, const Keys& keys, double key_tokens, double num_tokens,
-               const Held* held, std::size_t of_worker, std::size_t unheard) {
-                const double lacking = note(self, {of_worker, unheard}, worker, {keys, key_tokens, num_tokens, held});
+            [](Costs& self, std::size_t of_worker, std::size_t unheard, nb::handle request, WorkerLoad& worker) {
+                const double lacking = placed(self, {of_worker, unheard}, request, worker);
                 self.take(worker, lacking);
                 return static_cast<std::int64_t>(lacking);
             },
-            "worker"_a, "keys"_a, "key_tokens"_a, "num_tokens"_a, "held"_a.none(), "of_worker"_a, "unheard"_a);
+            "of_worker"_a, "unheard"_a, "request"_a, "worker"_a);
     nb::class_<PyColumns>(m, "Columns")
         .def(nb::init<std::vector<nb::object>, nb::dict>(), "workers"_a, "rows"_a)
         .def("put", &PyColumns::put, "row"_a, "worker"_a)

@@ -264,8 +264,8 @@ class Simulation:
         placed = router.placer.place(wanted, router.fleet(now))
         if isinstance(placed, Pair) and placed.prefill is not None:
             for leg, work in (("prefill", placed.prefill), ("decode", placed.decode)):
-                if (policy := router.placer.noting.get(leg)) is not None:
-                    policy.placed(wanted, work)
+                if (note := router.placer.noting.get(leg)) is not None:
+                    note(wanted, work)
         if timed:
             self._place_s += thread_time() - started_s
         if not isinstance(placed, Pair) or placed.prefill is None:

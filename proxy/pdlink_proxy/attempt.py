@@ -12,6 +12,7 @@ from pdlink.observe.spans import new_span_id
 from .decision_log import logged_attempt
 from .decisions import decision
 from .dialects import TransferTerms
+from .fleet import KEY_TOKENS
 from .http_client import header_lines
 from .ids import new_id
 from .leg import WorkerLeg
@@ -73,7 +74,7 @@ class Attempt:
         if prefill is None:
             alone = dialect.alone if self._source else None
             body = self._call.body if alone is None else alone(self._call, self._source)
-            self._send(hears, DECODE, body, _NO_HEADERS)
+            self._send(hears, (DECODE, body, _NO_HEADERS))
             return
         transfer = TransferTerms(
             transfer_id=self.transfer_id,
@@ -89,13 +90,12 @@ class Attempt:
         to_prefill = _NO_HEADERS
         if dialect.headers is not None:
             to_prefill, self._decode_headers = dialect.headers(transfer)
-        self._send(hears, PREFILL, prefill_body, to_prefill)
-        if at_once:
-            self._send(hears, DECODE, decode_body, self._decode_headers)
+        of_prefill, of_decode = (PREFILL, prefill_body, to_prefill), (DECODE, decode_body, self._decode_headers)
+        self._send(hears, *((of_prefill, of_decode) if at_once else (of_prefill,)))
 
     def start_decode(self, hears: Hears, params: bytes) -> None:
         """Send decode's leg, after prefill's answer, with these `kv_transfer_params`."""
-        self._send(hears, DECODE, self._call.with_params(msgspec.Raw(params)), self._decode_headers)
+        self._send(hears, (DECODE, self._call.with_params(msgspec.Raw(params)), self._decode_headers))
 
     def cancel(self, leg: Leg) -> None:
         """Close the leg's connection; the worker aborts."""
@@ -111,28 +111,31 @@ class Attempt:
         ends = {leg.value: running.fate or "let go" for leg, running in self.legs.items()}
         return logged_attempt(decision("", self._placed), self.transfer_id, ends)
 
-    def _send(self, hears: Hears, leg: Leg, body: bytes, headers: Mapping[str, str]) -> None:
-        """headers: more than those of both legs."""
-        shared, asked, worker = self._shared, self._wanted, self.chosen[leg]
-        if leg is PREFILL:
-            tokens = max(1, asked.num_tokens - self._cached_tokens)
-        else:
-            tokens = asked.num_tokens + asked.answer_tokens
-        if leg in shared.pools.noting:
-            shared.pools.placed(asked, worker)
-        self.legs[leg] = running = WorkerLeg(worker, tokens, time.monotonic(), shared)
-        running.leg, running.attempt, running.transfer_id, running.hears = leg, self._number, self.transfer_id, hears
-        running.max_nbytes = shared.max_body_nbytes
-        if not (self._call.streaming and (leg is DECODE or shared.dialect.prefill_streams)):
-            running.most_nbytes = running.max_nbytes
-        lines = self._lines
-        if self._trace is not None:
-            running.span_id = new_span_id()
-            headers = {**headers, "traceparent": self._trace.below(running.span_id)}
-        if headers:
-            lines = header_lines({**self._leg_headers, **headers})
-        if worker.headers:
-            lines += header_lines(worker.headers)
-        worker.legs.add(running)
-        running.url = worker.url + self._call.path
-        running.connection = shared.clients[leg].send("POST", running.url, running, body, lines)
+    def _send(self, hears: Hears, *legs: tuple[Leg, bytes, Mapping[str, str]]) -> None:
+        """Each with its body, and with headers beyond those of both legs."""
+        shared, call, asked, noting = self._shared, self._call, self._wanted, self._shared.pools.noting
+        now_s, most_nbytes = time.monotonic(), shared.max_body_nbytes
+        for leg, body, headers in legs:
+            worker = self.chosen[leg]
+            if leg is PREFILL:
+                tokens = max(1, asked.num_tokens - self._cached_tokens)
+            else:
+                tokens = asked.num_tokens + asked.answer_tokens
+            if leg in noting and noting[leg](asked, worker.work) >= KEY_TOKENS:  # a block at least, whatever its size
+                shared.pools.kv_events.sent(worker.id, now_s)
+            self.legs[leg] = running = WorkerLeg(worker, tokens, now_s, shared)
+            running.leg, running.attempt, running.transfer_id = leg, self._number, self.transfer_id
+            running.hears, running.max_nbytes = hears, most_nbytes
+            if not (call.streaming and (leg is DECODE or shared.dialect.prefill_streams)):
+                running.most_nbytes = most_nbytes
+            lines = self._lines
+            if self._trace is not None:
+                running.span_id = new_span_id()
+                headers = {**headers, "traceparent": self._trace.below(running.span_id)}
+            if headers:
+                lines = header_lines({**self._leg_headers, **headers})
+            if worker.headers:
+                lines += header_lines(worker.headers)
+            worker.legs.add(running)
+            running.url = worker.url + call.path
+            running.connection = shared.clients[leg].send("POST", running.url, running, body, lines)

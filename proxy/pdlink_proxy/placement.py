@@ -98,8 +98,8 @@ class Placer:
         another salt then. Raises ConfigError."""
         self.prefill, self.decode = make_policy(prefill), make_policy(decode)
         legs = {"prefill": self.prefill, "decode": self.decode}
-        self.noting = {leg: policy for leg, policy in legs.items() if policy.notes}
-        """By leg, policies that are to be told where requests go (`Policy.placed`)."""
+        self.noting = {leg: policy.placed for leg, policy in legs.items() if policy.notes}
+        """By leg, `Policy.placed` of those that are to be told where requests go."""
         self._names = {self.prefill: ("prefill", prefill), self.decode: ("decode", decode)}
         self._candidates = {
             policy: Candidates(salt + number, affine=policy.affine)

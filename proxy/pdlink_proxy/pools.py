@@ -15,7 +15,7 @@ import msgspec
 from pdlink.api.fields import MOST
 
 from .engines import id_of, workers_of
-from .fleet import KEY_TOKENS, Fleet, PlacementRequest
+from .fleet import Fleet, PlacementRequest
 from .kv_events import KVEvents, source
 from .lenders import Lenders
 from .mismatches import mismatched
@@ -62,8 +62,8 @@ class Pools:
         self._paces: dict[str, float | None] = {}
         """`prefill_pace` by model."""
         self._placer = placer
-        self.noting = {Leg(leg): policy for leg, policy in placer.noting.items()}
-        """By leg, policies that are told where requests go: see `placed`."""
+        self.noting = {Leg(leg): note for leg, note in placer.noting.items()}
+        """See `Placer.noting`."""
         self._labels = {side: itertools.count() for side in Leg}
         self._both = itertools.count()
         self.kv_events = KVEvents()
@@ -370,12 +370,6 @@ class Pools:
         """One of these workers for a request that it serves whole, by the decode leg's policy."""
         picked = self._placer.one_of(request, [worker.work for worker in workers])
         return next(worker for worker in workers if worker.work is picked)
-
-    def placed(self, request: PlacementRequest, worker: Worker) -> None:
-        """A leg leaves for the worker, whose side is `noting`."""
-        lacking = self.noting[worker.side].placed(request, worker.work)
-        if lacking >= KEY_TOKENS:  # a block at least, whatever its size
-            self.kv_events.sent(worker.id, time.monotonic())
 
     def _tell_alone(self, refused: RefusedPair | None) -> None:
         if refused is not None and self._alone is None:

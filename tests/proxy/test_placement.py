@@ -186,8 +186,8 @@ def test_what_is_placed_in_one_call_goes_where_it_would_step_by_step(seed: int, 
         assert placed == Pair(one, to, rows[2])
         said = (0.0, "first", "placed", "", 1, 0.0, "", "", 0.0, 0.0, 0)
         assert decision("r", (*said, weighed or {})).considered == (asked.considered or {})
-        for policy in placer.noting.values():
-            policy.placed(asked, one)
+        for note in placer.noting.values():
+            note(asked, one)
         one.sent(asked.num_tokens, 0.0)
         to.sent(asked.total_tokens, 0.0)
         if rng.random() < 0.7:

@@ -181,8 +181,8 @@ def calls_of_a_decision(policy: str, num: int) -> int:
             sys.setprofile(None)
         assert isinstance(placed, Pair)
         assert placed.prefill is not None
-        if (noting := placer.noting.get("prefill")) is not None:
-            noting.placed(request, placed.prefill)
+        if (note := placer.noting.get("prefill")) is not None:
+            note(request, placed.prefill)
         placed.prefill.sent(2048, 0.0)
         placed.decode.sent(2148, 0.0)
     return calls

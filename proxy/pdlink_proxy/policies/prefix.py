@@ -5,6 +5,7 @@ Where the KV of prompts lies is what workers say, or else where prompts were sen
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,7 @@ from ..table import Workers
 from .base import Pick, Policy, least, within
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ..fleet import PlacementRequest
     from ..table import WorkerState
@@ -51,13 +52,9 @@ class Prefix(Policy):
         keys, key_tokens = request.keys, request.key_tokens
         return workers.table.columns.cached(self.sent_to, keys, key_tokens, request.num_tokens, request.held)
 
-    def placed(self, request: PlacementRequest, worker: WorkerState) -> int:
-        if (keys := request.chain) is None:  # it was never looked up
-            return 0
-        num_tokens, key_tokens = request.num_tokens, request.key_tokens
-        return self.sent_to.placed(
-            worker, keys, key_tokens, num_tokens, request.held, MAX_WORKER_KEYS, MAX_UNHEARD_KEYS
-        )
+    @property
+    def placed(self) -> Callable[[PlacementRequest, WorkerState], int]:
+        return partial(self.sent_to.placed, MAX_WORKER_KEYS, MAX_UNHEARD_KEYS)
 
     def forget(self, worker: WorkerState) -> None:
         self.sent_to.forget(worker.number)
