@@ -223,6 +223,10 @@ def shortened(json: bytes, long_nbytes: int) -> tuple[bytes, int, dict[str, byte
     """A JSON object with null in place of each value of at least so many bytes; how many fields it has; and these
     values, by name. None if it is not such an object, and for some that a whole parser has to judge."""
 
+def is_answer(json: bytes) -> bool:
+    """Whether a whole answer is one: an object with a list of `choices`, of `output` (/v1/responses) or of `content`
+    (/v1/messages), or with `meta_info` (SGLang's /generate), or a list of objects with that."""
+
 def names_media(json: bytes) -> bool:
     """Whether messages have parts, images say, that become tokens which do not tell what is in them."""
 

@@ -128,10 +128,10 @@ Usage usage_of(std::string_view events) {
         const bool is_prompt = word.ends_with(kPrompt);
         if (!is_prompt && !word.ends_with(kAnswer)) return;
         if (const std::optional<std::string_view> value = value_of(events, quote)) {
-            const std::string_view digits = value->substr(0, kMaxDigits);
-            // Left as it is by what is no number.
-            std::from_chars(digits.data(), digits.data() + digits.size(),
-                            is_prompt ? found.prompt_tokens : found.completion_tokens);
+            const std::string_view digits = value->substr(0, value->find_first_not_of("0123456789"));
+            std::uint64_t& number = is_prompt ? found.prompt_tokens : found.completion_tokens;
+            // Left as it is by what is no number, and by what no prompt has.
+            if (digits.size() <= kMaxDigits) std::from_chars(digits.data(), digits.data() + digits.size(), number);
         }
     });
     return found;

@@ -86,6 +86,9 @@ NB_MODULE(_http, m) {
     m.def(
         "names_media", [](const nb::bytes& json) { return pdlink::http::names_media(pdlink::http::view(json)); },
         "json"_a);
+    m.def(
+        "is_answer", [](const nb::bytes& json) { return pdlink::http::is_answer(pdlink::http::view(json)); },
+        "json"_a);
     m.def("shortened", &pdlink::http::shorter, "json"_a, "long_nbytes"_a);
     nb::class_<pdlink::http::Packed>(m, "Packed")
         .def(nb::init<>())

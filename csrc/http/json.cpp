@@ -9,7 +9,7 @@
 namespace pdlink::http {
 namespace {
 
-constexpr unsigned kMaxDepth = 64;
+constexpr unsigned kMaxDepth = 64, kMaxAnswerDepth = 512;
 
 using Chunk = std::uint8_t __attribute__((vector_size(16)));  // of GCC and Clang, for any processor
 
@@ -31,10 +31,13 @@ const char* past_plain(const char* at, const char* end) {
 
 class Scan {
   public:
-    explicit Scan(std::string_view json) : at_(json.data()), end_(json.data() + json.size()) {}
+    explicit Scan(std::string_view json, unsigned max_depth = kMaxDepth)
+        : at_(json.data()), end_(json.data() + json.size()), max_depth_(max_depth) {}
 
     const char* at() const { return at_; }
     bool at_end() const { return at_ == end_; }
+
+    bool is_at(char c) const { return at_ != end_ && *at_ == c; }
 
     void space() {
         while (at_ != end_ && (*at_ == ' ' || *at_ == '\n' || *at_ == '\t' || *at_ == '\r')) ++at_;
@@ -47,6 +50,12 @@ class Scan {
     }
     bool string();
     bool value(unsigned depth = 0);
+    // An object whose fields `read` reads: it gets each name as it is written.
+    template <class Read>
+    bool object(Read read);
+    // A list, or what else has brackets, whose items `read` reads.
+    template <class Read>
+    bool items(char close, Read read);
 
   private:
     bool word(std::string_view text) {
@@ -69,9 +78,9 @@ class Scan {
     }
     bool escape();
     std::optional<unsigned> unit();
-    bool items(bool named, char close, unsigned depth);
 
     const char *at_, *const end_;
+    const unsigned max_depth_;
 };
 
 bool Scan::string() {
@@ -111,15 +120,41 @@ std::optional<unsigned> Scan::unit() {
     return found;
 }
 
+template <class Read>
+bool Scan::items(char close, Read read) {
+    ++at_;
+    space();
+    if (one(close)) return true;
+    do {
+        space();
+        if (!read()) return false;
+        space();
+    } while (one(','));
+    return one(close);
+}
+
+template <class Read>
+bool Scan::object(Read read) {
+    return items('}', [&] {
+        const char* const begin = at_ + 1;
+        if (!string()) return false;
+        const std::string_view name(begin, static_cast<std::size_t>(at_ - 1 - begin));
+        space();
+        if (!one(':')) return false;
+        space();
+        return read(name);
+    });
+}
+
 bool Scan::value(unsigned depth) {
-    if (at_ == end_ || depth == kMaxDepth) return false;
+    if (at_ == end_ || depth == max_depth_) return false;
     switch (*at_) {
         case '"':
             return string();
         case '{':
-            return items(true, '}', depth + 1);
+            return object([&](std::string_view) { return value(depth + 1); });
         case '[':
-            return items(false, ']', depth + 1);
+            return items(']', [&] { return value(depth + 1); });
         case 't':
             return word("true");
         case 'f':
@@ -129,25 +164,6 @@ bool Scan::value(unsigned depth) {
         default:
             return number();
     }
-}
-
-// What is in an object or a list, with its brackets.
-bool Scan::items(bool named, char close, unsigned depth) {
-    ++at_;
-    space();
-    if (one(close)) return true;
-    do {
-        space();
-        if (named) {
-            if (!string()) return false;
-            space();
-            if (!one(':')) return false;
-            space();
-        }
-        if (!value(depth)) return false;
-        space();
-    } while (one(','));
-    return one(close);
 }
 
 // Each with quotes, as a field's name or a value.
@@ -162,30 +178,42 @@ std::optional<Shortened> shortened(std::string_view json, std::size_t long_nbyte
     Shortened found{{}, 0, {}};
     const char* kept = json.data();  // up to here it is in `found.json`
     scan.space();
-    if (!scan.one('{')) return std::nullopt;
-    do {
-        scan.space();
-        const char* const name = scan.at() + 1;
-        if (!scan.string()) return std::nullopt;
-        const std::string_view written(name, static_cast<std::size_t>(scan.at() - 1 - name));
-        scan.space();
-        if (!scan.one(':')) return std::nullopt;
-        scan.space();
+    if (!scan.is_at('{')) return std::nullopt;
+    const bool is_plain = scan.object([&](std::string_view name) {
         const char* const begin = scan.at();
-        if (!scan.value()) return std::nullopt;
+        if (!scan.value()) return false;
         ++found.num_fields;
         if (const auto nbytes = static_cast<std::size_t>(scan.at() - begin); nbytes >= long_nbytes) {
-            if (std::ranges::any_of(written, [](char c) { return c == '\\' || static_cast<signed char>(c) < 0; }))
-                return std::nullopt;
-            found.longs.push_back({written, {begin, nbytes}});
+            if (std::ranges::any_of(name, [](char c) { return c == '\\' || static_cast<signed char>(c) < 0; }))
+                return false;
+            found.longs.push_back({name, {begin, nbytes}});
             found.json.append(kept, begin).append("null");
             kept = scan.at();
         }
-        scan.space();
-    } while (scan.one(','));
-    if (!scan.one('}')) return std::nullopt;
+        return true;
+    });
+    if (!is_plain) return std::nullopt;
     found.json.append(kept, json.data() + json.size());
     return found;
+}
+
+bool is_answer(std::string_view json) {
+    Scan scan(json, kMaxAnswerDepth);
+    bool has_meta = false, has_list = false;
+    const auto read = [&] {
+        if (!scan.is_at('{')) return false;
+        has_meta = false;
+        return scan.object([&](std::string_view name) {
+            has_meta = has_meta || (scan.is_at('{') && name == "meta_info");
+            has_list = has_list || (scan.is_at('[') && (name == "choices" || name == "output" || name == "content"));
+            return scan.value();
+        });
+    };
+    scan.space();
+    const bool is_one = scan.is_at('[') ? scan.items(']', [&] { return read() && has_meta; }) && has_meta
+                                        : read() && (has_list || has_meta);
+    scan.space();
+    return is_one && scan.at_end();
 }
 
 bool names_media(std::string_view json) {

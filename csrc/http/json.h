@@ -24,6 +24,11 @@ struct Shortened {
 // for a long value whose name is not plain ASCII.
 std::optional<Shortened> shortened(std::string_view json, std::size_t long_nbytes);
 
+// Whether a whole answer is one: an object with a list of `choices`, of `output` (/v1/responses) or of `content`
+// (/v1/messages), or with `meta_info` (SGLang's /generate), or a list of objects with that. Their names count as they
+// are written, without escapes.
+bool is_answer(std::string_view json);
+
 // Whether messages have parts, images say, that become tokens which do not tell what is in them. Quotes in text are
 // escaped, so a name in quotes is a field or its value.
 bool names_media(std::string_view json);

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pdlink._http import ANYTHING, CACHED, DONE, ERROR, FAILED, FINISH, NAMED, marks_of
-from pdlink.api.answers import read_answer
+from pdlink._http import ANYTHING, CACHED, DONE, ERROR, FAILED, FINISH, NAMED, is_answer, marks_of
 from pdlink.api.errors import error_code, excerpt, is_rejection
 from pdlink.api.sse import (
     FAILURES,
@@ -81,8 +80,6 @@ from .steps import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdlink.api.answers import Usage
-
     from .recovery import Recovery
 
 _LOOK = ERROR | FAILED | DONE
@@ -138,8 +135,6 @@ class Flow:
     """Decode's newest events that may say how its KV came, as they came."""
     look = _LOOK
     """Marks of decode's events that are judged here. Others go to the client as they are."""
-    usage: Usage | None = None
-    """Of decode's answer in one piece."""
     hastened_s = math.inf
     """`deadline_s` may have come as near as this; the caller sets it back."""
     _begun = False
@@ -434,15 +429,22 @@ class Flow:
         state.running = False
         if not 200 <= status < 300:
             return self._on_bad_status(event, now)
-        found = read_answer(event.content_type, body)
-        if isinstance(found, str):
-            return self._on_lost(leg, Loss.MALFORMED, f"{found}: {excerpt(body)}", now)
+        marks = marks_of(body, self.look)
+        problem = ""
+        if event.content_type != "application/json":
+            problem = "the answer's type is not application/json"
+        elif not is_answer(body):
+            problem = "the answer is not a JSON object with choices"
+        elif marks & FAILED:
+            problem = "the answer ended with finish_reason error"
+        if problem:
+            return self._on_lost(leg, Loss.MALFORMED, f"{problem}: {excerpt(body)}", now)
         state.spoke = state.ended_well = True
         if leg is PREFILL:
             self._prefill_answer, self.tries[-1].prefill_s = body, now
             return self._on_prefilled(now) if self._rules.awaits_prefill or self._rules.handover else []
-        self.tries[-1].decode_s, self.usage = now, found
-        if PREFILL in self._legs and (marks := marks_of(body, self.look)):
+        self.tries[-1].decode_s = now
+        if PREFILL in self._legs:
             if marks & self._rules.marks:
                 body = self._rules.merge_answer(self._prefill_answer, body)
             if marks & CACHED:

@@ -283,13 +283,10 @@ class Request:
         """What is known of it when it has ended, and what the metrics count."""
         outcome = self._flow.outcome or Outcome.FAILED
         shared, admission, flow, attempt = self._shared, self._admission, self._flow, self._attempt
-        started_s, ended_s, first_s, usage = self._started_s, time.monotonic(), self._opened_s, flow.usage
+        started_s, ended_s, first_s = self._started_s, time.monotonic(), self._opened_s
         if first_s is None and not self._call.streaming:
             first_s = flow.tries[-1].prefill_s
-        if usage is not None:
-            prompt_tokens, answer_tokens = usage.prompt_tokens, usage.completion_tokens
-        else:
-            prompt_tokens, answer_tokens = usage_of(self._tail)
+        prompt_tokens, answer_tokens = usage_of(self._tail)
         further, per_token_s = (answer_tokens or self._num_events) - 1, None
         if outcome is Outcome.OK and first_s is not None and further > 0:
             per_token_s = (ended_s - first_s) / further

@@ -129,7 +129,8 @@ def test_last_usage_counts_wherever_it_stands(seed: int) -> None:
     for _ in range(20_000):
         events = b"x" * rng.randrange(20) + b"".join(rng.choices(words, k=rng.randrange(12)))
         found = [
-            re.findall(rb'"%b": ?(\d{1,12})' % name, events) for name in (b"prompt_tokens", b"completion_tokens")
+            re.findall(rb'"%b": ?(\d{1,12})(?!\d)' % name, events)
+            for name in (b"prompt_tokens", b"completion_tokens")
         ]
         assert usage_of(events) == tuple(int(each[-1]) if each else 0 for each in found), events
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdlink.api.answers import Usage, read_answer
 from pdlink.api.errors import error_code, excerpt, rejection
 from pdlink.few_lines import LINES
 from pdlink_proxy.steps import Leg
@@ -160,7 +159,6 @@ def test_a_rejection_without_words_gets_some() -> None:
         error = json.loads(rejection(404, body))["error"]
         assert (error["message"], error["code"]) == ("the request was rejected with status 404", "invalid_request")
     assert len(json.loads(rejection(400, DOCUMENT))["error"]["message"]) == 2000
-    assert read_answer("application/json", b'{"choices":[]}') == Usage()
 
 
 def test_what_goes_to_the_log_is_one_line_of_bounded_length() -> None:

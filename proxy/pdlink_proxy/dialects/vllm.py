@@ -29,7 +29,7 @@ import msgspec
 
 from pdlink._http import PARAMS
 from pdlink.api.health import Health
-from pdlink.api.kv_path import checked
+from pdlink.api.kv_path import USUAL, checked
 from pdlink.api.legs import DecodeParams, PrefillParams
 from pdlink.api.openai import CHAT, COMPLETIONS, EMBEDS, KV_PARAMS, MESSAGES, RESPONSES, has_several
 from pdlink.api.sse import rewritten
@@ -258,7 +258,10 @@ def _said(_headers: Mapping[str, str], body: bytes) -> Said:
         params = _WITH_PARAMS.decode(body).kv_transfer_params
     except (ValueError, RecursionError):
         return _NOTHING
-    return Said(checked(params.pdlink_kv), params.pdlink_source) if params is not None else _NOTHING
+    if params is None:
+        return _NOTHING
+    kv = params.pdlink_kv
+    return Said(kv if kv in USUAL else checked(kv), params.pdlink_source)
 
 
 def _merge_answer(_prefill_answer: bytes, answer: bytes) -> bytes:
