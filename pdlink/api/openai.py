@@ -112,6 +112,9 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     """The client's top level without `kv_transfer_params`, with which a client could name any address."""
     given: msgspec.Raw
     """Of these, the input: text, token ids, messages, or a list of prompts. Null if there are embeddings alone."""
+    prompt: bytes
+    """What it begins with, in JSON. Of embeddings a name, as long as a text of so many tokens: equal beginnings of
+    their base64 say nothing."""
     said: CommonFields
     """As the client wrote it, also where `fields` are extended."""
     max_tokens: int | None = None
@@ -121,16 +124,6 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     def body(self) -> bytes:
         """`fields` as one JSON object."""
         return msgspec.json.encode(self.fields)
-
-    @property
-    def prompt(self) -> bytes:
-        """What it begins with, in JSON. Of embeddings a name, as long as a text of so many tokens: equal beginnings
-        of their base64 say nothing."""
-        if EMBEDS in self.fields and self.has_embeds:
-            return _stand_in([self.fields[name] for name in (EMBEDS, "prompt") if name in self.fields])
-        if self.path not in _FIRST_FIELDS or (first := self.fields.get(_FIRST_FIELDS[self.path])) is None:
-            return bytes(self.given)
-        return bytes(first) + bytes(self.given)
 
     @property
     def has_embeds(self) -> bool:
@@ -191,13 +184,20 @@ def parse(path: str, data: bytes, model: str | None = None) -> Call:
         given, number = raw, number + 1
         if number == 1 and memoryview(raw)[0] not in known[name][0]:  # no copy of a long prompt
             raise BadField(f"{name}: expected {known[name][1]}", name)
-    if not number and path == COMPLETIONS and not _is_null(fields.get(EMBEDS)):
+    embeds = EMBEDS in fields and path == COMPLETIONS and not _is_null(fields[EMBEDS])
+    if embeds and not number:
         number = 1
     if number != 1:
         names = " or ".join(known)
         raise BadField(f"{names}: got {number} of these fields, expected one", next(iter(known)))
+    if embeds:
+        prompt = _stand_in([fields[name] for name in (EMBEDS, "prompt") if name in fields])
+    elif path in _FIRST_FIELDS and (first := fields.get(_FIRST_FIELDS[path])) is not None:
+        prompt = bytes(first) + bytes(given)
+    else:
+        prompt = bytes(given)
     fields.pop(KV_PARAMS, None)
-    return Call(path, model, said.stream or False, said.seed, fields, given, said, most)
+    return Call(path, model, said.stream or False, said.seed, fields, given, prompt, said, most)
 
 
 def _long(data: bytes) -> tuple[dict[str, msgspec.Raw], CommonFields] | None:

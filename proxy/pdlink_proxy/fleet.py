@@ -102,7 +102,7 @@ class PlacementRequest(msgspec.Struct, eq=False):
     @property
     def counted(self) -> bool:
         """`num_tokens` is exact: the prompt is a list of token ids."""
-        return self.prompt[:1] == b"[" and _looks_like_ids(self.prompt)
+        return _IDS.match(self.prompt) is not None
 
     @property
     def total_tokens(self) -> int:
@@ -116,18 +116,7 @@ def _seed(model: str, salt: str) -> int:
 
 
 _IDS = re.compile(rb"\[\s*[0-9]")
-
-
-def _looks_like_ids(prompt: bytes) -> bool:
-    """Whether a prompt in JSON begins as one list of token ids does."""
-    return _IDS.match(prompt) is not None
-
-
-def count_tokens(prompt: bytes) -> int:
-    """Of a prompt in JSON: exact for one list of token ids, otherwise an estimate."""
-    if prompt[:1] == b"[" and _looks_like_ids(prompt):
-        return prompt.count(b",") + 1
-    return len(prompt) // BYTES_PER_TOKEN + 1
+"""As one list of token ids begins in JSON."""
 
 
 def wanted(call: Call, session: str | None) -> PlacementRequest:
@@ -135,7 +124,7 @@ def wanted(call: Call, session: str | None) -> PlacementRequest:
     prompt, said, most = call.prompt, call.said, call.max_tokens
     request = PlacementRequest(
         call.model,
-        count_tokens(prompt),
+        prompt.count(b",") + 1 if _IDS.match(prompt) else len(prompt) // BYTES_PER_TOKEN + 1,
         answer_tokens=UNKNOWN_ANSWER_TOKENS if most is None else most,
         prompt=prompt,
         salt=said.cache_salt if isinstance(said.cache_salt, str) else "",

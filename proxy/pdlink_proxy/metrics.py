@@ -26,7 +26,8 @@ _TOKEN_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04,
 
 _LEGS = tuple(leg.value for leg in Leg)
 _WITH_TOKENS = (Outcome.OK.value, Outcome.BROKEN.value)
-_MAX_EXEMPLAR_CHARS = 60
+MAX_EXEMPLAR_CHARS = 60
+"""Of a request's id; an exemplar has 128 characters in all."""
 
 
 class Metrics(Registry):
@@ -179,11 +180,7 @@ class Metrics(Registry):
         self.processes.replace(by_process | {(str(number),): False for number in said["silent"]})
 
 
-def exemplar_of(headers: Mapping[str, str]) -> dict[str, str]:
-    """What names a request in an exemplar: its id, and the id of its trace if that is kept. headers: for its legs."""
-    found = {}
-    if len(request_id := headers["X-Request-Id"]) <= _MAX_EXEMPLAR_CHARS and request_id.isprintable():
-        found["request_id"] = request_id
-    if "traceparent" in headers and (context := read_context(headers["traceparent"])) is not None and context.sampled:
-        found["trace_id"] = context.trace_id
-    return found
+def trace_of(traceparent: str) -> dict[str, str]:
+    """What names it in an exemplar, if it is kept."""
+    context = read_context(traceparent)
+    return {"trace_id": context.trace_id} if context is not None and context.sampled else {}

@@ -17,11 +17,11 @@ from aiohttp import web
 from pdlink.api.errors import COUNT_TOKENS, refusal_of, refused, reworded
 from pdlink.api.fields import BadField
 from pdlink.api.keys import key_of
-from pdlink.api.openai import MESSAGES, RESPONSES, CommonFields, said_in
+from pdlink.api.openai import BYTES_PER_TOKEN, MESSAGES, RESPONSES, CommonFields, said_in
 from pdlink.errors import NoWorker, Overloaded, PeerLost
 
 from .access import clean
-from .fleet import PlacementRequest, count_tokens
+from .fleet import PlacementRequest
 from .http_connection import HttpError
 from .leg import LegAccount
 from .queue import Waiting
@@ -107,7 +107,7 @@ class PassThrough:
         if said.model is not None and (unknown := services.entry.unknown_model(said.model)) is not None:
             return unknown, Outcome.REJECTED
         most = said.max_tokens or said.max_output_tokens or 0
-        wanted = PlacementRequest(said.model or "", count_tokens(body), answer_tokens=most, prompt=body)
+        wanted = PlacementRequest(said.model or "", len(body) // BYTES_PER_TOKEN + 1, answer_tokens=most, prompt=body)
         if (refusal := services.entry.over_limit(request, wanted.total_tokens)) is not None:
             return refusal, Outcome.REJECTED
         shared.retries.num_new += 1

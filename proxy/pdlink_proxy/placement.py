@@ -138,8 +138,9 @@ class Placer:
         `place` has to look, or to say why there is none."""
         if request.avoid or request.pinned or request.plain:
             return None
+        keys = request.chain if pairs.hashes else ()
         found = pairs.pairing.choose(
-            request.keys if pairs.hashes else (),
+            request.keys if keys is None else keys,
             request.key_tokens,
             request.num_tokens,
             request.answer_tokens,

@@ -32,7 +32,7 @@ from .decision_log import Tally, logged
 from .decisions import Told
 from .fleet import wanted
 from .flow import Flow
-from .metrics import exemplar_of
+from .metrics import MAX_EXEMPLAR_CHARS, trace_of
 from .pair_times import MIN_TOKENS
 from .records import TIMING_HEADER, EndedRequest, stages
 from .recovery import PATHS, Recovery
@@ -181,7 +181,10 @@ class Request:
             whole=(dialect.whole is not None and dialect.whole(call))
             or (shared.pools.has_engines and call.path not in dialect.engine_paths),
         )
-        self._exemplar = exemplar_of(headers)
+        self._exemplar = {"request_id": request_id[:MAX_EXEMPLAR_CHARS]}
+        """What names it there."""
+        if "traceparent" in headers:
+            self._exemplar |= trace_of(headers["traceparent"])
         if shared.decision_log is not None and self._admission.sampled:
             self._tally = Tally()
         self._tell_over = over

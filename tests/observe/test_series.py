@@ -19,7 +19,6 @@ from pdlink.events import LayerLanded, TransferEnded
 from pdlink.observe.metrics import DROPPED, HANDLED, StoreProcessMetrics, WorkerMetrics
 from pdlink.observe.series import Busy, Counter, Gauge, Histogram, Numbers, Registry
 from pdlink_proxy.metrics import Metrics as ProxyMetrics
-from pdlink_proxy.metrics import exemplar_of
 
 ROOT = Path(__file__).parents[2]
 OPEN = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
@@ -216,10 +215,3 @@ def test_a_process_tells_its_version_memory_and_descriptors() -> None:
     assert values["process_resident_memory_bytes"] > 1e6
     assert 0 < values["process_open_fds"] < values["process_max_fds"]
     assert any(line.startswith('pdlink_build_info{python_version="3.') for line in lines)
-
-
-def test_an_exemplar_names_the_request_and_its_trace_only_if_that_is_kept() -> None:
-    kept, not_kept = (f"00-{'a' * 32}-{'b' * 16}-0{flags}" for flags in (1, 0))
-    assert exemplar_of({"X-Request-Id": "r", "traceparent": kept}) == {"request_id": "r", "trace_id": "a" * 32}
-    assert exemplar_of({"X-Request-Id": "r", "traceparent": not_kept}) == {"request_id": "r"}
-    assert exemplar_of({"X-Request-Id": "r" * 100, "traceparent": "x"}) == {}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from pdlink_proxy.client_answer import ClientAnswer
 from tests.proxy.fakes import FakeWorker, proxy_of, until
@@ -133,3 +134,31 @@ async def test_a_request_whose_answer_cannot_be_made_fails_and_leaves_the_connec
         assert (status, answer["error"]["code"]) == (500, "internal_error")
         assert (await _served(proxy))[0] == 200
         assert [worker.in_flight for worker in proxy.router.services.pools.all] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("traceparent", "trace"),
+    [
+        ("", {}),
+        (f"00-{'a' * 32}-{'b' * 16}-01", {"trace_id": "a" * 32}),
+        (f"00-{'a' * 32}-{'b' * 16}-00", {}),
+        ("x", {}),
+    ],
+)
+async def test_an_exemplar_names_the_request_and_its_trace_only_if_that_is_kept(
+    prefill: FakeWorker, decode: FakeWorker, traceparent: str, trace: dict[str, str]
+) -> None:
+    headers = {"X-Request-Id": "r" * 200} | ({"traceparent": traceparent} if traceparent else {})
+    asked = {"model": "m", "prompt": "hello"}
+    async with proxy_of([prefill], [decode]) as proxy:
+        async with proxy.client.post(proxy.url + "/v1/completions", json=asked, headers=headers) as response:
+            assert response.status == 200
+        text = proxy.router.services.metrics.exposition("application/openmetrics-text; version=1.0.0")[0].decode()
+    found = [
+        sample.exemplar.labels
+        for family in text_string_to_metric_families(text)  # type: ignore[no-untyped-call]
+        for sample in family.samples
+        if sample.exemplar is not None
+    ]
+    assert found
+    assert all(labels == {"request_id": "r" * 60, **trace} for labels in found), "of 128 characters in all"

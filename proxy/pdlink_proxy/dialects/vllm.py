@@ -105,7 +105,7 @@ def _legs(call: Call, transfer: TransferTerms) -> tuple[bytes, bytes]:
     without = _SAMPLING_OF_TEXT if call.path == COMPLETIONS else _SAMPLING
     to_prefill = PrefillParams(
         transfer_id=transfer.transfer_id,
-        num_prompts=_num_prompts(call) if call.path == COMPLETIONS else 1,
+        num_prompts=_num_prompts(call) if call.path == COMPLETIONS and call.prompt[:1] != b'"' else 1,
         data_parallel_rank=transfer.prefill.data_parallel_rank or 0,
         do_remote_decode=call.path == MESSAGES,
         source=transfer.source,
