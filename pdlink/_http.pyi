@@ -215,6 +215,13 @@ def marks_of(events: bytes, wanted: int) -> int:
     """Which of the marks in `wanted` whole events have, or a whole answer. Quotes in generated text are escaped, so a
     mark is a field."""
 
+def first_data_event(events: bytes) -> tuple[int, int, bool] | None:
+    """Of whole events where the first one with data begins and ends, None if there is none; and whether it is a token
+    for certain: `sse.problem_of` judges others."""
+
+def place_of_done(events: bytes) -> int | None:
+    """Where the line with [DONE] begins, if whole events end with it: a comment may stand before it."""
+
 def usage_of(events: bytes) -> tuple[int, int]:
     """`prompt_tokens` and `completion_tokens` as the last usage in whole events or in a whole answer says, 0 where it
     does not."""

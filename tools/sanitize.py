@@ -38,7 +38,7 @@ GROUPS = {
     "http": [
         "tests/api/test_long_bodies.py",
         "tests/observe/test_series.py",
-        *(f"tests/native/test_{name}.py" for name in ("answers", "http")),
+        *(f"tests/native/test_{name}.py" for name in ("answers", "http", "stream_begin")),
         *(f"tests/proxy/test_{name}.py" for name in ("http_client", "http_fuzz", "front", "passing")),
     ],
     "cuda": ["tests/cuda", "--ignore=tests/cuda/test_build.py"],

@@ -36,6 +36,11 @@ std::size_t find(std::string_view text, std::string_view mark) {
 
 std::string_view trimmed(std::string_view text) { return text.substr(0, text.find_last_not_of(" \t\r\n") + 1); }
 
+bool ends_with_done(std::string_view events) {
+    const std::size_t last = events.size() > kDoneWithin ? events.size() - kDoneWithin : 0;
+    return trimmed(events.substr(last)).ends_with(kDoneMarker);
+}
+
 // What stands behind the quote at this place, if the word that ends there is a field.
 std::optional<std::string_view> value_of(std::string_view events, std::size_t quote) {
     std::string_view value = events.substr(quote + 1);
@@ -112,13 +117,17 @@ bool has_name(std::string_view events) {
 }  // namespace
 
 unsigned marks_of(std::string_view events, unsigned wanted) {
-    const std::size_t end = events.size() > kDoneWithin ? events.size() - kDoneWithin : 0;
     unsigned found = wanted & kAnything;
     if ((wanted & kWords) != 0)
         each_quote(events, "rtns", [&](std::size_t quote) { found |= marks_of_word(events, quote) & wanted; });
-    if ((wanted & kDone) != 0 && trimmed(events.substr(end)).ends_with(kDoneMarker)) found |= kDone;
+    if ((wanted & kDone) != 0 && ends_with_done(events)) found |= kDone;
     if ((wanted & kNamed) != 0 && has_name(events)) found |= kNamed;
     return found;
+}
+
+std::optional<std::size_t> place_of_done(std::string_view events) {
+    if (!ends_with_done(events)) return std::nullopt;
+    return events.rfind('\n', events.rfind(kDoneMarker)) + 1;  // npos: 0
 }
 
 Usage usage_of(std::string_view events) {

@@ -1,7 +1,9 @@
 // What events of a stream tell that somebody must act on. Quotes in generated text are escaped, so a mark is a field.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string_view>
 
 namespace pdlink::http {
@@ -20,6 +22,9 @@ enum Mark : unsigned {
 
 // Which of the marks in `wanted` whole events have, or a whole answer. All have kAnything.
 unsigned marks_of(std::string_view events, unsigned wanted);
+
+// Where the line with the marker at the end of a stream begins, if whole events end with it.
+std::optional<std::size_t> place_of_done(std::string_view events);
 
 struct Usage {
     std::uint64_t prompt_tokens = 0, completion_tokens = 0;

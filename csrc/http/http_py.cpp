@@ -15,6 +15,7 @@
 #include "http/json.h"
 #include "http/large_pages.h"
 #include "http/packed.h"
+#include "http/stream_begin.h"
 
 namespace pdlink::http {
 
@@ -55,6 +56,12 @@ nb::object shorter(const nb::bytes& json, std::size_t long_nbytes) {
     nb::dict longs;
     for (const auto& [name, value] : found->longs) longs[nb::str(name.data(), name.size())] = bytes_of(value);
     return nb::make_tuple(bytes_of(found->json), found->num_fields, longs);
+}
+
+nb::object first_event(const nb::bytes& events) {
+    const auto found = first_data_event(view(events));
+    if (!found) return nb::none();
+    return nb::make_tuple(found->begin, found->end, found->is_token);
 }
 
 unsigned marks(const nb::bytes& events, unsigned wanted) { return marks_of(view(events), wanted); }
@@ -109,6 +116,10 @@ NB_MODULE(_http, m) {
         "events"_a);
     m.def("take_arenas_from_large_pages", &pdlink::http::take_arenas_from_large_pages);
     m.def("move_heap_to_large_pages", &pdlink::http::move_heap_to_large_pages);
+    m.def("first_data_event", &pdlink::http::first_event, "events"_a);
+    m.def(
+        "place_of_done",
+        [](const nb::bytes& events) { return pdlink::http::place_of_done(pdlink::http::view(events)); }, "events"_a);
     m.def("marks_of", &pdlink::http::marks, "events"_a, "wanted"_a);
     m.def("server_timing", &pdlink::http::timing_of, "queue_s"_a, "placement_s"_a, "prefill_s"_a.none(),
           "transfer_s"_a.none(), "decode_s"_a.none(), "last"_a, "until_now_s"_a);

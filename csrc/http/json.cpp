@@ -216,6 +216,15 @@ bool is_answer(std::string_view json) {
     return is_one && scan.at_end();
 }
 
+bool lacks(std::string_view json, std::string_view field) {
+    Scan scan(json);
+    if (!scan.is_at('{')) return false;
+    const bool found = scan.object([&](std::string_view name) {
+        return name != field && name.find('\\') == std::string_view::npos && scan.value();
+    });
+    return found && scan.at_end();
+}
+
 bool names_media(std::string_view json) {
     // Quotes are frequent in JSON, and underscores are rare in prose.
     for (std::size_t at = json.find('_'); at != std::string_view::npos; at = json.find('_', at + 1))

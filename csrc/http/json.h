@@ -29,6 +29,9 @@ std::optional<Shortened> shortened(std::string_view json, std::size_t long_nbyte
 // are written, without escapes.
 bool is_answer(std::string_view json);
 
+// Whether this is an object without such a field. False, too, for what is nested deeply or has names with escapes.
+bool lacks(std::string_view json, std::string_view field);
+
 // Whether messages have parts, images say, that become tokens which do not tell what is in them. Quotes in text are
 // escaped, so a name in quotes is a field or its value.
 bool names_media(std::string_view json);

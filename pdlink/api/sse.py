@@ -81,20 +81,6 @@ class EventBuffer:
             raise EventTooLong(f"an event of more than {MAX_EVENT_NBYTES} bytes")
 
 
-def first_data_event(data: bytes) -> tuple[int, int] | None:
-    """Of whole events where the first one with data begins and ends; None if there is none."""
-    if data.startswith(b"data:") and (end := data.find(b"\n\n") + 2) > 1 and data.find(b"\r", 0, end) < 0:
-        return 0, end  # nearly always
-    start = 0
-    while (found := _BOUNDARY.search(data, start)) is not None:
-        end = found.end()
-        event = data[start:end]
-        if event.startswith(b"data:") or b"\ndata:" in event:
-            return start, end
-        start = end
-    return None
-
-
 def is_done(data: bytes) -> bool:
     """Whether whole events end with the [DONE] marker."""
     # Generated text cannot match: a JSON line ends in "}".
@@ -105,11 +91,6 @@ def has_named(data: bytes, names: Iterable[bytes]) -> bool:
     """Whether whole events have one of these names."""
     # Generated text cannot match: a JSON line has no line ends in it.
     return any(data.startswith(mark) or b"\n" + mark in data for mark in (b"event: " + name for name in names))
-
-
-def place_of_done(data: bytes) -> int | None:
-    """Where [DONE] begins, if whole events end with it: a comment may stand before it."""
-    return data.rfind(b"\n", 0, data.rindex(b"[DONE]")) + 1 if is_done(data) else None
 
 
 def fails(document: bytes) -> bool:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pdlink._http import ANYTHING, CACHED, DONE, ERROR, FAILED, FINISH, NAMED, is_answer, marks_of
+from pdlink._http import ANYTHING, CACHED, DONE, ERROR, FAILED, FINISH, NAMED, first_data_event, is_answer, marks_of
 from pdlink.api.errors import error_code, excerpt, is_rejection
 from pdlink.api.sse import (
     FAILURES,
@@ -28,7 +28,6 @@ from pdlink.api.sse import (
     EventTooLong,
     before_end,
     before_finish_error,
-    first_data_event,
     has_named,
     is_done,
     problem_of,
@@ -301,8 +300,8 @@ class Flow:
             else:
                 if (found := first_data_event(events)) is None:
                     return []
-                begin, end = found
-                if (problem := problem_of(events[begin:end])) is not None:
+                begin, end, is_token = found
+                if not is_token and (problem := problem_of(events[begin:end])) is not None:
                     return self._malformed(leg, *problem, now)
                 state.spoke, state.since_s = True, now
                 self.hastened_s = min(now + self._limits.idle_s, self._request_deadline_s)

@@ -16,13 +16,13 @@ import random
 import time
 from typing import TYPE_CHECKING, Any
 
-from pdlink._http import num_events, usage_of
+from pdlink._http import num_events, place_of_done, usage_of
 from pdlink.api import kv_path
 from pdlink.api.errors import error_body, error_for
 from pdlink.api.keys import key_of, owner_of
 from pdlink.api.openai import LAST_EVENTS
 from pdlink.api.session import ID_HEADER, KEPT, KEPT_HEADER, OWNER_HEADER, asked_session
-from pdlink.api.sse import payloads, place_of_done
+from pdlink.api.sse import payloads
 from pdlink.errors import PdlinkError
 from pdlink.logs import about
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from pdlink._http import place_of_done
 from pdlink.api.kv_path import checked, recomputed
-from pdlink.api.sse import place_of_done
 from pdlink.reasons import Reason
 from tests.proxy import fakes
 from tests.proxy.fake_vllm import FakeVllm

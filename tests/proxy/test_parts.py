@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from pdlink import errors
-from pdlink._http import CACHED, DONE, ERROR, FINISH, NAMED, PARAMS, marks_of
+from pdlink._http import CACHED, DONE, ERROR, FINISH, NAMED, PARAMS, first_data_event, marks_of
 from pdlink.api.errors import error_code, stream_error
 from pdlink.api.fields import BadField
 from pdlink.api.legs import PrefillAddress
 from pdlink.api.openai import CHAT, COMPLETIONS, parse
-from pdlink.api.sse import EventBuffer, EventTooLong, first_data_event, is_done, problem_of
+from pdlink.api.sse import EventBuffer, EventTooLong, is_done, problem_of
 from pdlink_proxy.dialects import TransferTerms
 from pdlink_proxy.dialects.own import PDLINK
 
@@ -40,8 +40,8 @@ def test_the_first_data_event_is_found_behind_comments() -> None:
     buffer = EventBuffer()
     assert first_data_event(buffer.pass_whole_events(b": hi\n\nevent: ping\n\n\n\nid: 1\nda")) is None
     events = buffer.pass_whole_events(b"ta: {}\n\ndata: 2\r\n\r\nrest")
-    assert first_data_event(events) == (0, len(b"id: 1\ndata: {}\n\n"))
-    assert first_data_event(b": hi\n\n" + events) == (6, 6 + len(b"id: 1\ndata: {}\n\n"))
+    assert first_data_event(events) == (0, len(b"id: 1\ndata: {}\n\n"), False)
+    assert first_data_event(b": hi\n\n" + events) == (6, 6 + len(b"id: 1\ndata: {}\n\n"), False)
     assert buffer.take_rest() == b"rest"
 
 
@@ -67,6 +67,9 @@ def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_first_event_that_is_no_token_is_a_problem(event: bytes, fine: bool) -> None:
     assert (problem_of(event) is None) == fine
+    begin, end, is_token = first_data_event(event) or (0, 0, True)
+    assert (begin, end) == (0, len(event))
+    assert is_token <= fine
 
 
 def test_a_workers_error_in_place_of_a_token_is_passed_on_whole() -> None:
@@ -169,4 +172,4 @@ def test_a_boundary_in_pieces_is_found(boundary: bytes) -> None:
             out += buffer.pass_whole_events(stream[start : start + size])
         assert out + buffer.take_rest() == stream
         assert out == stream[:-2]
-        assert first_data_event(out) == (0, len(b"data: 1" + boundary))
+        assert first_data_event(out) == (0, len(b"data: 1" + boundary), False)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdlink._http import ABORT, CACHED, ERROR, FINISH, NAMED, PARAMS, marks_of
+from pdlink._http import ABORT, CACHED, ERROR, FINISH, NAMED, PARAMS, first_data_event, marks_of
 from pdlink._http import DONE as DONE_MARK
-from pdlink.api.sse import DONE, before_end, before_finish_error, fails, first_data_event, payloads
+from pdlink.api.sse import DONE, before_end, before_finish_error, fails, payloads
 from tests.proxy.fake_vllm import FakeVllm
 from tests.proxy.fakes import proxy_of
 
@@ -150,9 +150,10 @@ async def test_usage_of_a_stream_is_found_whichever_read_its_event_comes_in(kind
 def test_first_data_event_is_found_behind_comments_and_in_front_of_others(end: bytes) -> None:
     event, comment = b"data: {}" + end * 2, b": a comment" + end * 2
     named = b"event: ping" + end + event
-    assert first_data_event(event + event) == (0, len(event))
-    assert first_data_event(comment + event + event) == (len(comment), len(comment + event))
-    assert first_data_event(named + event) == (0, len(named))
-    assert first_data_event(event + b"data: {}\n\n") == (0, len(event))
+    plain = end == b"\n"
+    assert first_data_event(event + event) == (0, len(event), plain)
+    assert first_data_event(comment + event + event) == (len(comment), len(comment + event), plain)
+    assert first_data_event(named + event) == (0, len(named), False)
+    assert first_data_event(event + b"data: {}\n\n") == (0, len(event), plain)
     assert first_data_event(comment) is None
     assert list(payloads(event + named + b"data: 1" + end + b"data: 2" + end * 2)) == [b"{}", b"{}", b"1 2", b""]
