@@ -156,6 +156,10 @@ class Requests(Socket):
     def has_head(self) -> bool:
         """A head is whole, and its body is waited for."""
 
+    @property
+    def native(self) -> Requests | None:
+        """Where chunks may be written natively from now on: here, while it is open."""
+
     def feed(self, data: bytes) -> None:
         """Bytes that came in another way."""
 

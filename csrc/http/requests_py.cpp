@@ -194,7 +194,10 @@ void add_requests(nb::module_& m) {
         .def_prop_ro("has_held", &Requests::has_held)
         .def_prop_ro("has_head", &Requests::has_head)
         .def_rw("idle_since_s", &Requests::idle_since_s)
-        .def_ro("busy", &Requests::busy);
+        .def_ro("busy", &Requests::busy)
+        .def_prop_ro("native", [](nb::handle_t<Requests> self) {
+            return nb::inst_ptr<Requests>(self)->is_open() ? nb::borrow(self) : nb::none();
+        });
 }
 
 }  // namespace pdlink::http

@@ -49,11 +49,6 @@ class Front(Requests, asyncio.Protocol):
         self._paused = False
         self._drained: list[asyncio.Future[None]] | None = None
 
-    @property
-    def native(self) -> Requests | None:
-        """Where chunks may be written natively from now on."""
-        return self if self.is_open else None
-
     async def drain(self) -> None:
         """Wait until the client has read what it was sent. Raises ConnectionError if it leaves."""
         if self.transport is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
 from pdlink.logs import about
@@ -13,6 +14,8 @@ from .steps import DECODE, PREFILL, Leg
 from .upstream import describe, loss_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdlink._http import Headers
 
     from .alarms import Alarms
@@ -214,19 +217,6 @@ class WorkerLeg(LegAccount, AnswerListener):
         if self.connection is not None:
             self.connection.resume()
 
-    def kept(self) -> EndedLeg:
-        """What is known of it now."""
-        return (
-            self.attempt,
-            self.leg.value,
-            self.worker.label,
-            self.sent_s,
-            self.answered_s,
-            self.closed_s,
-            self.fate,
-            self.span_id,
-        )
-
     def _leave(self) -> None:
         if self.connection is not None:
             self.connection.leave()
@@ -304,3 +294,9 @@ class WorkerLeg(LegAccount, AnswerListener):
                 self.hears.lost(self, loss_of(error), f"{self.url}: {describe(error)}")
         except Exception as problem:  # noqa: BLE001
             self._broke(problem)
+
+
+ended_leg: Callable[[WorkerLeg], EndedLeg] = attrgetter(
+    *("attempt", "leg.value", "worker.label", "sent_s", "answered_s", "closed_s", "fate", "span_id")
+)
+"""What is known of a leg now."""

@@ -32,6 +32,7 @@ from .decision_log import Tally, logged
 from .decisions import Told
 from .fleet import wanted
 from .flow import Flow
+from .leg import ended_leg
 from .metrics import MAX_EXEMPLAR_CHARS, trace_of
 from .pair_times import MIN_TOKENS
 from .records import TIMING_HEADER, EndedRequest, stages
@@ -227,15 +228,11 @@ class Request:
         """The client has left. Nothing if its answer is written."""
         self._close()
 
-    def _end(self) -> None:
-        """The flow is over: nothing more is written."""
-        if self._closed or self._last is not None:
-            return
-        if self.client.connection.writing_paused and not self.client.gone:
+    def _end_later(self) -> None:
+        """Nothing more is written, and the client has not read all of it."""
+        if not self._closed and self._last is None:
             self._leave_queue()
             self._last = self._shared.spawn(self._let_catch_up())
-        else:
-            self._close()
 
     def _leave_queue(self) -> None:
         if (waiting := self._admission.waiting) is not None:
@@ -314,7 +311,7 @@ class Request:
             prefill,
             decode,
             [(each.wanted_s, each.placed_s, each.prefill_s, each.decode_s) for each in flow.tries],
-            [leg.kept() for each in self._attempts.values() for leg in each.legs.values()],
+            [ended_leg(leg) for each in self._attempts.values() for leg in each.legs.values()],
             admission.why,
             admission.wanted.num_tokens,
             admission.decided,
@@ -377,7 +374,10 @@ class Request:
         if follows is not None:
             self.happen(follows)
         elif flow.outcome is not None:
-            self._end()
+            if self.client.connection.writing_paused and not self.client.gone:
+                self._end_later()
+            elif self._last is None:
+                self._close()
         else:
             due_s, flow.hastened_s = flow.hastened_s, math.inf
             if due_s < self._armed_s:
@@ -477,7 +477,8 @@ class Request:
         attempt = self._attempts[leg.attempt]
         if self._shared.pools.refusals.pairs:
             self._fits(attempt, leg)
-        attempt.kv = attempt.kv or self._shared.dialect.said(headers, b"").kv
+        if self._shared.dialect.head_says:
+            attempt.kv = attempt.kv or self._shared.dialect.said(headers, b"").kv
         attempt.decode_spoke = True
         if attempt is self._attempt and self._early is not None:  # its events wait no longer
             self._open()

@@ -110,6 +110,8 @@ class Dialect:
     said: Callable[[Mapping[str, str], bytes], Said] = lambda _headers, _body: _NOTHING
     """What a leg's answer says of KV, by its headers and body: a whole answer, the head of a stream with an empty
     body, or an event of it without headers."""
+    head_says: bool = False
+    """The head of decode's stream says it."""
     prefill_says: bool = False
     """Prefill's answers say it, too."""
     resumes: Resumes | None = None

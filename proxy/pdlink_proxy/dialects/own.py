@@ -101,6 +101,7 @@ PDLINK = Dialect(
     alone=lambda call, source: call.with_params(AloneParams(source=source)),
     prefill_streams=True,
     said=_said,
+    head_says=True,
     resumes=Resumes(lambda _call, _links: "", _begun, _behind),
     sources=_sources,
     end_session=_end_session,
