@@ -1,6 +1,7 @@
 // The headers of an answer, for Python: kept as they came, and made texts when they are asked for. `pdlink/_http.pyi`
 // is their manual.
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -98,6 +99,30 @@ nb::str item(const Headers& self, const nb::str& name) {
     throw nb::python_error();
 }
 
+// A name or a value of a header to send, as `text_of` would read it.
+void append(std::string& lines, nb::handle text) {
+    Py_ssize_t nbytes = 0;
+    if (const char* const utf8 = PyUnicode_AsUTF8AndSize(text.ptr(), &nbytes)) {
+        lines.append(utf8, static_cast<std::size_t>(nbytes));
+        return;
+    }
+    PyErr_Clear();
+    PyObject* const encoded = PyUnicode_AsEncodedString(text.ptr(), "utf-8", "surrogateescape");
+    if (encoded == nullptr) throw nb::python_error();
+    lines.append(view(nb::steal<nb::bytes>(encoded)));
+}
+
+nb::bytes header_lines(nb::handle headers) {
+    std::string lines;
+    for (const nb::handle item : headers.attr("items")()) {
+        append(lines, item[0]);
+        lines.append(": ");
+        append(lines, item[1]);
+        lines.append("\r\n");
+    }
+    return bytes_of(lines);
+}
+
 nb::list names(const Headers& self) {
     nb::dict found;
     for (const auto& [name, value] : self.fields()) found[text_of(name)] = true;
@@ -109,6 +134,7 @@ nb::list names(const Headers& self) {
 nb::object headers_of(const AnswerHead& head) { return nb::cast(Headers(head.fields)); }
 
 void add_headers(nb::module_& m) {
+    m.def("header_lines", &header_lines, "headers"_a);
     nb::class_<Headers>(m, "Headers")
         .def(
             "__init__",

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdlink._http import header_lines
 from pdlink.observe.spans import new_span_id
 
 from .decision_log import logged_attempt
 from .decisions import decision
 from .dialects import TransferTerms
 from .fleet import KEY_TOKENS
-from .http_client import header_lines
 from .ids import new_id
 from .leg import WorkerLeg
 from .steps import DECODE, PREFILL, Leg

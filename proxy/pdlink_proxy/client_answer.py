@@ -10,6 +10,7 @@ import asyncio
 from http import HTTPStatus
 from typing import Protocol
 
+import msgspec
 from aiohttp import web
 from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import HttpVersion11
@@ -19,6 +20,7 @@ from pdlink._http import Requests
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus}
 
 
+_CHUNKS = "Transfer-Encoding: chunked\r\n"
 _CLOSES, _STAYS = "Connection: close\r\n", "Connection: keep-alive\r\n"
 _EVENTS = "Content-Type: text/event-stream; charset=utf-8\r\n"
 
@@ -110,20 +112,19 @@ class _OfAiohttp(Requests):
         await self._request.writer.drain()
 
 
-class ClientAnswer:
+class ClientAnswer(msgspec.Struct, eq=False):
     """To one request: `respond`, or `begin`, any number of `write` and `end`. Nothing waits: while its connection is
     `writing_paused`, the client is behind."""
 
-    __slots__ = ("_chunked", "_head", "connection", "_kept", "keep", "begun", "ended")
-
-    def __init__(self, connection: ClientConnection, *, chunked: bool = True, keep: bool = True) -> None:
-        """chunked: it knows HTTP/1.1. keep: the connection stays after the answer."""
-        self.connection, self._chunked, self.keep = connection, chunked, keep
-        self._kept = _CLOSES if not keep else "" if chunked else _STAYS
-        """The header that says so, where the version of HTTP does not."""
-        self.begun = self.ended = False
-        self._head = b""
-        """Of its stream, until it is sent."""
+    connection: ClientConnection
+    chunked: bool = True
+    """It knows HTTP/1.1."""
+    keep: bool = True
+    """The connection stays after the answer."""
+    begun: bool = False
+    ended: bool = False
+    _head: bytes = b""
+    """Of its stream, until it is sent."""
 
     @classmethod
     def of(cls, request: web.Request) -> ClientAnswer:
@@ -145,7 +146,8 @@ class ClientAnswer:
     def respond(self, status: int, content_type: str, lines: str, body: bytes) -> None:
         """The whole answer. lines: more headers, as they are sent."""
         self.begun = self.ended = True
-        line, kept = _STATUS_LINES.get(status) or f"HTTP/1.1 {status} \r\n", self._kept
+        line = _STATUS_LINES.get(status) or f"HTTP/1.1 {status} \r\n"
+        kept = _CLOSES if not self.keep else "" if self.chunked else _STAYS
         length = f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n"
         head = f"{line}{length}{lines}{kept}Date: {rfc822_formatted_time()}\r\n\r\n"
         self.connection.write(head.encode(), body)
@@ -153,10 +155,9 @@ class ClientAnswer:
     def begin(self, lines: str, data: bytes) -> None:
         """The head of a stream of events, and the first of them; without these it is sent with what comes next."""
         self.begun = True
-        framing = "Transfer-Encoding: chunked\r\n" if self._chunked else ""
-        if not self._chunked:
-            self.keep, self._kept = False, _CLOSES
-        head = f"{_STATUS_LINES[200]}{_EVENTS}{framing}{lines}{self._kept}Date: {rfc822_formatted_time()}\r\n\r\n"
+        self.keep = self.keep and self.chunked
+        framing, kept = _CHUNKS if self.chunked else "", "" if self.keep else _CLOSES
+        head = f"{_STATUS_LINES[200]}{_EVENTS}{framing}{lines}{kept}Date: {rfc822_formatted_time()}\r\n\r\n"
         self._head = head.encode()
         if data:
             self.write(data)
@@ -164,19 +165,19 @@ class ClientAnswer:
     def write(self, data: bytes) -> None:
         """At least a byte."""
         head, self._head = self._head, b""
-        self.connection.write(head, b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        self.connection.write(head, b"%x\r\n%b\r\n" % (len(data), data) if self.chunked else data)
 
     @property
     def native(self) -> Requests | None:
         """As of `ClientConnection`."""
-        return self.connection.native if self._chunked and not self._head else None
+        return self.connection.native if self.chunked and not self._head else None
 
     def end(self, data: bytes, comment: bytes = b"", at: int | None = None) -> None:
         """Last bytes, perhaps none, with the comment at that place of them."""
         self.ended = True
         head, self._head = self._head, b""
         before = after = b""
-        if self._chunked:
+        if self.chunked:
             nbytes = len(data) + (len(comment) if at is not None else 0)
             before, after = (b"%x\r\n" % nbytes, b"\r\n0\r\n\r\n") if data else (b"", b"0\r\n\r\n")
         if at is not None:

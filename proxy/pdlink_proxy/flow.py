@@ -226,7 +226,7 @@ class Flow:
         self._legs[DECODE].since_s = now
         self._finished = self._finished or finished
         if self._recovery is not None:
-            self._recovery.sent(data)
+            self._recovery.sent.add(data)
 
     # ---- events
 
@@ -380,7 +380,7 @@ class Flow:
             return []
         self._begun = True
         if self._recovery is not None:
-            self._recovery.sent(events)
+            self._recovery.sent.add(events)
         return [Forward(events)]
 
     def _broken_by(self, events: bytes, document: bytes, now: float) -> list[Action]:

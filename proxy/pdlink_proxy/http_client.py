@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
+from pdlink._http import header_lines
+
 from .http_connection import Address, Connection, Host, NoConnection
 
 if TYPE_CHECKING:
@@ -286,11 +288,3 @@ class HttpRequest:
             self._client.finished(self)
             self.lost(NoConnection(_ENDS))
         return self.connecting
-
-
-def header_lines(headers: Mapping[str, str]) -> bytes:
-    """As they are sent."""
-    lines = ""
-    for name, value in headers.items():
-        lines += f"{name}: {value}\r\n"
-    return lines.encode("utf-8", "surrogateescape")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from aiohttp import web
 
+from pdlink._http import header_lines
 from pdlink.api import kv_path
 from pdlink.api.errors import error_of, excerpt, refusal_of
 from pdlink.api.fields import decoded
@@ -22,7 +23,6 @@ from pdlink.api.openai import COMPLETIONS, parse
 from pdlink.errors import InvalidRequest, PdlinkError
 
 from .dialects import KnownHealth, TransferTerms
-from .http_client import header_lines
 from .http_connection import HttpError
 from .page.report import Report
 from .steps import Leg

@@ -37,54 +37,55 @@ class Resumes:
 
     refusal: Callable[[Call, Links], str]
     """Why another worker would answer something else; empty if it would not."""
-    begin: Callable[[Call, int], Call] = lambda call, _seed: call
-    """What to ask of each stream, with a seed for clients that gave none."""
+    begin: Callable[[Call, int], Call] | None = None
+    """What to ask of each stream, with a seed for clients that gave none; None: what the client asks."""
     behind: Callable[[Call, Sequence[int]], Call] | None = None
     """Asks for the rest, behind these tokens; None: the whole answer is made again."""
 
 
-class Recovery:
+class Recovery(msgspec.Struct, eq=False):
     """Of one stream. What the client was sent is kept packed, and read only if a worker dies: to read each event of
     every stream took a quarter of a streamed token's CPU."""
 
-    num_behind = 0
+    call: Call
+    """What its workers are asked now; first as of `Resumes.begin`."""
+    resumes: Resumes
+    left: int
+    """How often it may go on."""
+    links: Callable[[], Links] = tuple
+    """Asked when it is to."""
+    sent: Packed = msgspec.field(default_factory=Packed)
+    """Gets the whole events that the client gets."""
+    num_behind: int = 0
     """Tokens of the answer that its workers are told with the prompt, to go on behind them."""
-    joins = False
+    joins: bool = False
     """The client has tokens of an earlier attempt: what a worker sends must pass `join`."""
-    _strange = ""
-
-    def __init__(
-        self, call: Call, resumes: Resumes, limit: int, seed: int, links: Callable[[], Links] = tuple
-    ) -> None:
-        """limit: how often it may go on. links: asked when it is to."""
-        self.call = resumes.begin(call, seed)
-        """What its workers are asked now."""
-        self._first_call, self._resumes, self._left, self._links = self.call, resumes, limit, links
-        self._packed = Packed()
-        self.sent = self._packed.add
-        """The client gets these whole events."""
-        self._had: Choices | None = None
-        """All that was sent before it went on."""
+    _first_call: Call | None = None
+    """Once it has gone on."""
+    _had: Choices | None = None
+    """All that was sent before it went on."""
+    _strange: str = ""
 
     def go_on(self) -> str:
         """Make `call` the one for another worker; why that is not possible, or nothing."""
-        if not self._left:
+        if not self.left:
             return "it has gone on elsewhere too often (recover_streams)"
-        had = self._read()
-        refusal = self._resumes.refusal(self._first_call, self._links())
+        had, resumes = self._read(), self.resumes
+        first = self._first_call = self._first_call or self.call
+        refusal = resumes.refusal(first, self.links())
         if refusal and had.said:  # any answer may follow what says nothing yet
             return refusal
         if self._strange:
             return f"it holds {self._strange}"
-        if self._resumes.behind is None:
+        if resumes.behind is None:
             had.begin()
         else:
             token_ids = had.go_behind()
             if token_ids is None:
                 return "its worker told no token ids"
-            self.call = self._resumes.behind(self._first_call, token_ids)
+            self.call = resumes.behind(first, token_ids)
             self.num_behind = len(token_ids)
-        self._left -= 1
+        self.left -= 1
         self.joins = True
         return ""
 
@@ -96,7 +97,7 @@ class Recovery:
     def _read(self) -> Choices:
         """What the client has."""
         had = self._had = self._had or Choices()
-        for payload in payloads(self._packed.take()):
+        for payload in payloads(self.sent.take()):
             if Choices.mark in payload:
                 self._strange = had.read(payload) or self._strange
         return had

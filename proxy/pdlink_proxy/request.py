@@ -151,11 +151,10 @@ class Request:
             self._trace = shared.tracer.begin(headers)
         self._seed = random.getrandbits(32)
         if call.streaming:
-            resumes, most = dialect.resumes, shared.config.recover_streams
+            resumes, most = dialect.resumes, shared.recover_streams
             if most and resumes is not None and call.path in PATHS:
-                self._recovery = Recovery(
-                    call, resumes, limit=most, seed=self._seed, links=lambda: shared.pools.links
-                )
+                asks = call if resumes.begin is None else resumes.begin(call, self._seed)
+                self._recovery = Recovery(asks, resumes, most, lambda: shared.pools.links)
         self._flow = Flow(
             shared.limits,
             now_s,

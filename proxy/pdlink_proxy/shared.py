@@ -65,9 +65,10 @@ class Shared:
     """Health watchers, and stop calls."""
     limits: Limits = field(init=False)
     max_body_nbytes: int = field(init=False)
-    """Of a request, and of an answer in one piece. As the next two a setting that each request asks for: a field of
+    """Of a request, and of an answer in one piece. As the next three a setting that each request asks for: a field of
     `config` takes ten times as long to read."""
     decision_share: float = field(init=False)
+    recover_streams: int = field(init=False)
     may_decode_alone: bool = field(init=False)
     """Decode may compute the prompt of a request that has no prefill leg, or has lost it."""
     _serving: bool = False
@@ -79,6 +80,7 @@ class Shared:
         """These are the settings from now on."""
         self.config = config
         self.max_body_nbytes, self.decision_share = config.max_body_nbytes, config.decision_share
+        self.recover_streams = config.recover_streams
         self.queue.size, self.queue.weights = config.queue_size, config.shares
         self.pools.limit_prefill(config.prefill_queue_tokens)
         self.may_decode_alone = config.on_no_prefill == "decode_only" and self.dialect.decode_computes

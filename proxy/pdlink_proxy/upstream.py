@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from pdlink._http import Headers
+from pdlink._http import Headers, header_lines
 
 from .access import worker_tls
-from .http_client import HttpClient, header_lines
+from .http_client import HttpClient
 from .http_connection import AnswerListener, BadAnswer, HttpError, NoConnection, WorkerGone
 from .steps import Loss
 

@@ -8,12 +8,13 @@ import random
 import select
 import socket
 import ssl
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import pytest
 from aiohttp import web
 
-from pdlink._http import Headers
+from pdlink._http import Headers, header_lines
 from pdlink_proxy import http_client
 from pdlink_proxy.http_client import HttpClient, HttpRequest
 from pdlink_proxy.http_connection import (
@@ -138,7 +139,7 @@ class Heard(AnswerListener):
 
 def ask(http: HttpClient, url: str, method: str = "GET", body: bytes = b"", **headers: str) -> Heard:
     heard = Heard()
-    lines = http_client.header_lines({name.replace("_", "-"): headers[name] for name in headers})
+    lines = header_lines({name.replace("_", "-"): headers[name] for name in headers})
     heard.request = http.start(method, url, heard, body, lines)
     return heard
 
@@ -489,3 +490,12 @@ async def test_a_connection_with_tls_tells_the_same_and_is_used_again(tmp_path: 
             assert heard.connection is not None
             assert heard.connection.reused == (number > 0)
             assert not heard.connection.is_open
+
+
+def test_headers_are_sent_as_they_were_read() -> None:
+    given = {"X-Request-Id": "r", "X-Café": "é", "X-Bytes": "a\udcff", "X-Empty": ""}
+    assert header_lines(given) == "X-Request-Id: r\r\nX-Café: é\r\nX-Bytes: a".encode() + b"\xff\r\nX-Empty: \r\n"
+    assert header_lines(MappingProxyType(given)) == header_lines(given)
+    assert header_lines({}) == b""
+    with pytest.raises(UnicodeEncodeError):
+        header_lines({"x": "\ud800"})

@@ -64,7 +64,7 @@ def recovery_of(name: str, limit: int = 3, **fields: Any) -> Recovery:
     body = {"model": "m", "stream": True, "temperature": 0, _INPUTS[path]: asked, **fields}
     resumes = DIALECTS["sglang" if name.startswith("sglang") else "vllm"].resumes
     assert resumes is not None
-    return Recovery(parse(path, json.dumps(body).encode()), resumes, limit, 0)
+    return Recovery(parse(path, json.dumps(body).encode()), resumes, limit)
 
 
 def deliver(recovery: Recovery, events: Sequence[bytes], client: bytearray) -> None:
@@ -72,7 +72,7 @@ def deliver(recovery: Recovery, events: Sequence[bytes], client: bytearray) -> N
     for event in events:
         data = recovery.join(event) if recovery.joins else event
         if data:
-            recovery.sent(data)
+            recovery.sent.add(data)
             client += data
 
 

@@ -220,14 +220,14 @@ def test_an_answer_in_other_words_is_not_joined() -> None:
     call = parse(COMPLETIONS, b'{"model":"m","prompt":"x","stream":true,"temperature":0}')
     resumes = DIALECTS["vllm"].resumes
     assert resumes is not None
-    recovery = Recovery(call, resumes, 1, 0)
-    recovery.sent(b'data: {"id":"a","choices":[{"index":0,"text":"abc"}]}\n\n')
+    recovery = Recovery(call, resumes, 1)
+    recovery.sent.add(b'data: {"id":"a","choices":[{"index":0,"text":"abc"}]}\n\n')
     assert recovery.go_on() == ""
     assert recovery.join(b'data: {"id":"b","choices":[{"index":0,"text":"ab"}]}\n\n') == b""
     rest = recovery.join(b'data: {"id":"b","choices":[{"index":0,"text":"cd"}]}\n\n')
     assert json.loads(rest[6:]) == {"id": "a", "choices": [{"index": 0, "text": "d"}]}
-    recovery = Recovery(call, resumes, 1, 0)
-    recovery.sent(b'data: {"id":"a","choices":[{"index":0,"text":"abc"}]}\n\n')
+    recovery = Recovery(call, resumes, 1)
+    recovery.sent.add(b'data: {"id":"a","choices":[{"index":0,"text":"abc"}]}\n\n')
     recovery.go_on()
     with pytest.raises(Diverged):
         recovery.join(b'data: {"id":"b","choices":[{"index":0,"text":"ax"}]}\n\n')

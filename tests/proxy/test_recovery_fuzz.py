@@ -135,7 +135,8 @@ class _Client:
     def __init__(self, call: Call, dialect: str, limit: int, *, prefill: bool) -> None:
         resumes = DIALECTS[dialect].resumes
         assert resumes is not None
-        self.recovery = Recovery(call, resumes, limit, 7)
+        asks = call if resumes.begin is None else resumes.begin(call, 7)
+        self.recovery = Recovery(asks, resumes, limit)
         limits = Limits(retries=limit, first_byte_s=10, idle_s=5, request_s=100)
         self.flow = Flow(limits, 0.0, DIALECTS[dialect].rules, recovery=self.recovery)
         self.data = b""
