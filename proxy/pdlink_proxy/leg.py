@@ -173,7 +173,7 @@ class WorkerLeg(LegAccount, AnswerListener):
             timed = self.nbytes >= MIN_PACE_NBYTES or self.leg is PREFILL
             self.end(now_s, well=well, pace=self.pace(now_s, well=well) if timed else None)
         if self._let_go is not None:
-            self._let_go.clear(self.cancel)
+            self._let_go.due_s.pop(self.cancel, None)
 
     def pace(self, now_s: float, *, well: bool | None) -> float | None:
         """Of a prompt for each token that was ahead, of a stream of `MIN_PACE_NBYTES` or more for each byte."""

@@ -253,9 +253,9 @@ class Request:
             self._tell_of(error)
         try:
             shared, alarms = self._shared, self._shared.alarms
-            alarms.clear(self.tick)
+            alarms.due_s.pop(self.tick, None)
             if self._early is not None:
-                alarms.clear(self._open)
+                alarms.due_s.pop(self._open, None)
             if self._opened_s is not None:
                 shared.metrics.num_streams[0] -= 1
             if self._preparing is not None:
@@ -380,8 +380,12 @@ class Request:
         else:
             due_s, flow.hastened_s = flow.hastened_s, math.inf
             if due_s < self._armed_s:
-                self._armed_s = due_s if self._behind_since_s is None else self._due_s()
-                self._shared.alarms.set(self.tick, self._armed_s)
+                self._armed_s = due_s = due_s if self._behind_since_s is None else self._due_s()
+                alarms = self._shared.alarms
+                if due_s < alarms.rings_s:
+                    alarms.set(self.tick, due_s)
+                else:  # nearly always
+                    alarms.due_s[self.tick] = due_s
 
     def _let_go(self, action: LetGo) -> None:
         self._attempts[action.attempt].legs[action.leg].let_go(self._shared.alarms)
@@ -614,7 +618,7 @@ class Request:
         lines = f"{self._lines('ttft', now_s)}{kv_path.HEADER}: {self._kv_value}\r\n{_STREAM}"
         if self._early is not None:
             data, self._early = self._early + data, None
-            self._shared.alarms.clear(self._open)
+            self._shared.alarms.due_s.pop(self._open, None)
         self.client.begin(lines, data)
         metrics = self._shared.metrics
         metrics.num_streams[0] += 1

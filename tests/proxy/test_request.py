@@ -65,7 +65,7 @@ async def test_a_request_is_recorded_once_and_leaves_nothing_behind(
         assert (status, answer["leg"]) == (200, "alone" if "decode_alone_tokens" in more else "decode")
         router = proxy.router
         await until(lambda: not any(worker.in_flight for worker in router.services.pools.all), "the end of the legs")
-        assert (router.services.num_running, len(router.services.shared.alarms)) == (0, 0)
+        assert (router.services.num_running, router.services.shared.alarms.due_s) == (0, {})
         assert [worker.work.requests for worker in router.services.pools.all] == [0, 0]
         (record,) = router.services.records
         assert (record.outcome, record.request_id) == ("ok", decode.received[0].headers["X-Request-Id"])
