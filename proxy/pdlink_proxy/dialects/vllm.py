@@ -247,21 +247,22 @@ class _WithParams(msgspec.Struct):
     kv_transfer_params: _Params | None = None
 
 
+_USUAL = {msgspec.json.encode({"pdlink_kv": path}): Said(path) for path in USUAL}
+"""By params that are the last field, where vLLM 0.32 writes them."""
 _WITH_PARAMS, _ONLY_PARAMS = msgspec.json.Decoder(_WithParams), msgspec.json.Decoder(_Params)
 
 
 def _said(_headers: Mapping[str, str], body: bytes) -> Said:
     """What the connector writes into the answer; in a stream into the last event (vLLM 0.33), or nowhere (0.32)."""
-    if _PARAMS_MARK not in body:
+    if (at := body.rfind(_PARAMS_MARK)) < 0:
         return _NOTHING
+    if (usual := _USUAL.get(body[at + len(_PARAMS_MARK) - 1 : -1])) is not None:
+        return usual
     try:
         params = _WITH_PARAMS.decode(body).kv_transfer_params
     except (ValueError, RecursionError):
         return _NOTHING
-    if params is None:
-        return _NOTHING
-    kv = params.pdlink_kv
-    return Said(kv if kv in USUAL else checked(kv), params.pdlink_source)
+    return Said(checked(params.pdlink_kv), params.pdlink_source) if params is not None else _NOTHING
 
 
 def _merge_answer(_prefill_answer: bytes, answer: bytes) -> bytes:
