@@ -176,6 +176,36 @@ class Requests(Socket):
     def take_held(self) -> bytes:
         """What is held, which is forgotten."""
 
+class Exchanges:
+    """Sends requests on connections to workers that nobody uses, each an `Exchange` with its `host`, which has the
+    others that are `idle`, the newest last. A subclass does what is seldom needed: `split(method, url)` says a host
+    and how such a request begins; `start(method, url, listener, body, lines)` takes a request for which no connection
+    is free; `rest(host)` hears that a host has one; `next()`, that one less is in use than may be."""
+
+    def __init__(self, limit: int) -> None:
+        """limit: of those in use; 0 sets none."""
+    known: dict[tuple[str, str], tuple[Any, bytes]]
+    """By method and URL, what `split` said, where that is kept."""
+    running: set[Any]
+    """Connections that listeners have, and what `start` gave and `finished` has not ended."""
+    resting: set[Any]
+    """Hosts with connections that nobody uses."""
+
+    def send(self, method: str, url: str, listener: Any, body: bytes = b"", lines: bytes = b"") -> Any:
+        """Sends a request, now if a connection is free, and tells the listener what comes. The connection, which
+        serves the listener until that has heard the end, and others then; else what `start` gives. lines: more
+        headers, of `header_lines`."""
+
+    def freed(self, connection: Exchange) -> None:
+        """Its listener needs it no more. Of `send`."""
+
+    def keep(self, connection: Exchange) -> None:
+        """For another request, if it can be used once more."""
+
+    @property
+    def is_full(self) -> bool:
+        """As many are in use as may be."""
+
 class Packed:
     """Remembers the events of a stream, packed: an event that differs from the one before in a token takes some 15
     bytes and 0.1 us."""

@@ -77,6 +77,7 @@ NB_MODULE(_http, m) {
     pdlink::http::add_headers(m);
     pdlink::http::add_exchange(m);
     pdlink::http::add_requests(m);
+    pdlink::http::add_exchanges(m);
     pdlink::http::add_buckets(m);
     m.attr("ERROR") = static_cast<unsigned>(pdlink::http::kError);
     m.attr("FINISH") = static_cast<unsigned>(pdlink::http::kFinish);

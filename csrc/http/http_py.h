@@ -25,10 +25,11 @@ nb::object headers_of(const AnswerHead& head);
 nb::object request_of(std::string_view lines);
 
 // Headers of answers (headers_py.cpp), a loop's sockets and connections to workers (exchange_py.cpp), connections of
-// clients (requests_py.cpp), and what is counted of them (buckets_py.cpp).
+// clients (requests_py.cpp), requests to workers (exchanges_py.cpp), and what is counted of them (buckets_py.cpp).
 void add_headers(nb::module_& m);
 void add_exchange(nb::module_& m);
 void add_requests(nb::module_& m);
+void add_exchanges(nb::module_& m);
 void add_buckets(nb::module_& m);
 
 }  // namespace pdlink::http

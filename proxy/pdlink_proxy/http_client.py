@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
-from pdlink._http import header_lines
+from pdlink._http import Exchanges, header_lines
 
 from .http_connection import Address, Connection, Host, NoConnection
 
@@ -32,7 +32,7 @@ _MAX_KNOWN = 10_000
 _ENDS = "the proxy ends"
 
 
-class HttpClient:
+class HttpClient(Exchanges):
     """Connections to any number of workers. Use it as a context manager."""
 
     def __init__(
@@ -46,20 +46,14 @@ class HttpClient:
     ) -> None:
         """poller: reads its connections. max_connections: in use; 0 sets no limit. headers: of every request. tls:
         for https; None trusts the system's authorities."""
+        super().__init__(max_connections)
         self._poller, self._connect_timeout_s, self._tls = poller, connect_timeout_s, tls
-        self._limit = max_connections
         self._headers = header_lines(
             {"Accept-Encoding": "identity", "Content-Type": "application/json", **(headers or {})}
         )
-        self._known: dict[tuple[str, str], tuple[Host, bytes]] = {}
-        """By method and URL, and how such a request begins."""
         self._hosts: WeakValueDictionary[Address, Host] = WeakValueDictionary()
         """All that somebody uses."""
-        self._resting: set[Host] = set()
-        """With connections that nobody uses."""
         self._sweep: asyncio.TimerHandle | None = None
-        self._running: set[HttpRequest | Connection] = set()
-        """Requests, and connections that listeners have without one (`send`)."""
         self._waiting: deque[HttpRequest] = deque()
         """For one of the connections that are in use."""
 
@@ -72,12 +66,12 @@ class HttpClient:
             self._sweep.cancel()
         while self._waiting:
             self._waiting.popleft().lost(NoConnection(_ENDS))
-        connecting = [task for each in tuple(self._running) if (task := each.stop()) is not None]
-        for host in self._resting:
+        connecting = [task for each in tuple(self.running) if (task := each.stop()) is not None]
+        for host in self.resting:
             for connection in host.idle:
                 connection.abort()
             host.idle.clear()
-        self._resting.clear()
+        self.resting.clear()
         await asyncio.gather(*connecting, return_exceptions=True)
         await asyncio.sleep(0)  # asyncio closes the sockets in its next turn
 
@@ -91,48 +85,31 @@ class HttpClient:
     ) -> HttpRequest:
         """Send a request, now if a connection is idle; tell the listener what comes. Loss is NoConnection,
         Disconnected or BadAnswer. lines: more headers, of `header_lines`."""
-        host, begin = self._known.get((method, url)) or self._split(method, url)
+        host, begin = self.known.get((method, url)) or self.split(method, url)
         request = HttpRequest(self, host)
         request.unsent = begin, lines, body, listener
-        if self._limit and len(self._running) >= self._limit:
+        if self.is_full:
             self._waiting.append(request)
         else:
             self._begin(request)
         return request
 
-    def send(
-        self, method: str, url: str, listener: AnswerListener, body: bytes = b"", lines: bytes = b""
-    ) -> Connection | HttpRequest:
-        """As `start`, with a connection in place of a request where one is idle: it serves the listener until the
-        listener has heard the end, and others then."""
-        host, begin = self._known.get((method, url)) or self._split(method, url)
-        idle, running = host.idle, self._running
-        if not self._limit or len(running) < self._limit:
-            while idle:
-                connection = idle.pop()  # the newest: the others may end
-                if connection.keeps:
-                    running.add(connection)
-                    connection.reused = True
-                    connection.ask(begin, lines, body, listener, self)
-                    return connection
-        return self.start(method, url, listener, body, lines)
-
-    def _split(self, method: str, url: str) -> tuple[Host, bytes]:
+    def split(self, method: str, url: str) -> tuple[Host, bytes]:
         """Where a request goes, and how it begins."""
         at = url.index("/", url.index("://") + 3)
         parts = urlsplit(url[:at])
         address = Address(parts.scheme, parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
         begin = f"{method} {url[at:]} HTTP/1.1\r\nHost: {address.authority}\r\n".encode() + self._headers
-        if len(self._known) >= _MAX_KNOWN:  # stop calls have a transfer id in their path
-            self._known.clear()
+        if len(self.known) >= _MAX_KNOWN:  # stop calls have a transfer id in their path
+            self.known.clear()
         host = self._hosts.get(address)
         if host is None:
             host = self._hosts[address] = Host(address)
-        found = self._known[method, url] = host, begin
+        found = self.known[method, url] = host, begin
         return found
 
     def _begin(self, request: HttpRequest) -> None:
-        self._running.add(request)
+        self.running.add(request)
         idle = request.host.idle
         while idle:
             connection = idle.pop()  # the newest: the others may end
@@ -164,61 +141,44 @@ class HttpClient:
                 return
             # Its loss was told before it had a listener: a worker that dies resets what it has not accepted.
             error = NoConnection("the worker closed the connection at once")
-        if request in self._running:
+        if request in self.running:
             self.finished(request)
             request.lost(error)
 
-    def freed(self, connection: Connection) -> None:
-        """Its listener needs it no more. Of `send`."""
-        self._running.discard(connection)
-        if connection.keeps and self._sweep is not None:  # as `_keep` does
-            connection.idle_since_s, host = time.monotonic(), connection.host
-            if not host.idle:
-                self._resting.add(host)
-            host.idle.append(connection)
-        else:
-            self._keep(connection)
-        if self._waiting:
-            self._next()
-
     def finished(self, request: HttpRequest) -> None:
         """The request needs its connection no more. For `HttpRequest`."""
-        self._running.discard(request)
+        self.running.discard(request)
         if (connection := request.connection) is not None:
             request.connection = None
-            self._keep(connection)
+            self.keep(connection)
         if self._waiting:
-            self._next()
+            self.next()
 
     def forget(self, request: HttpRequest) -> None:
         """It is not to be sent any more. For `HttpRequest`."""
-        if request in self._running:
+        if request in self.running:
             self.finished(request)
         elif request in self._waiting:
             self._waiting.remove(request)
 
-    def _next(self) -> None:
-        while self._waiting and len(self._running) < self._limit:
+    def next(self) -> None:
+        while self._waiting and not self.is_full:
             self._begin(self._waiting.popleft())
 
-    def _keep(self, connection: Connection) -> None:
-        if not connection.keeps:
-            connection.abort()
-            return
-        connection.idle_since_s, host = time.monotonic(), connection.host
-        self._resting.add(host)
-        host.idle.append(connection)
+    def rest(self, host: Host) -> None:
+        self.resting.add(host)
         if self._sweep is None:
             self._sweep = asyncio.get_running_loop().call_later(KEEPALIVE_S, self._drop_old)
 
     def _drop_old(self) -> None:
         self._sweep, oldest_s = None, time.monotonic() - KEEPALIVE_S
-        for host in self._resting:
+        for host in tuple(self.resting):
             idle = host.idle
             while idle and idle[0].idle_since_s <= oldest_s:
                 idle.popleft().abort()
-        self._resting = {host for host in self._resting if host.idle}
-        if self._resting:
+            if not idle:
+                self.resting.discard(host)
+        if self.resting:
             self._sweep = asyncio.get_running_loop().call_later(KEEPALIVE_S / 4, self._drop_old)
 
 

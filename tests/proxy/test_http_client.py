@@ -363,15 +363,15 @@ async def test_idle_connections_are_closed_before_the_server_closes_them(monkeyp
     async with server(talk) as url, client() as http:
         await ask(http, url + "/").ended()
         await asyncio.wait_for(closed.wait(), WAIT_S)
-        assert not http._resting, "nothing is kept of workers that come and go"
+        assert not http.resting, "nothing is kept of workers that come and go"
 
 
 async def test_a_look_at_idle_connections_leaves_young_ones() -> None:
     async with server(saying(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", close=False)) as url, client() as http:
         await ask(http, url + "/").ended()
-        await until(lambda: bool(http._resting), "the idle connection")
+        await until(lambda: bool(http.resting), "the idle connection")
         http._drop_old()
-        (host,) = http._resting
+        (host,) = http.resting
         assert len(host.idle) == 1
 
 

@@ -1,0 +1,101 @@
+// Requests to workers, for Python: each is sent at once where a connection is free. Who has to wait, and how
+// connections are made and dropped, its subclass says (`HttpClient`). `pdlink/_http.pyi` is its manual.
+#include <cstddef>
+#include <utility>
+
+#include "common/native.h"
+#include "http/http_py.h"
+
+namespace pdlink::http {
+namespace {
+
+class Exchanges {
+  public:
+    explicit Exchanges(std::size_t limit) : limit(limit) {}
+
+    nb::object send(nb::handle method, nb::handle url, nb::handle listener, nb::handle body, nb::handle lines);
+    void freed(nb::handle connection);
+    void keep(nb::handle connection);
+    bool is_full() const { return limit != 0 && running.size() >= limit; }
+
+    std::size_t limit;
+    nb::dict known;
+    nb::set running, resting;
+
+    // Of the collector.
+    static int traverse(PyObject* self, visitproc visit, void* arg) {
+        Py_VISIT(Py_TYPE(self));
+        if (!nb::inst_ready(self)) return 0;
+        const Exchanges* const one = nb::inst_ptr<Exchanges>(self);
+        Py_VISIT(one->known.ptr());
+        Py_VISIT(one->running.ptr());
+        Py_VISIT(one->resting.ptr());
+        return 0;
+    }
+    static int clear(PyObject* self) {
+        if (!nb::inst_ready(self)) return 0;
+        Exchanges* const one = nb::inst_ptr<Exchanges>(self);
+        one->known.clear();
+        one->running.clear();
+        one->resting.clear();
+        return 0;
+    }
+
+  private:
+    nb::object self() { return nb::find(this); }
+};
+
+nb::object Exchanges::send(nb::handle method, nb::handle url, nb::handle listener, nb::handle body,
+                           nb::handle lines) {
+    const nb::object mine = self();
+    nb::object found = known.attr("get")(nb::make_tuple(method, url));
+    if (found.is_none()) found = mine.attr("split")(method, url);
+    const nb::object idle = nb::object(found[0]).attr("idle");
+    while (!is_full() && nb::len(idle) != 0) {
+        nb::object connection = idle.attr("pop")();  // the newest: the others may end
+        if (!nb::cast<bool>(connection.attr("keeps"))) continue;
+        running.add(connection);
+        connection.attr("reused") = true;
+        connection.attr("ask")(found[1], lines, body, listener, mine);
+        return connection;
+    }
+    return mine.attr("start")(method, url, listener, body, lines);
+}
+
+void Exchanges::freed(nb::handle connection) {
+    const bool was_full = is_full();
+    running.discard(connection);
+    keep(connection);
+    if (was_full) self().attr("next")();
+}
+
+void Exchanges::keep(nb::handle connection) {
+    if (!nb::cast<bool>(connection.attr("keeps"))) {
+        connection.attr("abort")();
+        return;
+    }
+    const nb::object host = connection.attr("host");
+    connection.attr("idle_since_s") = now_s();
+    host.attr("idle").attr("append")(connection);
+    if (!resting.contains(host)) self().attr("rest")(host);
+}
+
+}  // namespace
+
+void add_exchanges(nb::module_& m) {
+    PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&Exchanges::traverse)},
+                           {Py_tp_clear, reinterpret_cast<void*>(&Exchanges::clear)},
+                           {0, nullptr}};
+    nb::class_<Exchanges>(m, "Exchanges", nb::type_slots(slots))
+        .def(nb::init<std::size_t>(), "limit"_a)
+        .def("send", &Exchanges::send, "method"_a, "url"_a, "listener"_a, "body"_a = nb::bytes("", 0),
+             "lines"_a = nb::bytes("", 0))
+        .def("freed", &Exchanges::freed, "connection"_a)
+        .def("keep", &Exchanges::keep, "connection"_a)
+        .def_prop_ro("is_full", &Exchanges::is_full)
+        .def_ro("known", &Exchanges::known)
+        .def_ro("running", &Exchanges::running)
+        .def_ro("resting", &Exchanges::resting);
+}
+
+}  // namespace pdlink::http
