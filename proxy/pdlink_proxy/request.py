@@ -578,7 +578,8 @@ class Request:
         if 200 <= status < 300:
             if self._tally is not None:
                 self._tally.whole(body)
-            self._tail, self._kv_told = body, self._kv_value
+            self._tail = body if body.startswith(b"{") else b""  # each answer of a batch has a usage of its own
+            self._kv_told = self._kv_value
             lines += f"{kv_path.HEADER}: {self._kv_told}\r\n"
             if (prefill_s := self._flow.tries[-1].prefill_s) is not None:
                 self._shared.metrics.ttft_of[PREFILL].observe(prefill_s - self._started_s, self._exemplar)

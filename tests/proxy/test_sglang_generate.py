@@ -119,6 +119,16 @@ async def test_log_probabilities_of_the_prompt_are_prefills_and_the_others_decod
             assert "P" not in answer["text"]
 
 
+@pytest.mark.parametrize(("text", "said"), [("a", True), (["a", "b", "c"], False)], ids=["one", "a batch"])
+async def test_the_usage_of_one_answer_of_a_batch_is_not_that_of_the_request(text: Any, said: bool) -> None:
+    async with pair_of() as pair:
+        status, _ = await pair.ask(text=text)
+        assert status == 200
+        record = pair.proxy.router.services.records[-1]
+        assert record.estimated is not said
+        assert (record.prompt_tokens == 3) is said
+
+
 async def test_a_prefill_that_fails_leaves_no_answer_without_its_part() -> None:
     async with pair_of() as pair:
         pair.prefill.fail_with, pair.prefill.gate = 500, asyncio.Event()
