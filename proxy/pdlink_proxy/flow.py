@@ -233,7 +233,7 @@ class Flow:
     def _of_ended(self, event: Ended, now: float) -> list[Action]:
         leg = event.leg
         state = self._legs.get(leg) if event.attempt == self.attempts else None
-        if state is None or not state.running or self._keeps(event):
+        if state is None or not state.running or (self._rules.awaits_prefill and self._keeps(event)):
             return []
         if not event.data:
             return self._on_ended(leg, now)
@@ -451,9 +451,9 @@ class Flow:
         return self._finish(Outcome.OK, Respond(status, body))
 
     def _keeps(self, event: Chunk | Ended | Answered) -> bool:
-        """Whether decode's event waits for prefill's answer."""
+        """Whether decode's event waits for prefill's answer, with `Rules.awaits_prefill`."""
         prefill = self._legs.get(PREFILL)
-        keeps = self._rules.awaits_prefill and event.leg is DECODE and prefill is not None and prefill.running
+        keeps = event.leg is DECODE and prefill is not None and prefill.running
         if keeps:
             self._kept.append(event)
         return keeps
