@@ -48,11 +48,16 @@ class Exchanges {
 nb::object Exchanges::send(nb::handle method, nb::handle url, nb::handle listener, nb::handle body,
                            nb::handle lines) {
     const nb::object mine = self();
-    nb::object found = known.attr("get")(nb::make_tuple(method, url));
-    if (found.is_none()) found = mine.attr("split")(method, url);
-    const nb::object idle = nb::object(found[0]).attr("idle");
-    while (!is_full() && nb::len(idle) != 0) {
-        nb::object connection = idle.attr("pop")();  // the newest: the others may end
+    const nb::tuple name = nb::make_tuple(method, url);
+    nb::object found = nb::borrow(PyDict_GetItemWithError(known.ptr(), name.ptr()));
+    if (!found.is_valid()) {
+        if (PyErr_Occurred() != nullptr) throw nb::python_error();
+        found = mine.attr("split")(method, url);
+    }
+    const auto idle = nb::cast<nb::list>(nb::handle(found[0]).attr("idle"));
+    while (!is_full() && idle.size() != 0) {
+        const nb::object connection = idle[idle.size() - 1];  // the newest: the others may end
+        nb::del(idle[idle.size() - 1]);
         if (!nb::cast<bool>(connection.attr("keeps"))) continue;
         running.add(connection);
         connection.attr("reused") = true;
@@ -76,7 +81,7 @@ void Exchanges::keep(nb::handle connection) {
     }
     const nb::object host = connection.attr("host");
     connection.attr("idle_since_s") = now_s();
-    host.attr("idle").attr("append")(connection);
+    nb::cast<nb::list>(host.attr("idle")).append(connection);
     if (!resting.contains(host)) self().attr("rest")(host);
 }
 

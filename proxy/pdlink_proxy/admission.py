@@ -63,8 +63,9 @@ class Admission:
         *,
         said: Mapping[str, str],
         whole: bool,
+        now_s: float,
     ) -> None:
-        """said: the client's headers. whole: decode must serve it alone."""
+        """said: the client's headers. whole: decode must serve it alone. now_s: on the loop's clock."""
         self.wanted = wanted
         wanted.whole = whole
         wanted.plain = whole and not shared.dialect.decode_computes
@@ -75,8 +76,7 @@ class Admission:
         share = shared.decision_share
         self.sampled = share == 1 or random.random() < share
         """Its candidates are noted, and it has a line in the decision log."""
-        self._loop = shared.loop
-        self.started_s = self._loop.time()
+        self._loop, self.started_s = shared.loop, now_s
         self._shared, self._said, self._whole = shared, said, whole
         self.num_prompt_tokens = wanted.num_tokens
         """Without what `place` counts with it later."""

@@ -175,7 +175,7 @@ class HttpClient(Exchanges):
         for host in tuple(self.resting):
             idle = host.idle
             while idle and idle[0].idle_since_s <= oldest_s:
-                idle.popleft().abort()
+                idle.pop(0).abort()
             if not idle:
                 self.resting.discard(host)
         if self.resting:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import httptools
@@ -52,7 +51,7 @@ class Host:
 
     def __init__(self, address: Address) -> None:
         self.address = address
-        self.idle: deque[Connection] = deque()
+        self.idle: list[Connection] = []
 
 
 class HttpError(Exception):

@@ -178,6 +178,7 @@ class Request:
             shared,
             to_place,
             said=said,
+            now_s=now_s,
             whole=(dialect.whole is not None and dialect.whole(call))
             or (shared.pools.has_engines and call.path not in dialect.engine_paths),
         )

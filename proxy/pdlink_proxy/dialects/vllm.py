@@ -93,12 +93,14 @@ _LIMITS = {COMPLETIONS: "max_tokens", CHAT: "max_completion_tokens"} | {
 
 def prefill_body(call: Call, params: object, without: frozenset[str], **more: object) -> bytes:
     """The same prompt, one token, in one piece."""
-    fields: dict[str, Any] = dict(call.fields)
+    fields: dict[str, Any] = {**call.fields, KV_PARAMS: params}
     for name in without.intersection(fields):
         del fields[name]
     if call.path == RESPONSES:
-        more["store"] = False
-    return msgspec.json.encode({**fields, **more, _LIMITS[call.path]: 1, KV_PARAMS: params})
+        fields["store"] = False
+    fields[_LIMITS[call.path]] = 1
+    fields.update(more)
+    return msgspec.json.encode(fields)
 
 
 def _legs(call: Call, transfer: TransferTerms) -> tuple[bytes, bytes]:
