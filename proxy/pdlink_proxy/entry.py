@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 MAX_OWNERS = 8192
 """Requests of which the key is known: more than are shown."""
-SESSION_HEADERS = (ID_HEADER, TTL_HEADER)
+_PASSED_ON = (*TRACE_HEADERS, ID_HEADER, TTL_HEADER)
+"""Without the first two each worker would begin a trace of its own."""
 _ADDRESS_MARKS = ("___prefill_addr_", "___decode_addr_")
 """With these in X-Request-Id a client could name the servers that vLLM's P2pNccl and MoRI-IO connectors talk to."""
 
@@ -234,13 +235,12 @@ class Entry:
         if request_id is None or any(mark in request_id for mark in _ADDRESS_MARKS):
             request_id = f"req-{new_id()}"
         headers = {"X-Request-Id": request_id}
-        for name in (*TRACE_HEADERS, *SESSION_HEADERS):  # or each worker would begin its own trace
+        for name in _PASSED_ON:
             if name in said:
                 value = said[name] if isinstance(said, dict) else ",".join(said.getall(name))
                 if kept := clean(value):
                     headers[name] = kept
-        authorization = clean(said["authorization"]) if "authorization" in said else None
-        if authorization and not self._keyed:
+        if not self._keyed and "authorization" in said and (authorization := clean(said["authorization"])):
             headers["Authorization"] = authorization
         return headers
 

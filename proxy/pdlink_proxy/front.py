@@ -132,8 +132,9 @@ class Front(Requests, asyncio.Protocol):
         client = ClientAnswer(self, keep=keep and self._keeps)
         request = Request(self._doors.shared, client, call=call, headers=headers, said=said, over=self._ended)
         self._request = request
+        if not services.requests:
+            services.idle.clear()
         services.requests.add(request)
-        services.idle.clear()
         request.begin()
         return True
 
