@@ -68,9 +68,10 @@ class Entry:
         self.api_keys = api_keys(self._config)
         self.tenants = len(self.api_keys) > 1
         """There are several keys."""
-        self._bearers = frozenset(f"Bearer {key.decode(errors='surrogateescape')}" for key in self.api_keys)
-        """As most clients send them. To look one up takes no longer for a key that is nearly right: a set compares
-        texts of equal hashes alone, and those have a random seed."""
+        sent = (f"Bearer {key.decode(errors='surrogateescape')}" for key in self.api_keys)
+        self._bearers = frozenset(each for each in sent if clean(each))
+        """As most clients send them, of those that may be sent on. To look one up takes no longer for a key that is
+        nearly right: a set compares texts of equal hashes alone, and those have a random seed."""
 
     def adopt(self, config: ProxyConfig, *, anew: bool) -> None:
         """These are the settings from now on. anew: rates are counted anew."""
@@ -240,8 +241,8 @@ class Entry:
                 value = said[name] if isinstance(said, dict) else ",".join(said.getall(name))
                 if kept := clean(value):
                     headers[name] = kept
-        if not self._keyed and "authorization" in said and (authorization := clean(said["authorization"])):
-            headers["Authorization"] = authorization
+        if not self._keyed and (sent := said.get("authorization")) and (sent in self._bearers or clean(sent)):
+            headers["Authorization"] = sent
         return headers
 
 

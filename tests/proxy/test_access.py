@@ -77,6 +77,19 @@ async def test_each_key_lets_its_client_in_and_goes_on_to_the_workers(
         assert worker.received[0].headers["Authorization"] == header
 
 
+@pytest.mark.parametrize(("key", "goes_on"), [("plain", True), ("cl\u00e9", False), ("k" * 4096, False)])
+async def test_a_key_that_no_header_should_carry_lets_in_and_is_not_sent_on(
+    prefill: FakeWorker, decode: FakeWorker, key: str, *, goes_on: bool
+) -> None:
+    async with proxy_of([prefill], [decode], api_keys=[key]) as proxy:
+        headers = {"Authorization": f"Bearer {key}"}
+        asked = {"model": "m", "prompt": "p"}
+        async with proxy.client.post(proxy.url + "/v1/completions", json=asked, headers=headers) as response:
+            assert response.status == 200
+    for worker in (prefill, decode):
+        assert ("Authorization" in worker.received[0].headers) is goes_on
+
+
 async def test_workers_get_their_secret_from_the_proxy_and_never_from_a_client(
     proxy: Proxy, prefill: FakeWorker, decode: FakeWorker
 ) -> None:
