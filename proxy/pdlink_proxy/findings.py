@@ -18,7 +18,7 @@ from .worker import State
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from .records import RequestRecord
+    from .records import EndedHead, RequestRecord
 
     Described = Mapping[str, Any]
     """A worker as `Worker.describe` says, with its `side`."""
@@ -97,7 +97,7 @@ def why_of(kv: str) -> str:
     return kv.partition("reason=")[2].partition(";")[0] or "no stated reason"
 
 
-def recomputed(records: Iterable[RequestRecord]) -> Counter[str]:
+def recomputed(records: Iterable[EndedHead | RequestRecord]) -> Counter[str]:
     """By reason, requests whose prompt decode computed although it was to be transferred."""
     why = Counter(why_of(record.kv) for record in records if kv_path.path_of(record.kv) == kv_path.RECOMPUTED)
     return Counter({reason: count for reason, count in why.items() if reason not in CHOSEN})

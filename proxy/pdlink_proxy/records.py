@@ -219,6 +219,8 @@ class EndedHead(msgspec.Struct, gc=False, array_like=True):
     ended_s: float
     first_s: float | None
     """When the first token was there, as of `RequestRecord.ttft_s`."""
+    attempts: int
+    """Times that it was placed."""
 
     @property
     def ttft_s(self) -> float | None:
@@ -261,7 +263,7 @@ class EndedRequest(EndedHead, gc=False, array_like=True):
             outcome=self.outcome,
             kv=self.kv,
             prompt_tokens=self.prompt_tokens,
-            attempts=sum(each.placed_s is not None for each in tries),
+            attempts=self.attempts,
             total_s=total_s,
             queued_s=until.queued_s,
             lost_s=until.lost_s,
@@ -375,9 +377,10 @@ class Records(Sequence[RequestRecord]):
             if each.request_id == request_id
         ]
 
-    def heads(self) -> list[EndedHead]:
-        """Of all, oldest first: a tenth of the time."""
-        return [_unpack_head(self._packed[number % MAX_RECORDS]) for number in self._numbers]
+    def heads(self, most: int = MAX_RECORDS) -> list[EndedHead]:
+        """Of so many of the newest at most, oldest first: a tenth of the time."""
+        numbers = self._numbers[-most:] if most else ()
+        return [_unpack_head(self._packed[number % MAX_RECORDS]) for number in numbers]
 
     @property
     def _numbers(self) -> range:

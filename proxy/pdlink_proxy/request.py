@@ -303,6 +303,7 @@ class Request:
             started_s,
             ended_s,
             first_s,
+            flow.attempts,
             prompt_tokens or admission.num_prompt_tokens,
             not (prompt_tokens or admission.wanted.counted),
             per_token_s,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from .page.view import quantile_ms
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .records import Records, RequestRecord
+    from .records import EndedHead, Records
 
 
 class ProxySummary:
@@ -30,12 +29,11 @@ class ProxySummary:
         self._seen = self._records.num_ended
         if not count:
             return ""
-        newest = list(itertools.islice(reversed(self._records), count))
-        running, queued = self._now()
+        newest, (running, queued) = self._records.heads(count), self._now()
         return f"{count / span_s:.1f} requests/s; {_of(newest)}; running {running}, queued {queued}"
 
 
-def _of(records: Sequence[RequestRecord]) -> str:
+def _of(records: Sequence[EndedHead]) -> str:
     ttft = sorted(record.ttft_s for record in records if record.ttft_s is not None)
     parts = []
     if ttft:

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 def kept(number: int = 0, **more: Any) -> EndedRequest:
     """Of a stream that came at 100 s and took one."""
     said: dict[str, Any] = {"request_id": f"r{number}", "at_s": 0.0, "outcome": "ok", "kv": "transferred"}
-    said |= {"started_s": 100.0, "ended_s": 101.0, "first_s": 100.6, "prompt_tokens": 9, "estimated": False}
-    said |= {"per_token_s": None, "model": "m", "transfer_ids": ["t"], "prefill": "prefill-0", "decode": "decode-0"}
+    said |= {"started_s": 100.0, "ended_s": 101.0, "first_s": 100.6, "attempts": 1, "prompt_tokens": 9}
+    said |= {"estimated": False, "per_token_s": None, "model": "m", "transfer_ids": ["t"]}
+    said |= {"prefill": "prefill-0", "decode": "decode-0"}
     said |= {"tries": [(100.0, 100.1, 100.5, 100.7)], "legs": [], "why": "first", "num_tokens": 8, "decided": []}
     return EndedRequest(**(said | more))
 
@@ -100,6 +101,8 @@ def test_of_the_newest_only_those_are_read_that_ended_since_then(monkeypatch: py
     assert (read, records.of("r6"), records.newest(0)) == ([500], [], [])
     assert len(records.since(0.0)) == len(records.heads()) == MAX_RECORDS
     assert records.heads()[-1].ttft_s == records[-1].ttft_s
+    assert records.heads(2) == records.heads()[-2:]
+    assert records.heads(0) == []
 
 
 def test_what_was_read_stays_when_its_memory_is_used_again() -> None:

@@ -19,7 +19,7 @@ from .view import quantile_ms
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence, Set
 
-    from ..records import RequestRecord
+    from ..records import EndedHead, RequestRecord
     from .report import Report
 
 STEP_S = 10.0
@@ -98,8 +98,8 @@ class Happening(msgspec.Struct):
 class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What is known when a step ends."""
 
-    records: Sequence[RequestRecord]
-    """Oldest first, at least the newest ones of the step."""
+    records: Sequence[EndedHead | RequestRecord]
+    """At least the newest ones of the step."""
     num_ended: int
     """Requests since the start, which may be more."""
     running: int
@@ -191,7 +191,9 @@ class PageMemory:
             ],
         }
 
-    def _note_requests(self, now_s: float, records: Sequence[RequestRecord], failed: Sequence[RequestRecord]) -> None:
+    def _note_requests(
+        self, now_s: float, records: Sequence[EndedHead | RequestRecord], failed: Sequence[EndedHead | RequestRecord]
+    ) -> None:
         elsewhere = sum(record.attempts > 1 and record.outcome == "ok" for record in records)
         if elsewhere:
             self._note(now_s, "elsewhere", "", elsewhere)

@@ -131,7 +131,7 @@ async def remember(services: Services) -> None:
             refused = [pair.describe() for pair in itertools.islice(pools.refusals, _MAX_MISFITS)]
             running, queued = services.num_doing(beside)
             facts = StepFacts(
-                records=services.recorded(beside, memory.last_s),
+                records=[*services.records.heads(), *(each for other in beside.values() for each in other.records)],
                 num_ended=services.records.num_ended + sum(each.num_ended for each in beside.values()),
                 running=running,
                 queued=queued,
