@@ -8,7 +8,8 @@ stream and its own number, "17.0" to "17.9"; all but the first wait for GET /ope
 with "stuck" is never answered. GET /seen counts the requests, and how many run; other GETs tell of the worker.
 
 Answers are those of vLLM 0.32 and SGLang 0.5.23 to /v1/completions, in the writes of uvicorn 0.54 (recorded): the
-head, then the body; each event as a chunk of its own, and the last chunk by itself.
+head, then the body; each event as a chunk of its own, and the last chunk by itself. A connection that is idle for 5 s
+is closed, as both let uvicorn do.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import os
 import re
 import sys
+import time
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -38,6 +40,7 @@ _BLOCK_TOKENS = 16
 _BLOCK_NBYTES = 256
 """A body with less than that has no whole block."""
 _STEP_S = 0.01
+_KEEPALIVE_S = 5.0
 _KEPT = 4096
 """Blocks of which a worker says that it has them."""
 
@@ -115,10 +118,12 @@ class Stub(asyncio.Protocol):
     """Of all connections."""
     crowd: ClassVar[list[Callable[[], None]]] = []
     """What goes on when the crowd's door opens."""
+    connections: ClassVar[set[Stub]] = set()
 
     def __init__(self) -> None:
         self._held = b""
         self._running = False
+        self._used_s = time.monotonic()
         self._event = b"data: " + _EVENTS[self.dialect] + b"\n\n"
         finish = self._event.replace(b'" word"', b'""').replace(b'"finish_reason":null', b'"finish_reason":"length"')
         self._end = (_chunk(finish), _chunk(b"data: [DONE]\n\n"), b"0\r\n\r\n")
@@ -126,9 +131,11 @@ class Stub(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        self.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
         self._held += data
+        self._used_s = time.monotonic()
         while (end := self._held.find(b"\r\n\r\n")) >= 0:
             head = self._held[:end].lower()
             at = head.find(b"content-length:")
@@ -140,10 +147,16 @@ class Stub(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._runs(running=False)
+        self.connections.discard(self)
+
+    def end_idle(self, before_s: float) -> None:
+        """Close it if nobody has used it since."""
+        if not self._running and self._used_s < before_s:
+            self._transport.close()
 
     def _runs(self, *, running: bool) -> None:
         Stub.running += running - self._running
-        self._running = running
+        self._running, self._used_s = running, time.monotonic()
 
     def _serve(self, head: bytes, body: bytes) -> None:
         if head.startswith(b"get"):
@@ -230,12 +243,21 @@ class Stub(asyncio.Protocol):
             self._runs(running=False)
 
 
+async def close_idle() -> None:
+    """Of all connections those that nobody uses any more."""
+    while True:
+        before_s = time.monotonic() - _KEEPALIVE_S
+        for each in list(Stub.connections):
+            each.end_idle(before_s)
+        await asyncio.sleep(_KEEPALIVE_S / 20)
+
+
 async def _serve(port: int) -> None:
     server = await asyncio.get_running_loop().create_server(Stub, "127.0.0.1", port, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
     if Stub.publisher is not None:
         print(Stub.publisher.endpoint, flush=True)
-    await server.serve_forever()
+    await asyncio.gather(server.serve_forever(), close_idle())
 
 
 if __name__ == "__main__":

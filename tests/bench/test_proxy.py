@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdlink_bench import proxy
+from pdlink_bench import proxy, proxy_stub
 from pdlink_bench.measure import Measured
 from pdlink_bench.proxy_stub import CHUNKS, DIALECTS
 from tests.waiting import WAIT_S
@@ -68,6 +68,26 @@ async def test_an_answer_that_lacks_a_token_or_its_end_is_wrong(
     load: proxy.ProxyLoad, answer: bytes, found: tuple[int, int]
 ) -> None:
     assert await seen(answer, load) == found
+
+
+async def test_a_stub_closes_a_connection_that_is_idle_and_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_stub, "_KEEPALIVE_S", 0.2)
+    stub = proxy_stub.Stub
+    server = await asyncio.get_running_loop().create_server(stub, "127.0.0.1", 0)
+    async with server, asyncio.timeout(WAIT_S):
+        port = server.sockets[0].getsockname()[1]
+        idle, unused = await asyncio.open_connection("127.0.0.1", port)
+        held, asks = await asyncio.open_connection("127.0.0.1", port)
+        body = b'{"prompt": "held", "stream": true}'
+        asks.write(b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        await held.readuntil(b"\n\n")
+        sweep = asyncio.create_task(proxy_stub.close_idle())
+        assert await idle.read() == b""
+        assert stub.running == len(stub.connections) == 1
+        sweep.cancel()
+        for each in (unused, asks):
+            each.close()
+            await each.wait_closed()
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
