@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from .http_connection import AnswerListener, HttpError
 
-KEEPALIVE_S = 2.5
-"""Lifetime of an idle connection: shorter than the servers' (5 s for uvicorn and vLLM), or requests would go into
-closed connections."""
+KEEPALIVE_S = 3.5
+"""Lifetime of an idle connection; up to a quarter more until somebody looks. Shorter than the servers' (5 s for
+uvicorn, vLLM and SGLang), or requests would go into closed connections."""
 _MAX_KNOWN = 10_000
 _ENDS = "the proxy ends"
 
