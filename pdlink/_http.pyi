@@ -106,8 +106,9 @@ class Exchange(Socket):
 
     def pass_to(self, to: Requests, marks: int) -> None:
         """Whole events of a stream without these marks go to this client as they are, each read as a chunk, until
-        something else comes, the client does not take them, or `pass_no_more`. Behind events that come within 2 ms of
-        those before them, the next ones are read 1 ms later, together; not behind a finish_reason. The listener hears
+        something else comes, the client does not take them, or `pass_no_more`. Behind the first events, and behind
+        those that come within 2 ms of the ones before them, the next are read 1 ms later, together; not behind a
+        finish_reason. The listener hears
         of some 35 of them at a time, and always before it hears of anything else: `on_passed(events,
         when_the_last_one_passed_s, finished)`, on the monotonic clock; finished: one has a finish_reason. What the
         client's socket does not take gets its `send_rest`."""

@@ -42,7 +42,7 @@ class Exchange : public Socket {
     bool came(std::string_view bytes) override;
     void ended(int error) override;
     bool is_quick() const override { return to_ != nullptr; }
-    bool rests() const override { return to_ != nullptr && (bursts_ || begins_); }
+    bool rests() const override { return to_ != nullptr && !finishes_ && (bursts_ || begins_); }
 
     nb::object listener, uses;
     bool keeps = true, reused = false, heard = false, paused = false;
@@ -183,7 +183,10 @@ void Exchange::hear(std::string_view bytes) {
         mine.attr("on_end")(last);
         return;
     }
-    if (!part->body.empty()) mine.attr("on_data")(bytes_of(part->body));
+    if (!part->body.empty()) {
+        mine.attr("on_data")(bytes_of(part->body));
+        if (to_ != nullptr) finishes_ = marks_of(part->body, kFinish) != 0;  // from now on events pass
+    }
     if (listener.is(mine) && (where & kBad) != 0) fail("bad");
 }
 
@@ -210,7 +213,7 @@ bool Exchange::pass(const Part& part) {
     passed_.append(part.body);
     const double before_s = std::exchange(passed_s_, now_s());
     finishes_ = finishes_ || (marks & kFinish) != 0;
-    bursts_ = !finishes_ && passed_s_ - before_s < kBurstS;
+    bursts_ = passed_s_ - before_s < kBurstS;
     if (done < chunk_.size()) client_.attr("send_rest")(bytes_of(std::string_view(chunk_).substr(done)));
     if (done < chunk_.size() || passed_.size() >= kTellNbytes) tell_passed();  // the client may be behind
     return true;

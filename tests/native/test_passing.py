@@ -279,24 +279,46 @@ class Begins(Stream):
         self.pass_to(self.client, MARKS)
 
 
-def test_what_follows_the_first_events_of_a_stream_passes_together() -> None:
-    for _ in range(1000):
-        stream = Begins()
-        with polled(stream) as (poller, worker):
+def test_what_follows_the_first_events_of_each_stream_passes_together() -> None:
+    stream = Begins()
+    with polled(stream) as (poller, worker):
+        for number in range(1000):
             worker.sendall(chunk(EVENT))
             poller.turn(None)
             assert stream.told == [("data", EVENT)]
             worker.sendall(chunk(EVENT))
             poller.turn(0.0)
-            rests = not stream.got()  # else the thread was interrupted for longer than the rest
+            rests = not (got := stream.got())  # else the thread was interrupted for longer than the rest
             worker.sendall(chunk(EVENT))
-            poller.turn(0.05)
-            got = stream.got()
-        stream.shut()
-        if rests:
-            assert got == chunk(EVENT + EVENT)
-            return
-    pytest.fail("never rests")
+            while len(got) < 2 * len(EVENT):
+                poller.turn(0.05)
+                got += stream.got()
+            if rests:
+                assert got == chunk(EVENT + EVENT)
+                if number > 0:  # a second stream on one connection, too
+                    break
+            worker.sendall(b"0\r\n\r\n")
+            while stream.listener is not None:
+                poller.turn(0.05)
+            stream.ask(b"POST / HTTP/1.1\r\n", b"", b"", stream, stream)
+            stream.feed(CHUNKED)
+            stream.told.clear()
+        else:
+            pytest.fail("never rests")
+    stream.shut()
+
+
+def test_nothing_rests_behind_a_finish_reason() -> None:
+    """The first read of a stream has the one token that it is of."""
+    stream = Begins()
+    with polled(stream) as (poller, worker):
+        worker.sendall(chunk(FINISH_EVENT))
+        poller.turn(None)
+        assert stream.told == [("data", FINISH_EVENT)]
+        worker.sendall(chunk(b"data: [DONE]\n\n"))
+        poller.turn(0.0)
+        assert stream.told[-1] == ("data", b"data: [DONE]\n\n")
+    stream.shut()
 
 
 class Ends(Stream):
