@@ -27,7 +27,7 @@ _TOKEN_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04,
 _LEGS = tuple(leg.value for leg in Leg)
 _WITH_TOKENS = (Outcome.OK.value, Outcome.BROKEN.value)
 MAX_EXEMPLAR_CHARS = 60
-"""Of a request's id; an exemplar has 128 characters in all."""
+"""Of a request's id, or it is left out; an exemplar has 128 characters in all."""
 
 
 class Metrics(Registry):

@@ -182,8 +182,8 @@ class Request:
             whole=(dialect.whole is not None and dialect.whole(call))
             or (shared.pools.has_engines and call.path not in dialect.engine_paths),
         )
-        self._exemplar = {"request_id": request_id[:MAX_EXEMPLAR_CHARS]}
-        """What names it there."""
+        self._exemplar = {"request_id": request_id} if len(request_id) <= MAX_EXEMPLAR_CHARS else {}
+        """What names it there: a part of an id names nothing."""
         if "traceparent" in headers:
             self._exemplar |= trace_of(headers["traceparent"])
         if shared.decision_log is not None and self._admission.sampled:

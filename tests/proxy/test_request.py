@@ -136,6 +136,7 @@ async def test_a_request_whose_answer_cannot_be_made_fails_and_leaves_the_connec
         assert [worker.in_flight for worker in proxy.router.services.pools.all] == [0, 0]
 
 
+@pytest.mark.parametrize(("length", "named"), [(60, True), (61, False)])
 @pytest.mark.parametrize(
     ("traceparent", "trace"),
     [
@@ -145,10 +146,11 @@ async def test_a_request_whose_answer_cannot_be_made_fails_and_leaves_the_connec
         ("x", {}),
     ],
 )
-async def test_an_exemplar_names_the_request_and_its_trace_only_if_that_is_kept(
-    prefill: FakeWorker, decode: FakeWorker, traceparent: str, trace: dict[str, str]
+async def test_an_exemplar_names_a_request_whose_id_fits_and_its_trace_if_that_is_kept(
+    prefill: FakeWorker, decode: FakeWorker, traceparent: str, trace: dict[str, str], length: int, named: bool
 ) -> None:
-    headers = {"X-Request-Id": "r" * 200} | ({"traceparent": traceparent} if traceparent else {})
+    request_id = "r" * length
+    headers = {"X-Request-Id": request_id} | ({"traceparent": traceparent} if traceparent else {})
     asked = {"model": "m", "prompt": "hello"}
     async with proxy_of([prefill], [decode]) as proxy:
         async with proxy.client.post(proxy.url + "/v1/completions", json=asked, headers=headers) as response:
@@ -160,5 +162,6 @@ async def test_an_exemplar_names_the_request_and_its_trace_only_if_that_is_kept(
         for sample in family.samples
         if sample.exemplar is not None
     ]
-    assert found
-    assert all(labels == {"request_id": "r" * 60, **trace} for labels in found), "of 128 characters in all"
+    said = ({"request_id": request_id} if named else {}) | trace
+    assert bool(found) == bool(said)
+    assert all(labels == said for labels in found), "of 128 characters in all"
