@@ -7,7 +7,7 @@ client with half a line before the error event.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -94,15 +94,23 @@ def has_named(data: bytes, names: Iterable[bytes]) -> bool:
 
 
 def fails(document: bytes) -> bool:
-    """Whether an answer, or whole events, have the finish_reason "error"."""
-    return marks_of(document, FAILED) != 0
+    """Whether an answer, or the payload of an event, has a choice with the finish_reason "error". Elsewhere in it a
+    client's or a model's words may be fields, too."""
+    if not marks_of(document, FAILED):
+        return False
+    try:
+        choices = msgspec.json.decode(document, type=_Chosen).choices or ()
+    except (ValueError, RecursionError):
+        return False
+    return any(choice.finish_reason == "error" for choice in choices)
 
 
 def before_finish_error(data: bytes) -> tuple[bytes, bytes]:
-    """Of whole events that `fails`: those before the first one with that, and that one."""
+    """Of whole events those before the first one that `fails`, and that one; empty if there is none."""
     start = 0
     while (end := _BOUNDARY.search(data, start)) is not None:
-        if fails(event := data[start : end.end()]):
+        event = data[start : end.end()]
+        if fails(_payload(event)):
             return data[:start], event
         start = end.end()
     return data, b""
@@ -169,6 +177,14 @@ def is_error(document: bytes) -> bool:
 
 class _Peek(msgspec.Struct):
     error: msgspec.Raw = msgspec.Raw(b"null")  # with `| None` msgspec 0.22 accepts null only
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: Any = None
+
+
+class _Chosen(msgspec.Struct):
+    choices: list[_Choice] | None = None
 
 
 class _End(msgspec.Struct):

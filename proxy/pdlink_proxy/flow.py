@@ -28,6 +28,7 @@ from pdlink.api.sse import (
     EventTooLong,
     before_end,
     before_finish_error,
+    fails,
     has_named,
     is_done,
     problem_of,
@@ -351,8 +352,8 @@ class Flow:
                 return blames
             marks = marks_of(forward, look)
         if marks & FINISH and not self._last_events:
-            if marks & FAILED:
-                before, failed = before_finish_error(forward)
+            if marks & FAILED and (cut := before_finish_error(forward))[1]:
+                before, failed = cut
                 return self._failed_by(
                     leg, before, Loss.ERROR, "its answer ended with finish_reason error", failed, now
                 )
@@ -434,7 +435,7 @@ class Flow:
             problem = "the answer's type is not application/json"
         elif not is_answer(body):
             problem = "the answer is not a JSON object with choices"
-        elif marks & FAILED:
+        elif marks & FAILED and fails(body):
             problem = "the answer ended with finish_reason error"
         if problem:
             return self._on_lost(leg, Loss.MALFORMED, f"{problem}: {excerpt(body)}", now)

@@ -111,6 +111,33 @@ async def test_an_answer_in_one_piece_that_ended_in_an_error_is_a_failure() -> N
         assert json.loads(data)["error"]["type"] == "server_error"
 
 
+SAID = {"finish_reason": "error"}
+WELL = {
+    "/v1/responses": {"object": "response", "output": [], "metadata": SAID, "tools": [{"parameters": SAID}]},
+    "/v1/messages": {"type": "message", "content": [{"type": "tool_use", "name": "report", "input": SAID}]},
+    "/v1/chat/completions": {"choices": [{"message": {"tool_calls": [SAID]}, "finish_reason": "stop"}], "more": SAID},
+}
+"""A client's metadata and tools, and a model's arguments of a call, are fields of these answers."""
+
+
+@pytest.mark.parametrize("path", WELL)
+async def test_an_answer_with_such_words_that_are_no_choices_reason_is_the_clients(path: str) -> None:
+    body = {"input": "hi"} if "responses" in path else {"messages": [{"role": "user", "content": "hi"}]}
+    async for proxy, (decode,) in running("vllm", 1, retries=0):
+        decode.answer_override = json.dumps(WELL[path], separators=(",", ":")).encode()
+        async with proxy.post(path, **body, max_tokens=9) as response:
+            assert (response.status, await response.json()) == (200, WELL[path])
+        assert proxy.counted("requests_total", outcome="ok") == 1
+
+
+async def test_a_stream_with_such_words_that_are_no_choices_reason_goes_on() -> None:
+    other = chunk({"content": "l", "more": SAID})
+    async for proxy, (decode,) in running("vllm", 1, retries=0):
+        decode.stream_override = [ROLE, TOKEN, other, chunk({"content": "o"}, "stop"), DONE]
+        assert other in (await ask(proxy))[1]
+        assert proxy.counted("requests_total", outcome="ok") == 1
+
+
 def test_text_that_looks_like_a_reason_is_none() -> None:
     event = chunk({"content": '"finish_reason":"error" [DONE]'})
     assert not marks_of(event, ALL)
@@ -119,7 +146,13 @@ def test_text_that_looks_like_a_reason_is_none() -> None:
     for space in (b"", b" "):
         assert not marks_of(b'data: {"finish_reason":' + space + b"null}\n\n", ALL)
         assert marks_of(b'data: {"finish_reason":' + space + b'{"type":"stop"}}\n\n', ALL) == FINISH
-        assert fails(b'data: {"finish_reason":' + space + b'"error"}\n\n')
+        assert fails(b'{"choices":[{"finish_reason":' + space + b'"error"}]}')
+    for document in (
+        b'"finish_reason":"error"',
+        b'[{"finish_reason":"error"}]',
+        b'{"choices":null,"finish_reason":"error"}',
+    ):
+        assert not fails(document)
 
 
 def test_events_are_cut_before_their_end() -> None:
