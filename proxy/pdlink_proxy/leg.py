@@ -149,6 +149,7 @@ class WorkerLeg(LegAccount, AnswerListener):
     answered_s: float | None = None
     """When its stream began, or its whole answer was there."""
     closed_s: float | None = None
+    """When its answer ended, or it was given up."""
     span_id = ""
     """Of its span, if the request is traced."""
     connection: Connection | HttpRequest | None = None
@@ -165,7 +166,7 @@ class WorkerLeg(LegAccount, AnswerListener):
         if self.hears is None:
             return
         self.hears = None
-        self.closed_s = now_s = time.monotonic()
+        self.closed_s = now_s = self.closed_s or time.monotonic()
         self.worker.legs.discard(self)
         if not self.fate:
             self.fate = "served" if well else "cancelled"
@@ -226,6 +227,8 @@ class WorkerLeg(LegAccount, AnswerListener):
         words = "transfer %s: its request failed unexpectedly"
         log.error(words, self.transfer_id, exc_info=error, extra=about(transfer_id=self.transfer_id))
         hears = self.hears
+        if not self.ended and self.fate == "served":  # its end was not heard
+            self.fate = ""
         self.cancel()
         if hears is not None:
             hears.broke(self, error)
@@ -268,7 +271,7 @@ class WorkerLeg(LegAccount, AnswerListener):
     def on_end(self, data: bytes) -> None:
         self.connection = None
         self.nbytes += len(data)
-        self.fate = self.fate or "served"
+        self.closed_s, self.fate = time.monotonic(), self.fate or "served"  # before its request may be kept
         try:
             if self.hears is not None:
                 self.hears.ended(self, data)
@@ -277,10 +280,11 @@ class WorkerLeg(LegAccount, AnswerListener):
 
     def on_whole(self, status: int, headers: Headers, body: bytes) -> None:
         self.connection = None
+        self.closed_s = now_s = time.monotonic()
         if self.answered_s is None:
-            self.answered_s = time.monotonic()
+            self.answered_s = now_s
         if 200 <= status < 300:
-            self.worker.spoke_s = self.answered_s
+            self.worker.spoke_s, self.fate = now_s, self.fate or "served"
         try:
             if self.hears is not None:
                 self.hears.answered(self, status, headers, body)

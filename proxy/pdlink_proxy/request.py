@@ -444,6 +444,8 @@ class Request:
             )
         if self._is_own_fault(action.reason):  # that it failed may show after its end
             run.blame()
+        if run.connection is None:  # it ended with this, so nobody cancels it: before another attempt is placed
+            run.close(well=None)
         match action.reason:
             case Loss.CONNECT | Loss.RESET:
                 self._shared.pools.fault(worker, f"a request's connection failed ({reason})")
