@@ -117,7 +117,7 @@ class LegState(msgspec.Struct):
     spoke: bool = False
     """Its first data event or whole answer is here."""
     ends: bool = False
-    """What is heard now is the last of its stream."""
+    """Its last word is here, though perhaps not judged yet: there is nothing to cancel."""
     buffer: EventBuffer | None = None
     """From when its stream came with an event in pieces."""
 
@@ -457,6 +457,7 @@ class Flow:
         keeps = event.leg is DECODE and prefill is not None and prefill.running
         if keeps:
             self._kept.append(event)
+            self._legs[DECODE].ends = not isinstance(event, Chunk)
         return keeps
 
     def _on_bad_status(self, event: Answered, now: float) -> list[Action]:

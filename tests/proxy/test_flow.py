@@ -55,11 +55,13 @@ _ANSWER = b'{"choices":[]}'
 _BODY = b'{"error":{"message":"m","type":"t","param":null,"code":"c"}}'
 
 
-# Prefill's stream is read for output token 0; it is answered whole, beside decode; before decode.
+# Prefill's stream is read for output token 0; it is answered whole, beside decode; before decode; beside decode, of
+# which the client gets nothing before that.
 KINDS = {
     "streams": Rules(),
     "beside": Rules(untold=True),
     "before": Rules(untold=True, handover=lambda answer: answer),
+    "awaited": Rules(untold=True, awaits_prefill=True),
 }
 
 
@@ -288,6 +290,19 @@ def test_an_endless_event_of_prefills_costs_its_leg_and_not_the_request(monkeypa
         TellToStop(1, D, "prefill worker: an event of more than 10 bytes"),
     ]
     assert not flow.over
+
+
+@pytest.mark.parametrize("cut", [0, len(ZERO), len(ZERO + REST)])
+def test_a_stream_that_ends_before_prefills_answer_goes_to_the_client_with_that(cut: int) -> None:
+    whole = ZERO + REST
+    flow = Flow(LIMITS, 0.0, KINDS["awaited"])
+    flow.on(Placed("p", "d"), 0.0)
+    assert flow.on(Chunk(1, D, whole[:cut]), 1.0) == []
+    assert flow.on(Ended(1, D, whole[cut:]), 1.0) == []
+    actions = flow.on(Answered(1, P, 200, _ANSWER), 2.0)
+    assert b"".join(action.data for action in actions if isinstance(action, Forward | EndStream)) == whole
+    assert [action for action in actions if isinstance(action, LetGo | CancelLeg)] == [], "both have ended"
+    assert flow.outcome is Outcome.OK
 
 
 class World:
