@@ -3,13 +3,14 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
 namespace pdlink::http {
 namespace {
 
-constexpr unsigned kMaxDepth = 64, kMaxAnswerDepth = 512;
+constexpr std::size_t kMaxDepth = 64, kAnyDepth = SIZE_MAX;
 
 using Chunk = std::uint8_t __attribute__((vector_size(16)));  // of GCC and Clang, for any processor
 
@@ -31,7 +32,7 @@ const char* past_plain(const char* at, const char* end) {
 
 class Scan {
   public:
-    explicit Scan(std::string_view json, unsigned max_depth = kMaxDepth)
+    explicit Scan(std::string_view json, std::size_t max_depth = kMaxDepth)
         : at_(json.data()), end_(json.data() + json.size()), max_depth_(max_depth) {}
 
     const char* at() const { return at_; }
@@ -49,7 +50,7 @@ class Scan {
         return true;
     }
     bool string();
-    bool value(unsigned depth = 0);
+    bool value();
     // An object whose fields `read` reads: it gets each name as it is written.
     template <class Read>
     bool object(Read read);
@@ -78,9 +79,13 @@ class Scan {
     }
     bool escape();
     std::optional<unsigned> unit();
+    // What is no list and no object.
+    bool single();
+    // A field's, with what stands between it and the value.
+    std::optional<std::string_view> name();
 
     const char *at_, *const end_;
-    const unsigned max_depth_;
+    const std::size_t max_depth_;
 };
 
 bool Scan::string() {
@@ -133,28 +138,56 @@ bool Scan::items(char close, Read read) {
     return one(close);
 }
 
+std::optional<std::string_view> Scan::name() {
+    const char* const begin = at_ + 1;
+    if (!string()) return std::nullopt;
+    const std::string_view found(begin, static_cast<std::size_t>(at_ - 1 - begin));
+    space();
+    if (!one(':')) return std::nullopt;
+    space();
+    return found;
+}
+
 template <class Read>
 bool Scan::object(Read read) {
     return items('}', [&] {
-        const char* const begin = at_ + 1;
-        if (!string()) return false;
-        const std::string_view name(begin, static_cast<std::size_t>(at_ - 1 - begin));
-        space();
-        if (!one(':')) return false;
-        space();
-        return read(name);
+        const auto found = name();
+        return found && read(*found);
     });
 }
 
-bool Scan::value(unsigned depth) {
-    if (at_ == end_ || depth == max_depth_) return false;
+bool Scan::value() {
+    std::string open;  // the brackets that are to come; no recursion, for a worker may nest as deeply as it likes
+    const auto next = [&] { return open.back() == ']' || name(); };
+    while (true) {
+        if (is_at('{') || is_at('[')) {
+            if (open.size() == max_depth_) return false;
+            open += *at_++ == '{' ? '}' : ']';
+            space();
+            if (!is_at(open.back())) {
+                if (!next()) return false;
+                continue;
+            }
+        } else if (!single()) {
+            return false;
+        }
+        while (true) {  // behind a value, or before the bracket that ends an empty one
+            if (open.empty()) return true;
+            space();
+            if (!one(open.back())) break;
+            open.pop_back();
+        }
+        if (!one(',')) return false;
+        space();
+        if (!next()) return false;
+    }
+}
+
+bool Scan::single() {
+    if (at_ == end_) return false;
     switch (*at_) {
         case '"':
             return string();
-        case '{':
-            return object([&](std::string_view) { return value(depth + 1); });
-        case '[':
-            return items(']', [&] { return value(depth + 1); });
         case 't':
             return word("true");
         case 'f':
@@ -198,20 +231,23 @@ std::optional<Shortened> shortened(std::string_view json, std::size_t long_nbyte
 }
 
 bool is_answer(std::string_view json) {
-    Scan scan(json, kMaxAnswerDepth);
-    bool has_meta = false, has_list = false;
+    Scan scan(json, kAnyDepth);
+    bool has_meta = false, has_choices = false, has_output = false, has_content = false;
     const auto read = [&] {
         if (!scan.is_at('{')) return false;
         has_meta = false;
         return scan.object([&](std::string_view name) {
-            has_meta = has_meta || (scan.is_at('{') && name == "meta_info");
-            has_list = has_list || (scan.is_at('[') && (name == "choices" || name == "output" || name == "content"));
+            const bool is_list = scan.is_at('[');
+            if (name == "choices") has_choices = is_list;
+            if (name == "output") has_output = is_list;
+            if (name == "content") has_content = is_list;
+            if (name == "meta_info") has_meta = scan.is_at('{');
             return scan.value();
         });
     };
     scan.space();
     const bool is_one = scan.is_at('[') ? scan.items(']', [&] { return read() && has_meta; }) && has_meta
-                                        : read() && (has_list || has_meta);
+                                        : read() && (has_choices || has_output || has_content || has_meta);
     scan.space();
     return is_one && scan.at_end();
 }

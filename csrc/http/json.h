@@ -25,8 +25,8 @@ struct Shortened {
 std::optional<Shortened> shortened(std::string_view json, std::size_t long_nbytes);
 
 // Whether a whole answer is one: an object with a list of `choices`, of `output` (/v1/responses) or of `content`
-// (/v1/messages), or with `meta_info` (SGLang's /generate), or a list of objects with that. Their names count as they
-// are written, without escapes.
+// (/v1/messages), or with `meta_info` (SGLang's /generate), or a list of objects with that. Of a name that comes
+// twice the last counts. Names count as they are written, without escapes: no server writes them otherwise.
 bool is_answer(std::string_view json);
 
 // Whether this is an object without such a field. False, too, for what is nested deeply or has names with escapes.

@@ -84,7 +84,12 @@ def test_an_answer_is_what_a_whole_parser_takes_for_one(seed: int) -> None:
         (b'{"choices":[]', False),
         (b"[" * 100_000, False),
         (b'{"choices":' + b"[" * 100_000, False),
-        (b'{"choices":' + b"[" * 400 + b"]" * 400 + b"}", True),
+        (b'{"choices":' + b"[" * 9999 + b"]" * 9999 + b"}", True),
+        (b'{"choices":' + b'[{"a":' * 9999 + b"[]" + b"}]" * 9999 + b"}", True),
+        (b'{"choices":' + b'[{"a":' * 9999 + b"[]" + b"]}" * 9999 + b"}", False),
+        (b'{"choices":[],"choices":null}', False),
+        (b'{"choices":null,"choices":[]}', True),
+        (b'{"meta_info":{},"meta_info":null}', False),
     ],
 )
 def test_an_answer_has_choices_output_content_or_meta_info(data: bytes, wanted: bool) -> None:
