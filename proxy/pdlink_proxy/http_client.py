@@ -162,10 +162,12 @@ class HttpClient(Exchanges):
             self._waiting.remove(request)
 
     def next(self) -> None:
+        """Sends what waits, as long as there may be more in use."""
         while self._waiting and not self.is_full:
             self._begin(self._waiting.popleft())
 
     def rest(self, host: Host) -> None:
+        """Drops its connections in time, if nobody uses them."""
         self.resting.add(host)
         if self._sweep is None:
             self._sweep = asyncio.get_running_loop().call_later(KEEPALIVE_S, self._drop_old)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 
+from pdlink._http import Buckets
 from pdlink.events import LayerLanded, TransferEnded
 from pdlink.observe.metrics import DROPPED, HANDLED, StoreProcessMetrics, WorkerMetrics
 from pdlink.observe.series import Busy, Counter, Gauge, Histogram, Numbers, Registry
@@ -47,6 +48,13 @@ def test_openmetrics_only_who_asks_for_it_and_exemplars_only_there() -> None:
     assert bucket.exemplar is not None
     assert (bucket.exemplar.labels, bucket.exemplar.value) == ({"request_id": "r"}, 0.5)
     assert family.unit == "seconds"
+
+
+def test_what_is_no_number_is_in_the_first_bucket() -> None:
+    buckets = Buckets((1.0, 2.0))
+    buckets.observe(math.nan)
+    *counts, total = buckets.numbers
+    assert (counts, math.isnan(total)) == ([1.0, 0.0, 0.0], True)
 
 
 def test_each_number_is_in_the_first_bucket_whose_bound_it_does_not_exceed() -> None:
