@@ -185,6 +185,7 @@ class Exchanges:
 
     def __init__(self, limit: int) -> None:
         """limit: of those in use; 0 sets none."""
+
     known: dict[tuple[str, str], tuple[Any, bytes]]
     """By method and URL, what `split` said, where that is kept."""
     running: set[Any]
@@ -260,9 +261,9 @@ def first_data_event(events: bytes) -> tuple[int, int, bool] | None:
 def place_of_done(events: bytes) -> int | None:
     """Where the line with [DONE] begins, if whole events end with it: a comment may stand before it."""
 
-def usage_of(events: bytes) -> tuple[int, int]:
-    """`prompt_tokens` and `completion_tokens` as the last usage in whole events or in a whole answer says, 0 where it
-    does not."""
+def usage_of(data: bytes) -> tuple[int, int]:
+    """`prompt_tokens` and `completion_tokens` as a whole answer says, or the last of whole events that has a usage of
+    its own; 0 where it does not. A batch of SGLang's /generate has none, only each of its answers."""
 
 def shortened(json: bytes, long_nbytes: int) -> tuple[bytes, int, dict[str, bytes]] | None:
     """A JSON object with null in place of each value of at least so many bytes; how many fields it has; and these

@@ -7,9 +7,9 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <charconv>
 #include <cstring>
 #include <optional>
+#include <vector>
 
 namespace pdlink::http {
 namespace {
@@ -20,9 +20,8 @@ constexpr std::string_view kReason = "\"finish_reason", kDetails = "t_tokens_det
 constexpr std::string_view kRead = "\"cache_read_input_tokens", kParamsField = "\"kv_transfer_params";
 constexpr std::string_view kNull = "null", kDoneMarker = "[DONE]", kName = "event: ";
 constexpr std::string_view kErrorWord = "\"error\"";
-constexpr std::string_view kPrompt = "\"prompt_tokens", kAnswer = "\"completion_tokens";
+constexpr std::string_view kUsage = "\"usage", kMeta = "\"meta_info", kData = "data:";
 constexpr unsigned kWords = kError | kFinish | kCached | kParams | kAbort | kFailed;
-constexpr std::size_t kMaxDigits = 12;
 constexpr std::array<std::string_view, 5> kNames = {"response.completed", "response.incomplete", "response.failed",
                                                     "message_stop", "error"};
 constexpr std::size_t kDoneWithin = 16;
@@ -130,20 +129,29 @@ std::optional<std::size_t> place_of_done(std::string_view events) {
     return events.rfind('\n', events.rfind(kDoneMarker)) + 1;  // npos: 0
 }
 
-Usage usage_of(std::string_view events) {
-    Usage found;
-    each_quote(events, "s", [&](std::size_t quote) {
-        const std::string_view word = events.substr(0, quote);
-        const bool is_prompt = word.ends_with(kPrompt);
-        if (!is_prompt && !word.ends_with(kAnswer)) return;
-        if (const std::optional<std::string_view> value = value_of(events, quote)) {
-            const std::string_view digits = value->substr(0, value->find_first_not_of("0123456789"));
-            std::uint64_t& number = is_prompt ? found.prompt_tokens : found.completion_tokens;
-            // Left as it is by what is no number, and by what no prompt has.
-            if (digits.size() <= kMaxDigits) std::from_chars(digits.data(), digits.data() + digits.size(), number);
-        }
+Usage usage_of(std::string_view bytes) {
+    const std::size_t first = bytes.find_first_not_of(" \t\r\n");
+    const bool is_whole = first != std::string_view::npos && bytes[first] == '{';
+    std::vector<std::size_t> quotes;
+    each_quote(bytes, "eo", [&](std::size_t quote) {
+        const std::string_view word = bytes.substr(0, quote);
+        if (!word.ends_with(kUsage) && !word.ends_with(kMeta)) return;
+        if (const auto value = value_of(bytes, quote); value && value->starts_with('{')) quotes.push_back(quote);
     });
-    return found;
+    std::size_t read = bytes.size();  // what begins here
+    for (auto quote = quotes.rbegin(); quote != quotes.rend(); ++quote) {
+        if (*quote >= read) continue;
+        read = is_whole ? first : bytes.rfind('\n', *quote) + 1;  // npos: 0
+        const std::string_view json = bytes.substr(read, is_whole ? bytes.npos : bytes.find('\n', *quote) - read);
+        if (!is_whole && !json.starts_with(kData)) continue;
+        std::optional<Usage> found;
+        // Nearly always it is the object's own: that shows in what follows, and what is before it is not read.
+        if (bytes.substr(0, *quote).ends_with(kUsage))
+            found = usage_in(json.substr(*quote - kUsage.size() - 1 - read));
+        if (!found) found = usage_in(json.substr(std::min(json.find('{'), json.size())));
+        if (found) return *found;
+    }
+    return {};
 }
 
 }  // namespace pdlink::http

@@ -2,9 +2,10 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <optional>
 #include <string_view>
+
+#include "http/json.h"
 
 namespace pdlink::http {
 
@@ -26,11 +27,7 @@ unsigned marks_of(std::string_view events, unsigned wanted);
 // Where the line with the marker at the end of a stream begins, if whole events end with it.
 std::optional<std::size_t> place_of_done(std::string_view events);
 
-struct Usage {
-    std::uint64_t prompt_tokens = 0, completion_tokens = 0;
-};
-
-// What the last usage in events or in a whole answer says; 0 where it says nothing.
-Usage usage_of(std::string_view events);
+// What a whole answer says, or the last of whole events that says something (`usage_in`); 0 where none does.
+Usage usage_of(std::string_view bytes);
 
 }  // namespace pdlink::http

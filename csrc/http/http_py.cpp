@@ -110,11 +110,11 @@ NB_MODULE(_http, m) {
         "data"_a);
     m.def(
         "usage_of",
-        [](const nb::bytes& events) {
-            const pdlink::http::Usage found = pdlink::http::usage_of(pdlink::http::view(events));
+        [](const nb::bytes& data) {
+            const pdlink::http::Usage found = pdlink::http::usage_of(pdlink::http::view(data));
             return nb::make_tuple(found.prompt_tokens, found.completion_tokens);
         },
-        "events"_a);
+        "data"_a);
     m.def("take_arenas_from_large_pages", &pdlink::http::take_arenas_from_large_pages);
     m.def("move_heap_to_large_pages", &pdlink::http::move_heap_to_large_pages);
     m.def("first_data_event", &pdlink::http::first_event, "events"_a);

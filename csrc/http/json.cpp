@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <charconv>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -10,7 +11,7 @@
 namespace pdlink::http {
 namespace {
 
-constexpr std::size_t kMaxDepth = 64, kAnyDepth = SIZE_MAX;
+constexpr std::size_t kMaxDepth = 64, kAnyDepth = SIZE_MAX, kMaxDigits = 12;
 
 using Chunk = std::uint8_t __attribute__((vector_size(16)));  // of GCC and Clang, for any processor
 
@@ -250,6 +251,34 @@ bool is_answer(std::string_view json) {
                                         : read() && (has_choices || has_output || has_content || has_meta);
     scan.space();
     return is_one && scan.at_end();
+}
+
+std::optional<Usage> usage_in(std::string_view json) {
+    Scan scan(json, kAnyDepth);
+    std::optional<Usage> usage, meta;
+    bool is_one_of_several = false;
+    const auto read = [&](std::optional<Usage>& into) {
+        Usage& found = into.emplace();
+        return scan.object([&](std::string_view name) {
+            const char* const begin = scan.at();
+            if (!scan.value()) return false;
+            std::uint64_t number = 0;
+            if (scan.at() - begin > static_cast<std::ptrdiff_t>(kMaxDigits) ||
+                std::from_chars(begin, scan.at(), number).ptr != scan.at())
+                number = 0;  // of no prompt
+            if (name == "prompt_tokens") found.prompt_tokens = number;
+            if (name == "completion_tokens") found.completion_tokens = number;
+            return true;
+        });
+    };
+    const bool is_object = !json.empty() && scan.object([&](std::string_view name) {
+        is_one_of_several = is_one_of_several || name == "index";
+        if (!scan.is_at('{')) return scan.value();
+        return name == "usage" ? read(usage) : name == "meta_info" ? read(meta) : scan.value();
+    });
+    scan.space();
+    if (!is_object || !scan.at_end()) return std::nullopt;
+    return usage || is_one_of_several ? usage : meta;
 }
 
 bool lacks(std::string_view json, std::string_view field) {

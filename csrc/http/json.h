@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -28,6 +29,15 @@ std::optional<Shortened> shortened(std::string_view json, std::size_t long_nbyte
 // (/v1/messages), or with `meta_info` (SGLang's /generate), or a list of objects with that. Of a name that comes
 // twice the last counts. Names count as they are written, without escapes: no server writes them otherwise.
 bool is_answer(std::string_view json);
+
+struct Usage {
+    std::uint64_t prompt_tokens = 0, completion_tokens = 0;
+};
+
+// What an answer, or the payload of an event, says in its own `usage`, or in its `meta_info`; nothing if it has
+// neither. One answer of a batch, which has an `index` beside `meta_info`, says nothing of the request. What is
+// before a field may be cut off, but for one character: the object is read from there.
+std::optional<Usage> usage_in(std::string_view json);
 
 // Whether this is an object without such a field. False, too, for what is nested deeply or has names with escapes.
 bool lacks(std::string_view json, std::string_view field);

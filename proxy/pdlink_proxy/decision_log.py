@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdlink._http import usage_of
 from pdlink.errors import ConfigError
 
 from .decisions import Considered, Decision  # noqa: TC001  (msgspec reads the annotation at run time)
@@ -115,44 +114,36 @@ def hash_ids(keys: Iterable[int | bytes]) -> list[int]:
 
 
 class Tally:
-    """Counts the tokens of an answer that passes."""
+    """Counts the tokens of a stream that passes, which may not say their number."""
 
-    __slots__ = ("_events", "_ids", "_said", "prompt_tokens")
+    __slots__ = ("_events", "_ids")
 
     def __init__(self) -> None:
-        self._events, self._ids, self._said = 0, 0, 0
-        self.prompt_tokens: int | None = None
+        self._events, self._ids = 0, 0
 
     def add(self, data: bytes) -> None:
         """A part of the answer, which holds whole events."""
         self._events += data.count(b'"choices":[{')
         if b'"token_ids":[' in data:
             self._ids += sum(found.count(b",") + 1 for found in _TOKEN_IDS.findall(data))
-        self.whole(data)
-
-    def whole(self, data: bytes) -> None:
-        """An answer in one piece."""
-        prompt_tokens, answer_tokens = usage_of(data)
-        self.prompt_tokens = prompt_tokens or self.prompt_tokens
-        self._said = answer_tokens or self._said
 
     @property
     def answer_tokens(self) -> int:
-        return self._said or self._ids or self._events
+        return self._ids or self._events
 
 
 def logged(
     kept: EndedRequest,
     wanted: PlacementRequest,
-    tally: Tally,
+    answer_tokens: int,
     attempts: list[LoggedAttempt],
 ) -> Logged:
     """The line of a request that has ended."""
     record, (*decided, _) = kept.record(), kept.decisions()
     return Logged(
         timestamp=int((record.at_s - record.total_s) * 1000),
-        input_length=record.prompt_tokens if tally.prompt_tokens is None else tally.prompt_tokens,
-        output_length=tally.answer_tokens,
+        input_length=record.prompt_tokens,
+        output_length=answer_tokens,
         hash_ids=hash_ids(wanted.keys),
         request_id=record.request_id,
         model=wanted.model,

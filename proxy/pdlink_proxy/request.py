@@ -322,8 +322,9 @@ class Request:
         shared.metrics.ended(kept, self._stages, self._exemplar)
         shared.records.keep(kept)
         if self._tally is not None and shared.decision_log is not None:
+            num_answered = answer_tokens or self._tally.answer_tokens
             attempts = [attempt.logged() for attempt in self._attempts.values()]
-            shared.decision_log.add(logged(kept, admission.wanted, self._tally, attempts))
+            shared.decision_log.add(logged(kept, admission.wanted, num_answered, attempts))
         if self._trace is not None:
             self._trace.ended(kept.record(), self._call)
 
@@ -580,10 +581,7 @@ class Request:
         status, body = action.status, action.body
         lines = self._lines("total", time.monotonic())
         if 200 <= status < 300:
-            if self._tally is not None:
-                self._tally.whole(body)
-            self._tail = body if body.startswith(b"{") else b""  # each answer of a batch has a usage of its own
-            self._kv_told = self._kv_value
+            self._tail, self._kv_told = body, self._kv_value
             lines += f"{kv_path.HEADER}: {self._kv_told}\r\n"
             if (prefill_s := self._flow.tries[-1].prefill_s) is not None:
                 self._shared.metrics.ttft_of[PREFILL].observe(prefill_s - self._started_s, self._exemplar)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
+import time
+from typing import Any
 
 import pytest
 
@@ -110,29 +113,72 @@ def test_marks_are_found_wherever_they_stand(seed: int) -> None:
     assert seen == ALL
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_last_usage_counts_wherever_it_stands(seed: int) -> None:
-    rng = random.Random(seed)
-    words = [
-        b'"prompt_tokens":',
-        b'"completion_tokens":',
-        b" ",
-        b"7",
-        b"12",
-        b"null",
-        b"-1",
-        b'"',
-        b"{",
-        b",",
-        b"123456789",
-    ]
-    for _ in range(20_000):
-        events = b"x" * rng.randrange(20) + b"".join(rng.choices(words, k=rng.randrange(12)))
-        found = [
-            re.findall(rb'"%b": ?(\d{1,12})(?!\d)' % name, events)
-            for name in (b"prompt_tokens", b"completion_tokens")
-        ]
-        assert usage_of(events) == tuple(int(each[-1]) if each else 0 for each in found), events
+def _tokens(document: Any) -> tuple[int, int] | None:
+    """As `usage_in`, of what `json` has read."""
+    if not isinstance(document, dict):
+        return None
+    found = document.get("usage")
+    if not isinstance(found, dict):
+        found = None if "index" in document else document.get("meta_info")
+    if not isinstance(found, dict):
+        return None
+    one, other = (
+        number if isinstance(number, int) and 0 <= number < 10**12 else 0
+        for number in (found.get("prompt_tokens"), found.get("completion_tokens"))
+    )
+    return one, other
+
+
+def _document(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    """With a usage here and there."""
+    found: dict[str, Any] = {}
+    for name in rng.sample(["usage", "meta_info", "index", "x", "choices", "prompt_tokens"], rng.randrange(5)):
+        kind = rng.randrange(5 if depth < 3 else 3)
+        found[name] = rng.choice([None, 7, -1, 10**12, 1.5, "a", '"usage":{"prompt_tokens":3}\n', "\\", [], {}])
+        if kind == 1 and name in ("usage", "meta_info"):
+            found[name] = {"prompt_tokens": rng.choice([1, 2, 10**12 - 1]), "completion_tokens": rng.randrange(3)}
+        elif kind == 3:
+            found[name] = _document(rng, depth + 1)
+        elif kind == 4:
+            found[name] = [_document(rng, depth + 1), 1]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_last_usage_that_is_an_answers_or_an_events_own_counts(seed: int) -> None:
+    rng, counts = random.Random(seed), [0, 0, 0]
+    for number in range(5000):
+        separators = rng.choice([(",", ":"), (", ", ": ")])
+        documents = [_document(rng) for _ in range(rng.randrange(1, 5))]
+        texts = [json.dumps(each, separators=separators) for each in documents]
+        kind = rng.randrange(3)
+        if kind == 0:
+            data, wanted = rng.choice(["", "\r\n "]) + texts[0] + rng.choice(["", "\n"]), _tokens(documents[0])
+        elif kind == 1:
+            data, wanted = f"[{','.join(texts)}]", None
+        else:
+            end = rng.choice(["\n", "\r\n"])
+            lines = [f"data:{rng.choice(['', ' '])}{text}{end * 2}" for text in texts]
+            lines += rng.choice(
+                [[], [f"data: [DONE]{end * 2}"], [f": ping{end * 2}", f"event: x{end}data: {{}}{end * 2}"]]
+            )
+            data = "".join(lines)
+            wanted = next((found for each in reversed(documents) if (found := _tokens(each)) is not None), None)
+        assert usage_of(data.encode()) == (wanted or (0, 0)), (seed, number, data)
+        counts[kind] += wanted is not None and wanted != (0, 0)
+    assert min(counts[0], counts[2]) > 100, counts
+
+
+@pytest.mark.parametrize("name", ["usage", "meta_info"])
+def test_what_has_no_usage_of_its_own_is_gone_through_once(name: str) -> None:
+    """A model's arguments of a call are fields of an answer of /v1/messages."""
+    inner = ",".join([f'"{name}":{{"prompt_tokens":1}}'] * 20_000)
+    for document in (f'{{"input":{{{inner}}}}}', f'{{"input":{{{inner}}}, "usage":{{"prompt_tokens":7}},"x":1}}'):
+        begin_s = time.process_time()
+        wanted = 7 if ',"x"' in document else 0
+        assert usage_of(document.encode()) == usage_of(f"data: {document}\n\n".encode()) == (wanted, 0)
+        assert time.process_time() - begin_s < 1  # some ms; a second and more if each were gone through
+    assert usage_of(b"{" + b'"a":{' * 100_000) == usage_of(b'"usage":{') == usage_of(b'data:"usage":{') == (0, 0)
 
 
 EVENT = (

@@ -16,7 +16,7 @@ from pdlink.observe.explain import fetch_explanation, table_of
 from pdlink.plan.traffic import read_trace
 from pdlink_proxy import decision_log
 from pdlink_proxy.decision_log import DecisionLog, Tally
-from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
+from tests.proxy.fakes import DONE, FakeWorker, Proxy, proxy_of, until
 from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
@@ -150,16 +150,27 @@ def test_a_file_that_cannot_be_written_is_a_wrong_setting(tmp_path: Path) -> Non
         DecisionLog(str(tmp_path / "nowhere" / "log"))
 
 
-def test_tokens_are_those_that_the_answer_says_or_its_events() -> None:
+def test_tokens_that_a_stream_does_not_say_are_its_ids_or_its_events() -> None:
     tally = Tally()
     tally.add(b'data: {"choices":[{"index":0,"text":"a \\"choices\\":[{"}]}\n\ndata: {"choices":[{"text":"b"}]}\n\n')
-    assert (tally.answer_tokens, tally.prompt_tokens) == (2, None)
-    tally.add(b'data: {"choices":[],"usage":{"prompt_tokens":5,"total_tokens":22,"completion_tokens":17}}\n\n')
-    assert (tally.answer_tokens, tally.prompt_tokens) == (17, 5)
-    tally = Tally()
+    tally.add(b'data: {"choices":[],"usage":{"prompt_tokens":5}}\n\n')
+    assert tally.answer_tokens == 2
     tally.add(b'data: {"choices":[{"text":"a","token_ids":[5, 6]}]}\n\ndata: {"choices":[{"token_ids":[7]}]}\n\n')
     tally.add(b'data: {"choices":[{"text":"","finish_reason":"length","token_ids":[]}]}\n\n')
     assert tally.answer_tokens == 3
-    tally = Tally()
-    tally.whole(b'{"choices":[{"text":"x"}],"usage":{"prompt_tokens": 5, "completion_tokens": 1}}')
-    assert (tally.answer_tokens, tally.prompt_tokens) == (1, 5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_are_those_that_the_answer_says(
+    prefill: FakeWorker, decode: FakeWorker, tmp_path: Path, stream: bool
+) -> None:
+    usage = b'"usage":{"prompt_tokens":5,"completion_tokens":17}}'
+    event = b'data: {"choices":[{"text":"a","finish_reason":"stop"}]}\n\ndata: {"choices":[],'
+    decode.answer_override, decode.stream_override = b'{"choices":[],' + usage, event + usage + b"\n\n" + DONE
+    path = tmp_path / "log"
+    async with proxy_of([prefill], [decode], decision_log=str(path)) as proxy:
+        async with proxy.post(stream=stream) as response:
+            assert response.status == 200
+            await response.read()
+        (line,) = await lines(path, 1)
+        assert (line["input_length"], line["output_length"]) == (5, 17)

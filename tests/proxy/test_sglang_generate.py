@@ -19,6 +19,7 @@ from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
 
 @dataclass
@@ -40,12 +41,12 @@ class Pair:
 
 
 @contextlib.asynccontextmanager
-async def pair_of(*, plain: bool = False) -> AsyncIterator[Pair]:
+async def pair_of(*, plain: bool = False, **more: Any) -> AsyncIterator[Pair]:
     servers = [FakeSglang("prefill"), FakeSglang("decode"), FakeSglang("null")]
     prefill, decode, both = [await each.start() for each in servers]
     listed: dict[str, Any] = {"both": [both.url]} if plain else {}
     try:
-        async with proxy_of([prefill], [decode], dialect="sglang", **listed) as proxy:
+        async with proxy_of([prefill], [decode], dialect="sglang", **listed, **more) as proxy:
             yield Pair(prefill, decode, proxy, both)
     finally:
         for each in servers:
@@ -119,14 +120,20 @@ async def test_log_probabilities_of_the_prompt_are_prefills_and_the_others_decod
             assert "P" not in answer["text"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("text", "said"), [("a", True), (["a", "b", "c"], False)], ids=["one", "a batch"])
-async def test_the_usage_of_one_answer_of_a_batch_is_not_that_of_the_request(text: Any, said: bool) -> None:
-    async with pair_of() as pair:
-        status, _ = await pair.ask(text=text)
+async def test_the_usage_of_one_answer_of_a_batch_is_not_that_of_the_request(
+    text: Any, said: bool, stream: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "log"
+    async with pair_of(decision_log=str(path)) as pair:
+        status, _ = await pair.ask(text=text, stream=stream)
         assert status == 200
         record = pair.proxy.router.services.records[-1]
         assert record.estimated is not said
         assert (record.prompt_tokens == 3) is said
+    line = json.loads(path.read_bytes())
+    assert (line["input_length"], line["output_length"]) == ((3, 3) if said else (record.prompt_tokens, 0))
 
 
 async def test_a_prefill_that_fails_leaves_no_answer_without_its_part() -> None:
