@@ -1,6 +1,7 @@
 """Heads of HTTP/1.1 messages of the plain kind, which is nearly all of them; answers with such heads; and marks in
 events (`csrc/http`). What is not plain is None here, and a whole parser reads it."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -181,7 +182,7 @@ class Exchanges:
     """Sends requests on connections to workers that nobody uses, each an `Exchange` with its `host`, which has the
     others that are `idle`, the newest last. A subclass does what is seldom needed: `split(method, url)` says a host
     and how such a request begins; `start(method, url, listener, body, lines)` takes a request for which no connection
-    is free; `rest(host)` hears that a host has one; `next()`, that one less is in use than may be."""
+    is free; `rest(host)` hears that a host has one; `next()`, that one is given back while some wait."""
 
     def __init__(self, limit: int) -> None:
         """limit: of those in use; 0 sets none."""
@@ -192,11 +193,16 @@ class Exchanges:
     """Connections that listeners have, and what `start` gave and `finished` has not ended."""
     resting: set[Any]
     """Hosts with connections that nobody uses."""
+    waiting: deque[Any]
+    """What `start` put off until one less is in use."""
 
     def send(self, method: str, url: str, listener: Any, body: bytes = b"", lines: bytes = b"") -> Any:
         """Sends a request, now if a connection is free, and tells the listener what comes. The connection, which
         serves the listener until that has heard the end, and others then; else what `start` gives. lines: more
         headers, of `header_lines`."""
+
+    def newest(self, host: Any) -> Any:
+        """The newest connection of the host that nobody uses, for a request; None if there is none."""
 
     def freed(self, connection: Exchange) -> None:
         """Its listener needs it no more. Of `send`."""

@@ -11,9 +11,11 @@ namespace {
 
 class Exchanges {
   public:
-    explicit Exchanges(std::size_t limit) : limit(limit) {}
+    explicit Exchanges(std::size_t limit)
+        : limit(limit), waiting(nb::module_::import_("collections").attr("deque")()) {}
 
     nb::object send(nb::handle method, nb::handle url, nb::handle listener, nb::handle body, nb::handle lines);
+    nb::object newest(nb::handle host);
     void freed(nb::handle connection);
     void keep(nb::handle connection);
     bool is_full() const { return limit != 0 && running.size() >= limit; }
@@ -21,6 +23,7 @@ class Exchanges {
     std::size_t limit;
     nb::dict known;
     nb::set running, resting;
+    nb::object waiting;
 
     // Of the collector.
     static int traverse(PyObject* self, visitproc visit, void* arg) {
@@ -30,6 +33,7 @@ class Exchanges {
         Py_VISIT(one->known.ptr());
         Py_VISIT(one->running.ptr());
         Py_VISIT(one->resting.ptr());
+        Py_VISIT(one->waiting.ptr());
         return 0;
     }
     static int clear(PyObject* self) {
@@ -38,6 +42,7 @@ class Exchanges {
         one->known.clear();
         one->running.clear();
         one->resting.clear();
+        one->waiting.attr("clear")();
         return 0;
     }
 
@@ -54,24 +59,29 @@ nb::object Exchanges::send(nb::handle method, nb::handle url, nb::handle listene
         if (PyErr_Occurred() != nullptr) throw nb::python_error();
         found = mine.attr("split")(method, url);
     }
-    const auto idle = nb::cast<nb::list>(nb::handle(found[0]).attr("idle"));
-    while (!is_full() && idle.size() != 0) {
-        const nb::object connection = idle[idle.size() - 1];  // the newest: the others may end
+    const nb::object connection = is_full() ? nb::none() : newest(found[0]);
+    if (connection.is_none()) return mine.attr("start")(method, url, listener, body, lines);
+    running.add(connection);
+    connection.attr("ask")(found[1], lines, body, listener, mine);
+    return connection;
+}
+
+nb::object Exchanges::newest(nb::handle host) {
+    const auto idle = nb::cast<nb::list>(host.attr("idle"));
+    while (idle.size() != 0) {
+        const nb::object connection = idle[idle.size() - 1];  // the others may end
         nb::del(idle[idle.size() - 1]);
         if (!nb::cast<bool>(connection.attr("keeps"))) continue;
-        running.add(connection);
         connection.attr("reused") = true;
-        connection.attr("ask")(found[1], lines, body, listener, mine);
         return connection;
     }
-    return mine.attr("start")(method, url, listener, body, lines);
+    return nb::none();
 }
 
 void Exchanges::freed(nb::handle connection) {
-    const bool was_full = is_full();
     running.discard(connection);
     keep(connection);
-    if (was_full) self().attr("next")();
+    if (nb::len(waiting) != 0) self().attr("next")();
 }
 
 void Exchanges::keep(nb::handle connection) {
@@ -95,12 +105,14 @@ void add_exchanges(nb::module_& m) {
         .def(nb::init<std::size_t>(), "limit"_a)
         .def("send", &Exchanges::send, "method"_a, "url"_a, "listener"_a, "body"_a = nb::bytes("", 0),
              "lines"_a = nb::bytes("", 0))
+        .def("newest", &Exchanges::newest, "host"_a)
         .def("freed", &Exchanges::freed, "connection"_a)
         .def("keep", &Exchanges::keep, "connection"_a)
         .def_prop_ro("is_full", &Exchanges::is_full)
         .def_ro("known", &Exchanges::known)
         .def_ro("running", &Exchanges::running)
-        .def_ro("resting", &Exchanges::resting);
+        .def_ro("resting", &Exchanges::resting)
+        .def_ro("waiting", &Exchanges::waiting);
 }
 
 }  // namespace pdlink::http

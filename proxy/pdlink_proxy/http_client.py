@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections import deque
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
@@ -54,8 +53,6 @@ class HttpClient(Exchanges):
         self._hosts: WeakValueDictionary[Address, Host] = WeakValueDictionary()
         """All that somebody uses."""
         self._sweep: asyncio.TimerHandle | None = None
-        self._waiting: deque[HttpRequest] = deque()
-        """For one of the connections that are in use."""
 
     async def __aenter__(self) -> HttpClient:
         return self
@@ -64,8 +61,8 @@ class HttpClient(Exchanges):
         """Ends running requests, too; each is lost to its listener."""
         if self._sweep is not None:
             self._sweep.cancel()
-        while self._waiting:
-            self._waiting.popleft().lost(NoConnection(_ENDS))
+        while self.waiting:
+            self.waiting.popleft().lost(NoConnection(_ENDS))
         connecting = [task for each in tuple(self.running) if (task := each.stop()) is not None]
         for host in self.resting:
             for connection in host.idle:
@@ -89,7 +86,7 @@ class HttpClient(Exchanges):
         request = HttpRequest(self, host)
         request.unsent = begin, lines, body, listener
         if self.is_full:
-            self._waiting.append(request)
+            self.waiting.append(request)
         else:
             self._begin(request)
         return request
@@ -110,13 +107,9 @@ class HttpClient(Exchanges):
 
     def _begin(self, request: HttpRequest) -> None:
         self.running.add(request)
-        idle = request.host.idle
-        while idle:
-            connection = idle.pop()  # the newest: the others may end
-            if connection.keeps:
-                connection.reused = True
-                request.sent_on(connection)
-                return
+        if (connection := self.newest(request.host)) is not None:
+            request.sent_on(connection)
+            return
         request.connecting = asyncio.get_running_loop().create_task(self._connect(request))
 
     async def _connect(self, request: HttpRequest) -> None:
@@ -151,20 +144,20 @@ class HttpClient(Exchanges):
         if (connection := request.connection) is not None:
             request.connection = None
             self.keep(connection)
-        if self._waiting:
+        if self.waiting:
             self.next()
 
     def forget(self, request: HttpRequest) -> None:
         """It is not to be sent any more. For `HttpRequest`."""
         if request in self.running:
             self.finished(request)
-        elif request in self._waiting:
-            self._waiting.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
 
     def next(self) -> None:
         """Sends what waits, as long as there may be more in use."""
-        while self._waiting and not self.is_full:
-            self._begin(self._waiting.popleft())
+        while self.waiting and not self.is_full:
+            self._begin(self.waiting.popleft())
 
     def rest(self, host: Host) -> None:
         """Drops its connections in time, if nobody uses them."""

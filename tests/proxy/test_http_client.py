@@ -9,7 +9,8 @@ import select
 import socket
 import ssl
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 from aiohttp import web
@@ -443,6 +444,28 @@ async def test_a_bound_on_connections_holds_others_back() -> None:
     async with server(talk) as url, client(max_connections=2) as http:
         await asyncio.gather(*(ask(http, url + "/").ended() for _ in range(20)))
     assert most <= 2
+
+
+async def test_those_behind_a_request_that_cannot_be_sent_wait_no_longer_than_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[HttpRequest] = []
+
+    def begin(_: HttpClient, request: HttpRequest) -> None:
+        begun.append(request)
+        if len(begun) == 1:
+            raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(HttpClient, "_begin", begin)
+    used: list[Any] = [Mock(keeps=False) for _ in range(2)]
+    async with client(max_connections=2) as http:
+        http.running.update(used)
+        asked = [http.start("GET", "http://127.0.0.1:1/", Heard()) for _ in range(2)]
+        assert begun == []
+        with pytest.raises(RuntimeError, match="a fault of ours"):
+            http.freed(used[0])
+        http.freed(used[1])
+        assert begun == asked
 
 
 async def test_a_large_body_arrives_whole(unused_tcp_port: int) -> None:
