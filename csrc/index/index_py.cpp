@@ -77,16 +77,22 @@ using Column = nb::ndarray<nb::numpy, double, nb::ndim<1>>;
 using Mask = nb::ndarray<const bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Keys = std::vector<Key>;
 
-// A `PlacementRequest` goes to this worker. Returns how many tokens of it the worker lacks; 0 if its keys were never
-// asked for.
-double placed(Guesses& self, const Kept& kept, nb::handle request, const WorkerLoad& worker) {
-    const nb::object chain = request.attr("chain");
-    if (chain.is_none()) return 0;
-    const auto keys = nb::cast<Keys>(chain);
-    const nb::object held = request.attr("held");
-    return note(self, kept, worker,
-                {keys, nb::cast<double>(request.attr("key_tokens")), nb::cast<double>(request.attr("num_tokens")),
-                 held.is_none() ? nullptr : nb::cast<const Held*>(held)});
+struct Lacking {
+    double most;  // tokens
+    bool known;   // that it is no less
+    std::int64_t least() const { return known ? static_cast<std::int64_t>(most) : 0; }
+};
+
+// A `PlacementRequest` goes to this worker. Returns how many tokens of it the worker lacks. With one worker on each
+// side nobody asks for the keys of a prompt, and it may lack less.
+Lacking placed(Guesses& self, const Kept& kept, nb::handle request, const WorkerLoad& worker) {
+    const nb::object chain = request.attr("chain"), held = request.attr("held");
+    const bool known = !chain.is_none();
+    const auto keys = known ? nb::cast<Keys>(chain) : Keys{};
+    const Asked asked{keys, nb::cast<double>(request.attr("key_tokens")),
+                      nb::cast<double>(request.attr("num_tokens")),
+                      held.is_none() ? nullptr : nb::cast<const Held*>(held)};
+    return {note(self, kept, worker, asked), known};
 }
 
 // Keeps its workers.
@@ -258,9 +264,7 @@ NB_MODULE(_index, m) {
         .def(
             "placed",
             [](Guesses& self, std::size_t of_worker, std::size_t unheard, nb::handle request,
-               const WorkerLoad& worker) {
-                return static_cast<std::int64_t>(placed(self, {of_worker, unheard}, request, worker));
-            },
+               const WorkerLoad& worker) { return placed(self, {of_worker, unheard}, request, worker).least(); },
             "of_worker"_a, "unheard"_a, "request"_a, "worker"_a)
         .def("forget", &Guesses::forget, "worker"_a)
         .def_prop_ro("num_keys", &Guesses::num_keys)
@@ -346,9 +350,9 @@ NB_MODULE(_index, m) {
         .def(
             "placed",
             [](Costs& self, std::size_t of_worker, std::size_t unheard, nb::handle request, WorkerLoad& worker) {
-                const double lacking = placed(self, {of_worker, unheard}, request, worker);
-                self.take(worker, lacking);
-                return static_cast<std::int64_t>(lacking);
+                const Lacking lacking = placed(self, {of_worker, unheard}, request, worker);
+                self.take(worker, lacking.most);
+                return lacking.least();
             },
             "of_worker"_a, "unheard"_a, "request"_a, "worker"_a);
     nb::class_<PyColumns>(m, "Columns")

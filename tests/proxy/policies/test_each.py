@@ -227,6 +227,16 @@ def test_a_worker_lacks_what_it_was_not_sent_before(name: str) -> None:
     assert policy.placed(PlacementRequest("m", 300, 50), one) == 0, "nobody knows"
 
 
+def test_prompts_of_a_single_worker_count_as_computed_whether_their_keys_were_asked_for_or_not() -> None:
+    """Only those of short ones are known without asking."""
+    taken = []
+    for chain in ((), None):
+        policy, (only,) = make_policy("cost"), pool(0)
+        policy.placed(PlacementRequest("m", 300, chain=chain, held=HeldKV([(only.number, 100, 0.0)])), only)
+        taken.append(policy.sent_to.taken(only))  # type: ignore[attr-defined]
+    assert taken[0] == taken[1] > 0
+
+
 def keys_of(prompt: bytes, **more: str) -> list[object]:
     return list(PlacementRequest(more.pop("model", "m"), 1, prompt=prompt, **more).keys)  # type: ignore[arg-type]
 
