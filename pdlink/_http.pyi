@@ -128,6 +128,10 @@ class Exchange(Socket):
     def heard(self) -> bool:
         """Something of the answer has come."""
 
+    @property
+    def passed_s(self) -> float:
+        """When an event of this connection has passed last, on the monotonic clock; 0 before."""
+
 class Requests(Socket):
     """One connection of a client: reads its plain requests. Their first line is one of `paths`; each field comes once
     and is a token (RFC 9110 5.6.2), a colon and printable ASCII; there are a host and a length, and no field that

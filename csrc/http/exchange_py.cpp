@@ -46,6 +46,7 @@ class Exchange : public Socket {
 
     nb::object listener, uses;
     bool keeps = true, reused = false, heard = false, paused = false;
+    double passed_s = 0;  // when the last event did
 
     // Of the collector.
     static int traverse(PyObject* self, visitproc visit, void* arg) {
@@ -89,11 +90,10 @@ class Exchange : public Socket {
     unsigned marks_ = 0;          // of events that do not
     std::string passed_;          // events of which the listener was not told
     bool passed_finish_ = false;  // one of them has a finish_reason
-    double passed_s_ = 0;
-    bool bursts_ = false;    // what came last are events that came soon after those before them
-    bool begins_ = false;    // what came last are the first events, which the others of a burst follow at once
-    bool passes_ = false;    // of this answer some pass
-    bool finishes_ = false;  // what follows is the end, for which the client does not wait longer
+    bool bursts_ = false;         // what came last are events that came soon after those before them
+    bool begins_ = false;         // what came last are the first events, which the others of a burst follow at once
+    bool passes_ = false;         // of this answer some pass
+    bool finishes_ = false;       // what follows is the end, for which the client does not wait longer
     std::string chunk_;
     bool told_ = false;  // Python was told something of what came last
 };
@@ -211,9 +211,9 @@ bool Exchange::pass(const Part& part) {
     chunk_.append(kLineEnd).append(part.body).append(kLineEnd);
     const std::size_t done = to_->send(chunk_);
     passed_.append(part.body);
-    const double before_s = std::exchange(passed_s_, now_s());
+    const double before_s = std::exchange(passed_s, now_s());
     finishes_ = finishes_ || (marks & kFinish) != 0;
-    bursts_ = passed_s_ - before_s < kBurstS;
+    bursts_ = passed_s - before_s < kBurstS;
     if (done < chunk_.size()) client_.attr("send_rest")(bytes_of(std::string_view(chunk_).substr(done)));
     if (done < chunk_.size() || passed_.size() >= kTellNbytes) tell_passed();  // the client may be behind
     return true;
@@ -224,7 +224,7 @@ void Exchange::tell_passed() {
     told_ = true;
     const nb::bytes passed = bytes_of(std::exchange(passed_, {}));
     const bool finished = std::exchange(passed_finish_, false);
-    if (listener.is_valid()) listener.attr("on_passed")(passed, passed_s_, finished);
+    if (listener.is_valid()) listener.attr("on_passed")(passed, passed_s, finished);
 }
 
 void Exchange::pass_no_more() {
@@ -326,7 +326,8 @@ void add_exchange(nb::module_& m) {
         .def_rw("keeps", &Exchange::keeps)
         .def_rw("reused", &Exchange::reused)
         .def_rw("paused", &Exchange::paused)
-        .def_ro("heard", &Exchange::heard);
+        .def_ro("heard", &Exchange::heard)
+        .def_ro("passed_s", &Exchange::passed_s);
 }
 
 }  // namespace pdlink::http

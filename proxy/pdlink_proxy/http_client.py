@@ -230,6 +230,11 @@ class HttpRequest:
         if self.connection is not None:
             self.connection.pass_to(to, marks)
 
+    @property
+    def passed_s(self) -> float:
+        """See `Exchange.passed_s`."""
+        return self.connection.passed_s if self.connection is not None else 0.0
+
     def pass_no_more(self) -> None:
         if self.connection is not None:
             self.connection.pass_no_more()

@@ -196,6 +196,10 @@ class WorkerLeg(LegAccount, AnswerListener):
             self._leave()
             self.close(well=None)
 
+    @property
+    def passed_s(self) -> float:
+        return self.connection.passed_s if self.connection is not None else 0.0
+
     def gone(self, reason: str) -> None:
         """Its worker is not there any more, and its connection says nothing of it: the same as if that had broken."""
         if self.hears is not None:

@@ -53,7 +53,7 @@ async def watch(
         poked = asked_s - before_s < interval_s
         try:
             well = all(each.state is State.OK for each in workers)
-            spoke = not poked and all(each.spoke_s > before_s for each in workers)
+            spoke = not poked and all(each.spoke_since(before_s) for each in workers)
             known = KnownHealth(first.health, well, spoke)
             health = await (look_at_plain if first.plain else dialect.look)(asking, known)
             for each, count in zip(workers, faults, strict=True):

@@ -69,11 +69,15 @@ class State(enum.Enum):
 _NOWHERE = PrefillAddress("")
 
 
-class Gone(Protocol):
-    """A leg that waits for its worker."""
+class Running(Protocol):
+    """A leg that runs at its worker."""
 
     def gone(self, reason: str) -> None:
         """The worker is not there any more."""
+
+    @property
+    def passed_s(self) -> float:
+        """When an event of its stream has passed to the client last; 0 if none has."""
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +109,7 @@ class Worker:
     """time.monotonic of the last answer."""
     spoke_s: float = -math.inf
     """The same of its legs, where the engine has answered well."""
-    legs: set[Gone] = field(default_factory=set)
+    legs: set[Running] = field(default_factory=set)
     """That run, to be told that it is gone."""
     passing: int = 0
     """Requests that it serves without legs."""
@@ -181,6 +185,10 @@ class Worker:
         if (said := self.health) is not None:
             control = self.control or said.control or ""
             self.address = PrefillAddress(control[0] if len(control) == 1 else control, said.name, self.engine)
+
+    def spoke_since(self, at_s: float) -> bool:
+        """Whether a leg of its was answered well since then, or an event of its stream passed."""
+        return self.spoke_s > at_s or any(leg.passed_s > at_s for leg in self.legs)
 
     def heard(self, health: Health | str, *, faults_when_asked: int) -> None:
         """Take in its health, or the text why its answer is invalid."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -115,10 +116,13 @@ def stream() -> Iterator[Stream]:
 
 
 def test_events_pass_as_they_are(stream: Stream) -> None:
+    assert stream.passed_s == 0
+    began_s = time.monotonic()
     for events in (EVENT, EVENT * 2):
         stream.feed(chunk(events))
         assert stream.got() == chunk(events)
     assert stream.told == []
+    assert began_s < stream.passed_s < time.monotonic()
     stream.pass_no_more()
     assert stream.told == [("passed", EVENT * 3)]
     stream.pass_no_more()

@@ -60,6 +60,9 @@ async def test_a_look_hears_whether_legs_were_answered_since_the_one_before() ->
         worker.spoke_s = 0.0
         while await told.get():
             pass
+        worker.legs |= {Mock(passed_s=0.0), Mock(passed_s=math.inf)}  # events of a stream pass, which no leg hears
+        while not await told.get():
+            pass
 
 
 async def test_a_look_that_fails_unexpectedly_is_logged_and_the_server_asked_again(
