@@ -102,7 +102,7 @@ class PlacementRequest(msgspec.Struct, eq=False):
     @property
     def counted(self) -> bool:
         """`num_tokens` is exact: the prompt is a list of token ids."""
-        return _IDS.match(self.prompt) is not None
+        return self.prompt[:1] == b"[" and _IDS.match(self.prompt) is not None
 
     @property
     def total_tokens(self) -> int:

@@ -115,7 +115,9 @@ class Request:
     _kept_line = ""
     """The header that says how much of its prompt its session keeps."""
     _tail = b""
-    """The last part of the answer; of a stream, the last reads."""
+    """The last part of the answer; of a stream, the last read."""
+    _before_tail = b""
+    """Of a stream, the read before that."""
     _early: bytes | None = None
     """Events of prefill's that wait for decode's KV path."""
     _stages = _NO_STAGES
@@ -287,6 +289,8 @@ class Request:
         if first_s is None and not self._call.streaming:
             first_s = flow.tries[-1].prefill_s
         prompt_tokens, answer_tokens = usage_of(self._tail)
+        if not (prompt_tokens or answer_tokens) and self._before_tail:
+            prompt_tokens, answer_tokens = usage_of(self._before_tail)
         further, per_token_s = (answer_tokens or self._num_events) - 1, None
         if outcome is Outcome.OK and first_s is not None and further > 0:
             per_token_s = (ended_s - first_s) / further
@@ -630,9 +634,8 @@ class Request:
 
     def _end_stream(self, data: bytes) -> None:
         """Its last events."""
-        before = self._tail
+        self._before_tail = self._tail  # it may have the usage
         self._count(data)
-        self._tail = before + data  # any of it may have the usage
         if self._opened_s is None:
             self._open()
         self._stages, timing = stages(self._flow.tries, self._admission.placement_s, time.monotonic(), "total")
