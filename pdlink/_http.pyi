@@ -84,7 +84,8 @@ class Exchange(Socket):
     A plain answer has a head of at most 16 KB that comes in one piece and says how long the body is or that it comes
     in chunks, and the connection stays after it. A subclass does what is seldom needed: `abort`, `resume`,
     `broke(errno)`, `send_rest(data)`; `unusual(data)` for an answer that is not plain, as `Unusual.feed`, and
-    `usual()` when that is over; `too_long(most_nbytes)` and `bad(most_nbytes)` of an answer that is lost.
+    `usual()` when that is over; `too_long(most_nbytes)` and `bad(most_nbytes)` of an answer that is lost;
+    `fault(error)` if `freed` raised, of which the listener hears nothing.
     """
 
     keeps: bool
@@ -109,10 +110,9 @@ class Exchange(Socket):
         """Whole events of a stream without these marks go to this client as they are, each read as a chunk, until
         something else comes, the client does not take them, or `pass_no_more`. Behind the first events, and behind
         those that come within 2 ms of the ones before them, the next are read 1 ms later, together; not behind a
-        finish_reason. The listener hears
-        of some 35 of them at a time, and always before it hears of anything else: `on_passed(events,
-        when_the_last_one_passed_s, finished)`, on the monotonic clock; finished: one has a finish_reason. What the
-        client's socket does not take gets its `send_rest`."""
+        finish_reason. The listener hears of some 35 of them at a time, and always before it hears of anything else:
+        `on_passed(events, when_the_last_one_passed_s, finished)`, on the monotonic clock; finished: one has a
+        finish_reason. What the client's socket does not take gets its `send_rest`."""
 
     def pass_no_more(self) -> None:
         """The listener has heard of all that passed when this returns."""

@@ -261,7 +261,14 @@ void Exchange::end(unsigned where) {
     if (paused) mine.attr("resume")();
     listener.reset();
     headers_.reset();
-    if (const nb::object freed = std::exchange(uses, nb::object()); freed.is_valid()) freed.attr("freed")(mine);
+    const nb::object freed = std::exchange(uses, nb::object());
+    if (!freed.is_valid()) return;
+    try {
+        freed.attr("freed")(mine);
+    } catch (nb::python_error& error) {  // of another request, say: this one's listener hears its end all the same
+        if (!error.matches(PyExc_Exception)) throw;
+        mine.attr("fault")(error.value());
+    }
 }
 
 // The answer is over without its end: its body as far as it came, and its head.

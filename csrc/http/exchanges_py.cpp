@@ -62,7 +62,13 @@ nb::object Exchanges::send(nb::handle method, nb::handle url, nb::handle listene
     const nb::object connection = is_full() ? nb::none() : newest(found[0]);
     if (connection.is_none()) return mine.attr("start")(method, url, listener, body, lines);
     running.add(connection);
-    connection.attr("ask")(found[1], lines, body, listener, mine);
+    try {
+        connection.attr("ask")(found[1], lines, body, listener, mine);
+    } catch (...) {
+        running.discard(connection);
+        connection.attr("leave")();
+        throw;
+    }
     return connection;
 }
 
@@ -80,7 +86,12 @@ nb::object Exchanges::newest(nb::handle host) {
 
 void Exchanges::freed(nb::handle connection) {
     running.discard(connection);
-    keep(connection);
+    try {
+        keep(connection);
+    } catch (...) {
+        self().attr("next")();
+        throw;
+    }
     if (nb::len(waiting) != 0) self().attr("next")();
 }
 

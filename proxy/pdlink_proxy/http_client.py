@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 from pdlink._http import Exchanges, header_lines
 
-from .http_connection import Address, Connection, Host, NoConnection
+from .http_connection import Address, Connection, Host, NoConnection, tell_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -107,10 +107,14 @@ class HttpClient(Exchanges):
 
     def _begin(self, request: HttpRequest) -> None:
         self.running.add(request)
-        if (connection := self.newest(request.host)) is not None:
-            request.sent_on(connection)
-            return
-        request.connecting = asyncio.get_running_loop().create_task(self._connect(request))
+        try:
+            if (connection := self.newest(request.host)) is not None:
+                request.sent_on(connection)
+                return
+            request.connecting = asyncio.get_running_loop().create_task(self._connect(request))
+        except BaseException:
+            self.running.discard(request)
+            raise
 
     async def _connect(self, request: HttpRequest) -> None:
         loop, address, tls = asyncio.get_running_loop(), request.host.address, None
@@ -130,7 +134,10 @@ class HttpClient(Exchanges):
             if connection.keeps:
                 connection.host = request.host
                 request.connecting = None
-                request.sent_on(connection)
+                try:
+                    request.sent_on(connection)
+                except Exception as problem:  # noqa: BLE001 -- whatever it is, the listener hears of it
+                    self._failed(request, problem)
                 return
             # Its loss was told before it had a listener: a worker that dies resets what it has not accepted.
             error = NoConnection("the worker closed the connection at once")
@@ -143,7 +150,11 @@ class HttpClient(Exchanges):
         self.running.discard(request)
         if (connection := request.connection) is not None:
             request.connection = None
-            self.keep(connection)
+            try:
+                self.keep(connection)
+            except BaseException:
+                self.next()
+                raise
         if self.waiting:
             self.next()
 
@@ -157,7 +168,17 @@ class HttpClient(Exchanges):
     def next(self) -> None:
         """Sends what waits, as long as there may be more in use."""
         while self.waiting and not self.is_full:
-            self._begin(self.waiting.popleft())
+            request = self.waiting.popleft()
+            try:
+                self._begin(request)
+            except Exception as error:  # noqa: BLE001 -- of this request alone: the others go on
+                self._failed(request, error)
+
+    def _failed(self, request: HttpRequest, error: Exception) -> None:
+        """By a fault of ours it cannot be sent."""
+        self.running.discard(request)
+        tell_of("a request could not be sent", error)
+        request.lost(NoConnection(f"the proxy could not send: {error}"))
 
     def rest(self, host: Host) -> None:
         """Drops its connections in time, if nobody uses them."""
@@ -194,9 +215,15 @@ class HttpRequest:
     def sent_on(self, connection: Connection) -> None:
         """It has a connection."""
         assert self.unsent is not None
-        (begin, lines, body, listener), self.unsent = self.unsent, None
+        begin, lines, body, listener = self.unsent
         self.connection = connection
-        connection.ask(begin, lines, body, listener, self)
+        try:
+            connection.ask(begin, lines, body, listener, self)
+        except BaseException:
+            self.connection = None
+            connection.leave()
+            raise
+        self.unsent = None
 
     def freed(self, _connection: Connection) -> None:
         """It needs its connection no more."""

@@ -214,6 +214,13 @@ class Connection(Exchange, asyncio.Protocol):
         """Such an answer is over."""
         self._unusual = None
 
+    def fault(self, error: Exception) -> None:
+        """Who used it failed when it was given back; perhaps somebody uses it already."""
+        self.keeps = False
+        if self.listener is None:
+            self.abort()
+        tell_of("a connection could not be given back", error)
+
     def too_long(self, most_nbytes: int) -> None:
         self._fail(BadAnswer.too_long(most_nbytes))
 
@@ -229,6 +236,11 @@ class Connection(Exchange, asyncio.Protocol):
         self.abort()
         if listener is not None:
             listener.on_lost(error)
+
+
+def tell_of(what: str, error: Exception) -> None:
+    """Logs a fault of ours."""
+    asyncio.get_running_loop().call_exception_handler({"message": what, "exception": error})
 
 
 class Unusual:

@@ -9,7 +9,7 @@ import select
 import socket
 import ssl
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from unittest.mock import Mock
 
 import pytest
@@ -34,7 +34,7 @@ from tests.proxy.fakes import until
 from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
     from pathlib import Path
 
     Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -350,6 +350,8 @@ async def test_a_connection_that_was_paused_at_the_end_of_an_answer_is_read_agai
 
 
 async def test_idle_connections_are_closed_before_the_server_closes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at_last_s = 1.25 * http_client.KEEPALIVE_S
+    assert looked_at_last_s < 5, "uvicorn's timeout_keep_alive"
     monkeypatch.setattr(http_client, "KEEPALIVE_S", 0.05)
     closed = asyncio.Event()
 
@@ -446,26 +448,76 @@ async def test_a_bound_on_connections_holds_others_back() -> None:
     assert most <= 2
 
 
-async def test_those_behind_a_request_that_cannot_be_sent_wait_no_longer_than_others(
-    monkeypatch: pytest.MonkeyPatch,
+@contextlib.contextmanager
+def one_failure(monkeypatch: pytest.MonkeyPatch, kind: str) -> Iterator[list[str]]:
+    """The next request that waits cannot be sent, or the next connection that its user gives back is not taken; what
+    was logged of it."""
+    logged: list[str] = []
+    owner, name = (Connection, "ask") if kind == "ask" else (HttpClient, "newest" if kind == "begin" else "keep")
+
+    def fail(*_: object) -> None:
+        again.undo()
+        raise RuntimeError("a fault of ours")
+
+    with monkeypatch.context() as again:
+        again.setattr(owner, name, fail, raising=False)
+        asyncio.get_running_loop().set_exception_handler(lambda _, about: logged.append(str(about["exception"])))
+        yield logged
+    assert logged == ["a fault of ours"]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("kind", ["begin", "ask", "keep"])
+async def test_an_answer_is_heard_whatever_fails_behind_it_and_no_place_is_lost(
+    kind: str, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: list[HttpRequest] = []
+    asked = asyncio.Event()
 
-    def begin(_: HttpClient, request: HttpRequest) -> None:
-        begun.append(request)
-        if len(begun) == 1:
-            raise RuntimeError("a fault of ours")
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await reader.readuntil(b"\r\n\r\n")
+            asked.set()
+            await may_answer.wait()
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
 
-    monkeypatch.setattr(HttpClient, "_begin", begin)
-    used: list[Any] = [Mock(keeps=False) for _ in range(2)]
-    async with client(max_connections=2) as http:
-        http.running.update(used)
-        asked = [http.start("GET", "http://127.0.0.1:1/", Heard()) for _ in range(2)]
-        assert begun == []
-        with pytest.raises(RuntimeError, match="a fault of ours"):
-            http.freed(used[0])
-        http.freed(used[1])
-        assert begun == asked
+    class Whole(Heard):
+        most_nbytes = 100
+
+        def on_whole(self, status: int, headers: Headers, body: bytes) -> None:
+            self.status = status
+            self.on_end(body)
+
+    may_answer = asyncio.Event()
+    async with server(talk) as url, client(max_connections=1) as http:
+        heard = [Whole() if whole else Heard() for _ in range(3)]
+        for each in heard:
+            each.request = http.start("GET", url + "/", each)
+        await asyncio.wait_for(asked.wait(), WAIT_S)
+        with one_failure(monkeypatch, kind):
+            may_answer.set()
+            assert await heard[0].ended() == b"ok"
+            if kind == "keep":
+                assert await heard[1].ended() == b"ok"
+            else:
+                with pytest.raises(NoConnection, match="a fault of ours"):
+                    await heard[1].ended()
+            assert await heard[2].ended() == b"ok"
+        assert not http.running
+
+
+async def test_a_request_that_cannot_be_sent_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with (
+        server(saying(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", close=False)) as url,
+        client(max_connections=1) as http,
+    ):
+        assert await ask(http, url + "/").ended() == b"ok"
+        for send in (http.start, http.send):
+            with monkeypatch.context() as once:
+                once.setattr(Connection, "ask", Mock(side_effect=RuntimeError("a fault of ours")))
+                with pytest.raises(RuntimeError, match="a fault of ours"):
+                    send("GET", url + "/", Heard())
+            assert not http.running
+            assert await ask(http, url + "/").ended() == b"ok"
 
 
 async def test_a_large_body_arrives_whole(unused_tcp_port: int) -> None:
