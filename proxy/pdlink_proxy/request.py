@@ -365,7 +365,7 @@ class Request:
                 if (do := _DO.get(type(action))) is not None:
                     do(self, action)
                 elif isinstance(action, Forward):
-                    forward = action.data
+                    forward += action.data  # no copy of the first one, nearly always the only one
                 elif isinstance(action, EndStream):
                     self._end_stream(forward + action.data)
                     forward = b""

@@ -41,6 +41,8 @@ class FakeSglang(FakeServer):
     fail_with: int | None = None
     gate: asyncio.Event | None = None
     """Waited for before the first byte of an answer."""
+    steps: asyncio.Semaphore | None = None
+    """Each event of /generate's streams waits for one."""
     break_at: int | None = None
     """Close the connection in place of this event of a stream."""
     streams: Mapping[str, Sequence[bytes]] = field(default_factory=dict)
@@ -206,6 +208,8 @@ class FakeSglang(FakeServer):
         for token in range(limit):
             for index in range(num):
                 event = {**said(index, token + 1), **({"index": index} if batch else {})}
+                if self.steps is not None:
+                    await self.steps.acquire()
                 await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
         await response.write(DONE)
         return response

@@ -120,6 +120,25 @@ async def test_log_probabilities_of_the_prompt_are_prefills_and_the_others_decod
             assert "P" not in answer["text"]
 
 
+async def test_a_stream_that_comes_in_reads_before_prefills_answer_is_whole() -> None:
+    async with pair_of() as pair:
+        pair.prefill.gate, pair.decode.steps = asyncio.Event(), asyncio.Semaphore(0)
+        asked = asyncio.create_task(pair.ask(text="a", return_logprob=True, stream=True))
+        _, decode = pair.proxy.router.services.pools.all
+        legs: Any = decode.legs
+        read = 0
+        for _ in range(2):
+            pair.decode.steps.release()
+            await until(lambda: any(leg.nbytes > read for leg in legs), "the next event")  # noqa: B023
+            read = next(leg.nbytes for leg in legs)
+        pair.decode.steps.release()
+        await until(lambda: not legs, "the end")
+        pair.prefill.gate.set()
+        status, events = await asked
+        assert status == 200
+        assert [event["text"] for event in events] == ["0.0 ", "0.0 0.1 ", "0.0 0.1 0.2 "]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("text", "said"), [("a", True), (["a", "b", "c"], False)], ids=["one", "a batch"])
 async def test_the_usage_of_one_answer_of_a_batch_is_not_that_of_the_request(
