@@ -424,11 +424,14 @@ class Flow:
     def _on_answered(self, event: Answered, now: float) -> list[Action]:
         leg, status, body = event.leg, event.status, event.body
         state = self._legs.get(leg) if event.attempt == self.attempts else None
-        if state is None or not state.running or (self._rules.awaits_prefill and self._keeps(event)):
+        if state is None or not state.running:
+            return []
+        if not 200 <= status < 300:  # also before prefill's answer: that may wait for decode
+            state.running = False
+            return self._on_bad_status(event, now)
+        if self._rules.awaits_prefill and self._keeps(event):
             return []
         state.running = False
-        if not 200 <= status < 300:
-            return self._on_bad_status(event, now)
         marks = marks_of(body, self.look)
         problem = ""
         if event.content_type != "application/json":

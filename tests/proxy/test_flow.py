@@ -305,6 +305,18 @@ def test_a_stream_that_ends_before_prefills_answer_goes_to_the_client_with_that(
     assert flow.outcome is Outcome.OK
 
 
+@pytest.mark.parametrize(("status", "outcome"), [(400, Outcome.REJECTED), (500, Outcome.FAILED), (503, None)])
+def test_decodes_error_is_judged_at_once_where_prefill_is_awaited(status: int, outcome: Outcome | None) -> None:
+    flow = Flow(LIMITS, 0.0, KINDS["awaited"])
+    flow.on(Placed("p", "d"), 0.0)
+    blame, cancel, last = flow.on(Answered(1, D, status, _BODY), 1.0)
+    assert isinstance(blame, BlameLeg)
+    assert (blame.leg, blame.reason) == (D, status)
+    assert cancel == CancelLeg(1, P)
+    assert isinstance(last, Place if outcome is None else Respond)
+    assert flow.outcome is outcome
+
+
 class World:
     """A driver that keeps the books and checks every action against them."""
 
@@ -324,6 +336,7 @@ class World:
         self.forwarded = False
         self.finals: list[Action] = []
         self.places: Counter[Why] = Counter()
+        self.blamed: set[tuple[int, Leg]] = set()
         self.left = False
 
     def happen(self, news: Event, placed: Event | None = None) -> None:
@@ -351,6 +364,8 @@ class World:
                 assert params == _ANSWER
                 assert (attempt, P) in self.finished
                 self.start(attempt, D)
+            case BlameLeg(attempt=attempt, leg=leg):
+                self.blamed.add((attempt, leg))
             case CancelLeg(attempt=attempt, leg=leg):
                 self.open.remove((attempt, leg))  # KeyError: cancelled what does not run
                 self.finished.add((attempt, leg))
@@ -382,9 +397,12 @@ class World:
         return self.streaming and (leg is D or self.kind == "streams")
 
     def last_word(self, key: tuple[int, Leg], news: Event) -> None:
+        fails = isinstance(news, Lost) or (isinstance(news, Answered) and news.status != 200)
+        judged = fails and key in self.open
         self.open.discard(key)
         self.finished.add(key)
         self.happen(news)
+        assert not judged or key in self.blamed, "a failure is judged at once, whatever else is awaited"
 
 
 @settings(max_examples=400, deadline=None)

@@ -139,6 +139,16 @@ async def test_a_stream_that_comes_in_reads_before_prefills_answer_is_whole() ->
         assert [event["text"] for event in events] == ["0.0 ", "0.0 0.1 ", "0.0 0.1 0.2 "]
 
 
+@pytest.mark.parametrize("code", [400, 503])
+async def test_decodes_error_does_not_wait_for_prefill(code: int) -> None:
+    async with pair_of(retries=0) as pair:
+        pair.prefill.gate, pair.decode.fail_with = asyncio.Event(), code
+        status, _ = await pair.ask(text="a", return_logprob=True)
+        assert status == code
+        legs = pair.proxy.router.services.records[-1].legs
+        assert [(leg.leg, leg.end) for leg in legs] == [("prefill", "cancelled"), ("decode", str(code))]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("text", "said"), [("a", True), (["a", "b", "c"], False)], ids=["one", "a batch"])
 async def test_the_usage_of_one_answer_of_a_batch_is_not_that_of_the_request(
