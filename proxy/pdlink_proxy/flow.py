@@ -171,8 +171,8 @@ class Flow:
         self._last_events = last_events
         self._request_deadline_s = now + limits.request_s
         self._legs: dict[Leg, LegState] = {}
-        self._kept: list[Chunk | Ended | Answered] = []
-        """Of decode legs whose prefill has not answered (`Rules.awaits_prefill`)."""
+        self._kept: list[tuple[Chunk | Ended | Answered, float]] = []
+        """Of decode legs whose prefill has not answered (`Rules.awaits_prefill`), and when they came."""
         self._retries_left = limits.retries
         self._finished = bool(last_events)
         """The client has a finish_reason, or such streams have none."""
@@ -234,7 +234,7 @@ class Flow:
     def _of_ended(self, event: Ended, now: float) -> list[Action]:
         leg = event.leg
         state = self._legs.get(leg) if event.attempt == self.attempts else None
-        if state is None or not state.running or (self._rules.awaits_prefill and self._keeps(event)):
+        if state is None or not state.running or (self._rules.awaits_prefill and self._keeps(event, now)):
             return []
         if not event.data:
             return self._on_ended(leg, now)
@@ -286,7 +286,7 @@ class Flow:
     def _on_chunk(self, event: Chunk | Ended, now: float) -> list[Action]:
         leg, data = event.leg, event.data
         state = self._legs.get(leg) if event.attempt == self.attempts else None
-        if state is None or not state.running or (self._rules.awaits_prefill and self._keeps(event)):
+        if state is None or not state.running or (self._rules.awaits_prefill and self._keeps(event, now)):
             return []
         forward, events, buffer = b"", data, state.buffer
         try:
@@ -429,7 +429,7 @@ class Flow:
         if not 200 <= status < 300:  # also before prefill's answer: that may wait for decode
             state.running = False
             return self._on_bad_status(event, now)
-        if self._rules.awaits_prefill and self._keeps(event):
+        if self._rules.awaits_prefill and self._keeps(event, now):
             return []
         state.running = False
         marks = marks_of(body, self.look)
@@ -454,12 +454,12 @@ class Flow:
                 body = usage.merged(self._prefill_answer, body)
         return self._finish(Outcome.OK, Respond(status, body))
 
-    def _keeps(self, event: Chunk | Ended | Answered) -> bool:
+    def _keeps(self, event: Chunk | Ended | Answered, now: float) -> bool:
         """Whether decode's event waits for prefill's answer, with `Rules.awaits_prefill`."""
         prefill = self._legs.get(PREFILL)
         keeps = event.leg is DECODE and prefill is not None and prefill.running
         if keeps:
-            self._kept.append(event)
+            self._kept.append((event, now))
             self._legs[DECODE].ends = not isinstance(event, Chunk)
         return keeps
 
@@ -486,7 +486,12 @@ class Flow:
         """Decode has waited for its answer."""
         if self._rules.awaits_prefill:
             kept, self._kept = self._kept, []
-            return [action for event in kept for action in self.on(event, now)]
+            of, actions = self.tries[-1], list[Action]()
+            for event, came_s in kept:
+                actions += self.on(event, now)  # what follows, and deadlines, count from now
+                if of.decode_s == now:
+                    of.decode_s = came_s
+            return actions
         if self._rules.handover is None or DECODE in self._legs:
             return []
         params = self._rules.handover(self._prefill_answer)

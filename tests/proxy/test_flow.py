@@ -317,6 +317,19 @@ def test_decodes_error_is_judged_at_once_where_prefill_is_awaited(status: int, o
     assert flow.outcome is outcome
 
 
+@pytest.mark.parametrize("streaming", [True, False])
+def test_what_waited_for_prefill_has_the_time_at_which_it_came_and_its_deadline_counts_from_then_on(
+    streaming: bool,
+) -> None:
+    flow = Flow(LIMITS, 0.0, KINDS["awaited"])
+    flow.on(Placed("p", "d"), 0.0)
+    for now, news in ((1.0, Chunk(1, D, ZERO)), (2.0, Chunk(1, D, event("one")))):
+        assert flow.on(news if streaming else Answered(1, D, 200, _ANSWER), now) == []
+    flow.on(Answered(1, P, 200, _ANSWER), 8.0)
+    assert (flow.tries[0].decode_s, flow.tries[0].prefill_s) == (1.0, 8.0)
+    assert flow.deadline_s == (8 + LIMITS.idle_s if streaming else math.inf)
+
+
 class World:
     """A driver that keeps the books and checks every action against them."""
 
