@@ -186,9 +186,10 @@ class WorkerLeg(LegAccount, AnswerListener):
         took_s = now_s - self.answered_s if self.answered_s is not None else 0.0
         return took_s / self.nbytes if took_s >= MIN_PACE_S else None
 
-    def blame(self) -> None:
-        """It failed by its worker's own fault, which may show after its end."""
-        self.end(time.monotonic(), well=False)
+    def blame(self, *, own: bool) -> None:
+        """It failed, whatever its stream does from now on. own: by its worker's fault, which may show after its end;
+        otherwise its end says nothing of the worker."""
+        self.end(time.monotonic(), well=False if own else None)
 
     def cancel(self) -> None:
         """Close its connection; the worker aborts."""

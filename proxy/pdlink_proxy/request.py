@@ -447,8 +447,7 @@ class Request:
                 *(reason, action.detail, action.then, more),
                 extra=self._about(run.transfer_id),
             )
-        if self._is_own_fault(action.reason):  # that it failed may show after its end
-            run.blame()
+        run.blame(own=self._is_own_fault(action.reason))
         if run.connection is None:  # it ended with this, so nobody cancels it: before another attempt is placed
             run.close(well=None)
         match action.reason:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from pdlink_proxy.admission import Admission
+from pdlink_proxy.steps import Leg
 
 from .fake_vllm import FakeVllm
 from .fakes import DONE, END, FakeWorker, event, proxy_of, until
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .fakes import Proxy, Received
 
 ERROR = b'data: {"error":{"message":"m","code":500}}\n\n'
+REJECTED = b'data: {"error":{"message":"m","code":400,"type":"invalid_request_error"}}\n\n'
 ALONE: dict[str, Any] = {"decode_alone_tokens": 10_000, "retries": 0, "recover_streams": 0}
 _HEAD = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n"
 
@@ -84,6 +86,22 @@ async def test_a_leg_that_ended_with_its_request_does_not_go_on_in_the_record(
         assert (leg.end, leg.ended_s is not None) == (end, True)
         assert proxy.counted("requests_total", outcome=outcome) == 1
         assert [worker.work.requests for worker in proxy.router.services.pools.all] == [0, 0]
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+async def test_a_stream_that_says_that_the_request_is_wrong_counts_for_nothing(
+    prefill: FakeWorker, at_once: AtOnce, decode: FakeWorker, in_pieces: bool
+) -> None:
+    worker = decode if in_pieces else at_once
+    worker.stream_override, worker.split = event("a") + REJECTED + DONE, 60
+    async with proxy_of([prefill], [worker], **ALONE) as proxy:
+        (of_decode,) = proxy.router.services.pools.workers[Leg.DECODE]
+        of_decode.breaker.failures = 2
+        async with proxy.post(stream=True) as response:
+            await response.read()
+        await until(lambda: not of_decode.legs, "the end of the leg")
+        assert of_decode.breaker.failures == 2, "neither a failure nor a success, as a whole answer of that status"
+        assert of_decode.work.requests == 0
 
 
 async def test_legs_of_an_answer_in_one_piece_were_served(
