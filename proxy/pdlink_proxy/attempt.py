@@ -108,7 +108,7 @@ class Attempt:
 
     def logged(self) -> LoggedAttempt:
         """For the decision log."""
-        ends = {leg.value: running.fate or "let go" for leg, running in self.legs.items()}
+        ends = {leg.value: running.fate for leg, running in self.legs.items()}
         return logged_attempt(decision("", self._placed), self.transfer_id, ends)
 
     def _send(self, hears: Hears, *legs: tuple[Leg, bytes, Mapping[str, str]]) -> None:

@@ -437,7 +437,7 @@ class Flow:
         if event.content_type != "application/json":
             problem = "the answer's type is not application/json"
         elif not is_answer(body):
-            problem = "the answer is not a JSON object with choices"
+            problem = "the answer is not a JSON object of its kind"
         elif marks & FAILED and fails(body):
             problem = "the answer ended with finish_reason error"
         if problem:

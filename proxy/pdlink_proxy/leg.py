@@ -199,6 +199,7 @@ class WorkerLeg(LegAccount, AnswerListener):
 
     @property
     def passed_s(self) -> float:
+        """When an event of its stream has passed to the client last; 0 if none has."""
         return self.connection.passed_s if self.connection is not None else 0.0
 
     def gone(self, reason: str) -> None:

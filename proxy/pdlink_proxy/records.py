@@ -155,7 +155,7 @@ class LegRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     ended_s: float | None
     """None if it went on after the request."""
     end: str
-    """served, cancelled, "let go", or how it failed; empty if it went on."""
+    """served, cancelled, "let go", or how it failed."""
     span_id: str = ""
     """Of its span, if the request is traced."""
 

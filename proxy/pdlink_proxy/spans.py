@@ -26,7 +26,7 @@ TRACE_HEADERS = ("traceparent", "tracestate")
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 """Names of OpenTelemetry's conventions for generative AI."""
 _GOOD = ("ok", "client_left")
-_GOOD_ENDS = ("", "served", "let go", "cancelled")
+_GOOD_ENDS = ("served", "let go", "cancelled")
 
 
 class Tracer:
@@ -124,14 +124,14 @@ def _leg(leg: LegRecord, came_s: float, span_id: str, total_s: float) -> Span:
     attributes: dict[str, Value] = {
         "pdlink.worker": leg.worker,
         "pdlink.transfer_id": leg.transfer_id,
-        "pdlink.end": leg.end or "goes on",
+        "pdlink.end": leg.end,
     }
     if leg.answered_s is not None:
         attributes["pdlink.answered_ms"] = (leg.answered_s - leg.sent_s) * 1e3
     ended_s = total_s if leg.ended_s is None else leg.ended_s
     return Span(
         name=f"{leg.leg} leg",
-        label=f"{leg.leg}, {leg.worker}: {leg.end or 'goes on'}",
+        label=f"{leg.leg}, {leg.worker}: {leg.end}",
         track="legs",
         span_id=leg.span_id,
         parent_id=span_id,
