@@ -94,15 +94,15 @@ def has_named(data: bytes, names: Iterable[bytes]) -> bool:
 
 
 def fails(document: bytes) -> bool:
-    """Whether an answer, or the payload of an event, has a choice with the finish_reason "error". Elsewhere in it a
-    client's or a model's words may be fields, too."""
+    """Whether an answer, or the payload of an event, has a choice with the finish_reason "error", or has that
+    somewhere and cannot be read. Elsewhere in it a client's or a model's words may be fields, too."""
     if not marks_of(document, FAILED):
         return False
     try:
         choices = msgspec.json.decode(document, type=_Chosen).choices or ()
     except (ValueError, RecursionError):
-        return False
-    return any(choice.finish_reason == "error" for choice in choices)
+        return True
+    return any(choice is not None and choice.finish_reason == "error" for choice in choices)
 
 
 def before_finish_error(data: bytes) -> tuple[bytes, bytes]:
@@ -184,7 +184,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Chosen(msgspec.Struct):
-    choices: list[_Choice] | None = None
+    choices: list[_Choice | None] | None = None
 
 
 class _End(msgspec.Struct):

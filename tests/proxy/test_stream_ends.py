@@ -147,12 +147,16 @@ def test_text_that_looks_like_a_reason_is_none() -> None:
         assert not marks_of(b'data: {"finish_reason":' + space + b"null}\n\n", ALL)
         assert marks_of(b'data: {"finish_reason":' + space + b'{"type":"stop"}}\n\n', ALL) == FINISH
         assert fails(b'{"choices":[{"finish_reason":' + space + b'"error"}]}')
-    for document in (
-        b'"finish_reason":"error"',
-        b'[{"finish_reason":"error"}]',
-        b'{"choices":null,"finish_reason":"error"}',
-    ):
-        assert not fails(document)
+    assert not fails(b'{"choices":null,"finish_reason":"error"}')
+    assert not fails(b'{"choices":[null,{}],"x":{"finish_reason":"error"}}')
+
+
+@pytest.mark.parametrize("more", [b'],"x":' + b"[" * 3000 + b"]" * 3000, b",null]", b'],"logprob":NaN', b",7]"])
+def test_a_reason_beside_what_cannot_be_read_counts(more: bytes) -> None:
+    document = b'{"choices":[{"finish_reason":"error"}' + more + b"}"
+    event = b"data: " + document + b"\n\n"
+    assert fails(document)
+    assert before_finish_error(TOKEN + event + DONE) == (TOKEN, event)
 
 
 def test_events_are_cut_before_their_end() -> None:
