@@ -156,7 +156,8 @@ Usage usage_of(std::string_view bytes) {
     std::vector<std::size_t> quotes;
     each_quote<Letters<'g', 'f'>, Letters<'e', 'o'>>(bytes, [&](std::size_t quote) {
         const std::string_view word = bytes.substr(0, quote);
-        if (!word.ends_with(kUsage) && !word.ends_with(kMeta)) return;
+        const std::size_t nbytes = word.ends_with(kUsage) ? kUsage.size() : word.ends_with(kMeta) ? kMeta.size() : 0;
+        if (nbytes == 0 || (nbytes < word.size() && word[word.size() - nbytes - 1] == '\\')) return;
         if (const auto value = value_of(bytes, quote); value && value->starts_with('{')) quotes.push_back(quote);
     });
     std::size_t read = bytes.size();  // what begins here

@@ -259,22 +259,35 @@ std::optional<Usage> usage_in(std::string_view json) {
     bool is_one_of_several = false;
     const auto read = [&](std::optional<Usage>& into) {
         Usage& found = into.emplace();
-        return scan.object([&](std::string_view name) {
+        std::uint64_t cached = 0;  // by /v1/messages counted apart
+        const bool is_read = scan.object([&](std::string_view name) {
             const char* const begin = scan.at();
             if (!scan.value()) return false;
             std::uint64_t number = 0;
             if (scan.at() - begin > static_cast<std::ptrdiff_t>(kMaxDigits) ||
                 std::from_chars(begin, scan.at(), number).ptr != scan.at())
                 number = 0;  // of no prompt
-            if (name == "prompt_tokens") found.prompt_tokens = number;
-            if (name == "completion_tokens") found.completion_tokens = number;
+            if (name == "prompt_tokens" || name == "input_tokens") found.prompt_tokens = number;
+            if (name == "completion_tokens" || name == "output_tokens") found.completion_tokens = number;
+            if (name == "cache_read_input_tokens") cached = number;
             return true;
         });
+        found.prompt_tokens += cached;
+        return is_read;
+    };
+    // Of a name that comes twice the last counts.
+    const auto field = [&](std::string_view name, std::string_view wanted, std::optional<Usage>& into) {
+        if (name != wanted) return false;
+        into.reset();
+        return scan.is_at('{');
+    };
+    const auto read_usage = [&](std::string_view name) {
+        return field(name, "usage", usage) ? read(usage) : scan.value();
     };
     const bool is_object = !json.empty() && scan.object([&](std::string_view name) {
         is_one_of_several = is_one_of_several || name == "index";
-        if (!scan.is_at('{')) return scan.value();
-        return name == "usage" ? read(usage) : name == "meta_info" ? read(meta) : scan.value();
+        if (name == "response" && scan.is_at('{')) return scan.object(read_usage);
+        return field(name, "meta_info", meta) ? read(meta) : read_usage(name);
     });
     scan.space();
     if (!is_object || !scan.at_end()) return std::nullopt;

@@ -34,9 +34,10 @@ struct Usage {
     std::uint64_t prompt_tokens = 0, completion_tokens = 0;
 };
 
-// What an answer, or the payload of an event, says in its own `usage`, or in its `meta_info`; nothing if it has
-// neither. One answer of a batch, which has an `index` beside `meta_info`, says nothing of the request. What is
-// before a field may be cut off, but for one character: the object is read from there.
+// What an answer, or the payload of an event, says in its own `usage`, in that of its `response` (/v1/responses), or
+// in its `meta_info`; nothing if it has none. `input_tokens` and `output_tokens` are other names for both numbers.
+// One answer of a batch, which has an `index` beside `meta_info`, says nothing of the request. The first character is
+// not looked at: instead of "{" it may be a comma within the object, whose later fields are read then.
 std::optional<Usage> usage_in(std::string_view json);
 
 // Whether this is an object without such a field. False, too, for what is nested deeply or has names with escapes.

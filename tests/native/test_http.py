@@ -169,6 +169,28 @@ def test_the_last_usage_that_is_an_answers_or_an_events_own_counts(seed: int) ->
     assert min(counts[0], counts[2]) > 100, counts
 
 
+@pytest.mark.parametrize("space", ["", " "])
+def test_usage_is_found_by_either_pair_of_names(space: str) -> None:
+    def said(document: str) -> tuple[int, int]:
+        data = document.replace(":", ":" + space)
+        found = usage_of(data.encode())
+        assert found == usage_of(f"event: x\ndata: {data}\n\nevent: y\ndata: {{}}\n\n".encode())
+        return found
+
+    usage = '"usage":{"input_tokens":5,"x":{"input_tokens":9},"output_tokens":7}'
+    assert said("{" + usage + "}") == said('{"type":"message_delta","delta":{"usage":{}},' + usage + "}") == (5, 7)
+    assert said('{"response":{"id":"a",' + usage + ',"x":1},"sequence_number":3}') == (5, 7)
+    assert said('{"sequence_number":3,"response":{' + usage + "}}") == (5, 7)
+    assert said('{"x":{' + usage + "}}") == said('{"response":{"x":{' + usage + "}}}") == (0, 0)
+    assert said('{"usage":{"input_tokens":3,"cache_read_input_tokens":2,"output_tokens":7}}') == (5, 7)
+
+
+def test_the_last_usage_of_an_object_counts_and_no_name_that_ends_so() -> None:
+    assert usage_of(b'{"usage":{"prompt_tokens":5},"usage":null}') == (0, 0)
+    assert usage_of(b'{"usage":{"prompt_tokens":5},"usage":{"prompt_tokens":6}}') == (6, 0)
+    assert usage_of(b'{"choices":[],"x\\"usage":{"prompt_tokens":5}}') == (0, 0)
+
+
 @pytest.mark.parametrize("name", ["usage", "meta_info"])
 def test_what_has_no_usage_of_its_own_is_gone_through_once(name: str) -> None:
     """A model's arguments of a call are fields of an answer of /v1/messages."""

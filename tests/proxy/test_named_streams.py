@@ -103,6 +103,8 @@ async def test_the_client_is_told_what_prefill_had_cached_and_no_addresses(path:
         else:
             assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (3, 2)
     assert b"pdlink_kv" not in data
+    record = proxy.router.services.records[-1]
+    assert (record.prompt_tokens, record.estimated) == (5, False)
 
 
 @EACH_PATH
