@@ -194,7 +194,8 @@ class WorkerLoad:
 
 class Costs(Guesses):
     """Further, KV that the workers of a pool have computed of late, in shares of their pools. What was computed
-    counts less with all that is computed after it; `WorkerLoad.taken` is a logarithm, which stays small."""
+    counts less with all that is computed after it; `WorkerLoad.taken` is a logarithm, which stays small. Of a prompt
+    whose keys nobody asked for, as with one worker on each side, all counts as computed, also what its worker had."""
 
     def taken(self, worker: WorkerLoad) -> float:
         """In shares of its pool. `placed` adds to it."""

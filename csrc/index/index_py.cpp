@@ -84,7 +84,7 @@ struct Lacking {
 };
 
 // A `PlacementRequest` goes to this worker. Returns how many tokens of it the worker lacks. With one worker on each
-// side nobody asks for the keys of a prompt, and it may lack less.
+// side nobody asks for the keys of a prompt: it counts as computed as a whole, and the worker may lack less.
 Lacking placed(Guesses& self, const Kept& kept, nb::handle request, const WorkerLoad& worker) {
     const nb::object chain = request.attr("chain"), held = request.attr("held");
     const bool known = !chain.is_none();
