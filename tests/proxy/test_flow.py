@@ -418,10 +418,10 @@ class World:
         assert not judged or key in self.blamed, "a failure is judged at once, whatever else is awaited"
 
 
+@pytest.mark.parametrize("kind", sorted(KINDS))
 @settings(max_examples=400, deadline=None)
 @given(
     data=st.data(),
-    kind=st.sampled_from(sorted(KINDS)),
     streaming=st.booleans(),
     retries=st.integers(0, 2),
     waits_s=st.sampled_from([0.0, 0.5]),
