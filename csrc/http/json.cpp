@@ -259,7 +259,8 @@ std::optional<Usage> usage_in(std::string_view json) {
     bool is_one_of_several = false;
     const auto read = [&](std::optional<Usage>& into) {
         Usage& found = into.emplace();
-        std::uint64_t cached = 0;  // by /v1/messages counted apart
+        std::optional<std::uint64_t> input;
+        std::uint64_t cached = 0;  // of /v1/messages, which counts it apart from its input
         const bool is_read = scan.object([&](std::string_view name) {
             const char* const begin = scan.at();
             if (!scan.value()) return false;
@@ -267,12 +268,13 @@ std::optional<Usage> usage_in(std::string_view json) {
             if (scan.at() - begin > static_cast<std::ptrdiff_t>(kMaxDigits) ||
                 std::from_chars(begin, scan.at(), number).ptr != scan.at())
                 number = 0;  // of no prompt
-            if (name == "prompt_tokens" || name == "input_tokens") found.prompt_tokens = number;
+            if (name == "prompt_tokens") found.prompt_tokens = number;
+            if (name == "input_tokens") input = number;
             if (name == "completion_tokens" || name == "output_tokens") found.completion_tokens = number;
-            if (name == "cache_read_input_tokens") cached = number;
+            if (name == "cache_read_input_tokens" || name == "cache_creation_input_tokens") cached += number;
             return true;
         });
-        found.prompt_tokens += cached;
+        if (input) found.prompt_tokens = *input + cached;
         return is_read;
     };
     // Of a name that comes twice the last counts.

@@ -14,6 +14,7 @@ Three rules, which the tests hold against random orders of events:
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -78,7 +79,7 @@ from .steps import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from .recovery import Recovery
 
@@ -491,7 +492,7 @@ class Flow:
                 actions += self.on(event, now)  # what follows, and deadlines, count from now
                 if of.decode_s == now:
                     of.decode_s = came_s
-            return actions
+            return _joined(actions)
         if self._rules.handover is None or DECODE in self._legs:
             return []
         params = self._rules.handover(self._prefill_answer)
@@ -670,6 +671,17 @@ class Flow:
         if not state.running or (leg is PREFILL and state.spoke):
             return math.inf
         return state.since_s + (self._limits.idle_s if state.spoke else self._limits.first_byte_s)
+
+
+def _joined(actions: Iterable[Action]) -> list[Action]:
+    """The same, with what follows each other for the client in one: there may be thousands of kept events."""
+    found: list[Action] = []
+    for kind, of_one in itertools.groupby(actions, type):
+        some = list(of_one)
+        found += (
+            [Forward(b"".join(each.data for each in some if isinstance(each, Forward)))] if kind is Forward else some
+        )
+    return found
 
 
 _REACTIONS: dict[type[Event], Callable[[Flow, Any, float], list[Action]]] = {

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 from pdlink._http import Exchanges, header_lines
 
-from .http_connection import Address, Connection, Host, NoConnection, tell_of
+from .http_connection import Address, Connection, Host, NoConnection, NotSent, tell_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -178,7 +178,7 @@ class HttpClient(Exchanges):
         """By a fault of ours it cannot be sent."""
         self.running.discard(request)
         tell_of("a request could not be sent", error)
-        request.lost(NoConnection(f"the proxy could not send: {error}"))
+        request.lost(NotSent(f"the proxy could not send: {error}"))
 
     def rest(self, host: Host) -> None:
         """Drops its connections in time, if nobody uses them."""

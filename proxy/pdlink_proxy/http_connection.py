@@ -62,6 +62,10 @@ class NoConnection(HttpError):
     """The connection was not made; its cause says why."""
 
 
+class NotSent(NoConnection):
+    """By a fault of ours."""
+
+
 class WorkerGone(HttpError):
     """The worker closed the connection before the end of its answer."""
 

@@ -17,7 +17,7 @@ from pdlink._http import Headers, header_lines
 
 from .access import worker_tls
 from .http_client import HttpClient
-from .http_connection import AnswerListener, BadAnswer, HttpError, NoConnection, WorkerGone
+from .http_connection import AnswerListener, BadAnswer, HttpError, NoConnection, NotSent, WorkerGone
 from .steps import Loss
 
 if TYPE_CHECKING:
@@ -212,6 +212,8 @@ def printable(text: str) -> str:
 def loss_of(error: Exception) -> Loss:
     """The kind of loss that an exception of a request means."""
     match error:
+        case NotSent():
+            return Loss.LOCAL
         case NoConnection():
             cause = error.__cause__
             return Loss.LOCAL if isinstance(cause, OSError) and cause.errno in _OUT_OF_SOCKETS else Loss.CONNECT

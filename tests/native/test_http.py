@@ -183,6 +183,8 @@ def test_usage_is_found_by_either_pair_of_names(space: str) -> None:
     assert said('{"sequence_number":3,"response":{' + usage + "}}") == (5, 7)
     assert said('{"x":{' + usage + "}}") == said('{"response":{"x":{' + usage + "}}}") == (0, 0)
     assert said('{"usage":{"input_tokens":3,"cache_read_input_tokens":2,"output_tokens":7}}') == (5, 7)
+    assert said('{"usage":{"cache_creation_input_tokens":9,"input_tokens":3,"output_tokens":7}}') == (12, 7)
+    assert said('{"usage":{"prompt_tokens":3,"cache_read_input_tokens":2,"completion_tokens":7}}') == (3, 7)
 
 
 def test_the_last_usage_of_an_object_counts_and_no_name_that_ends_so() -> None:

@@ -305,6 +305,15 @@ def test_a_stream_that_ends_before_prefills_answer_goes_to_the_client_with_that(
     assert flow.outcome is Outcome.OK
 
 
+def test_events_that_waited_for_prefills_answer_go_to_the_client_in_one() -> None:
+    flow = Flow(LIMITS, 0.0, KINDS["awaited"])
+    flow.on(Placed("p", "d"), 0.0)
+    events = [ZERO, *[b'data: {"choices":[{"text":"%d"}]}\n\n' % number for number in range(9)]]
+    for each in events:
+        assert flow.on(Chunk(1, D, each), 1.0) == []
+    assert flow.on(Answered(1, P, 200, _ANSWER), 2.0) == [Forward(b"".join(events))]
+
+
 @pytest.mark.parametrize(("status", "outcome"), [(400, Outcome.REJECTED), (500, Outcome.FAILED), (503, None)])
 def test_decodes_error_is_judged_at_once_where_prefill_is_awaited(status: int, outcome: Outcome | None) -> None:
     flow = Flow(LIMITS, 0.0, KINDS["awaited"])

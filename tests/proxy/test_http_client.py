@@ -25,10 +25,12 @@ from pdlink_proxy.http_connection import (
     Connection,
     HttpError,
     NoConnection,
+    NotSent,
     WorkerGone,
 )
 from pdlink_proxy.polling import polling
-from pdlink_proxy.upstream import answer_of
+from pdlink_proxy.steps import Loss
+from pdlink_proxy.upstream import answer_of, loss_of
 from tests.certificates import make_certificate
 from tests.proxy.fakes import until
 from tests.waiting import WAIT_S
@@ -499,8 +501,9 @@ async def test_an_answer_is_heard_whatever_fails_behind_it_and_no_place_is_lost(
             if kind == "keep":
                 assert await heard[1].ended() == b"ok"
             else:
-                with pytest.raises(NoConnection, match="a fault of ours"):
+                with pytest.raises(NotSent, match="a fault of ours") as caught:
                     await heard[1].ended()
+                assert loss_of(caught.value) is Loss.LOCAL, "no worker is to blame"
             assert await heard[2].ended() == b"ok"
         assert not http.running
 
