@@ -274,8 +274,8 @@ def place_of_done(events: bytes) -> int | None:
 def usage_of(data: bytes) -> tuple[int, int]:
     """`prompt_tokens` and `completion_tokens`, or `input_tokens` and `output_tokens`, as a whole answer says, or the
     last of whole events that has a usage of its own or of its `response`; 0 where it does not. Tokens that
-    /v1/messages read from its cache are the prompt's, too. A batch of SGLang's /generate has none, only each of its
-    answers."""
+    /v1/messages counts beside its input, as read from its cache or written there, are the prompt's, too. A batch of
+    SGLang's /generate has none, only each of its answers."""
 
 def shortened(json: bytes, long_nbytes: int) -> tuple[bytes, int, dict[str, bytes]] | None:
     """A JSON object with null in place of each value of at least so many bytes; how many fields it has; and these
